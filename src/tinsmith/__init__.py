@@ -1,0 +1,142 @@
+"""Tinsmith: the Tinker fine-tuning API on your own machines.
+
+The public names, each loaded from its module when it is first used, so that `import tinsmith` costs
+next to nothing. To publish a name, add it to `_MODULE_OF` and to the imports for type checkers; a
+test holds the two together, and `scripts/public-names --write` lists it.
+"""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False  # `typing` would be the heaviest import of this module
+
+if TYPE_CHECKING:
+    from tinsmith import types as types
+    from tinsmith._version import __version__ as __version__
+    from tinsmith.errors import APIConnectionError as APIConnectionError
+    from tinsmith.errors import APIError as APIError
+    from tinsmith.errors import APIResponseValidationError as APIResponseValidationError
+    from tinsmith.errors import APIStatusError as APIStatusError
+    from tinsmith.errors import APITimeoutError as APITimeoutError
+    from tinsmith.errors import AuthenticationError as AuthenticationError
+    from tinsmith.errors import BadRequestError as BadRequestError
+    from tinsmith.errors import BillingError as BillingError
+    from tinsmith.errors import BodyTooLargeError as BodyTooLargeError
+    from tinsmith.errors import ConflictError as ConflictError
+    from tinsmith.errors import DecodeError as DecodeError
+    from tinsmith.errors import ExperimentalWarning as ExperimentalWarning
+    from tinsmith.errors import InternalServerError as InternalServerError
+    from tinsmith.errors import NotFoundError as NotFoundError
+    from tinsmith.errors import PermissionDeniedError as PermissionDeniedError
+    from tinsmith.errors import RateLimitError as RateLimitError
+    from tinsmith.errors import RequestErrorCategory as RequestErrorCategory
+    from tinsmith.errors import RequestFailedError as RequestFailedError
+    from tinsmith.errors import TinkerError as TinkerError
+    from tinsmith.errors import TinsmithError as TinsmithError
+    from tinsmith.errors import UnknownFieldError as UnknownFieldError
+    from tinsmith.errors import UnprocessableEntityError as UnprocessableEntityError
+    from tinsmith.errors import ValidationError as ValidationError
+    from tinsmith.types import AdamOptimizerConfig as AdamOptimizerConfig
+    from tinsmith.types import AdamParams as AdamParams
+    from tinsmith.types import Checkpoint as Checkpoint
+    from tinsmith.types import CheckpointType as CheckpointType
+    from tinsmith.types import Datum as Datum
+    from tinsmith.types import DimuonOptimizerConfig as DimuonOptimizerConfig
+    from tinsmith.types import DimuonParams as DimuonParams
+    from tinsmith.types import DmelChunk as DmelChunk
+    from tinsmith.types import EncodedTextChunk as EncodedTextChunk
+    from tinsmith.types import ForwardBackwardOutput as ForwardBackwardOutput
+    from tinsmith.types import LoraConfig as LoraConfig
+    from tinsmith.types import ModelID as ModelID
+    from tinsmith.types import ModelInput as ModelInput
+    from tinsmith.types import ModelInputChunk as ModelInputChunk
+    from tinsmith.types import OptimParams as OptimParams
+    from tinsmith.types import OptimStepRequest as OptimStepRequest
+    from tinsmith.types import OptimStepResponse as OptimStepResponse
+    from tinsmith.types import ParsedCheckpointTinkerPath as ParsedCheckpointTinkerPath
+    from tinsmith.types import PromptProvenanceSpan as PromptProvenanceSpan
+    from tinsmith.types import SampledProvenanceSpan as SampledProvenanceSpan
+    from tinsmith.types import SampledSequence as SampledSequence
+    from tinsmith.types import SampleRequest as SampleRequest
+    from tinsmith.types import SampleResponse as SampleResponse
+    from tinsmith.types import SamplingParams as SamplingParams
+    from tinsmith.types import StopReason as StopReason
+    from tinsmith.types import TensorData as TensorData
+    from tinsmith.types import TensorDtype as TensorDtype
+    from tinsmith.types import TrainingRun as TrainingRun
+
+# Where each public name lives. A module's own name stands for the module itself.
+_MODULE_OF = {
+    "__version__": "tinsmith._version",
+    "types": "tinsmith.types",
+    "APIConnectionError": "tinsmith.errors",
+    "APIError": "tinsmith.errors",
+    "APIResponseValidationError": "tinsmith.errors",
+    "APIStatusError": "tinsmith.errors",
+    "APITimeoutError": "tinsmith.errors",
+    "AuthenticationError": "tinsmith.errors",
+    "BadRequestError": "tinsmith.errors",
+    "BillingError": "tinsmith.errors",
+    "BodyTooLargeError": "tinsmith.errors",
+    "ConflictError": "tinsmith.errors",
+    "DecodeError": "tinsmith.errors",
+    "ExperimentalWarning": "tinsmith.errors",
+    "InternalServerError": "tinsmith.errors",
+    "NotFoundError": "tinsmith.errors",
+    "PermissionDeniedError": "tinsmith.errors",
+    "RateLimitError": "tinsmith.errors",
+    "RequestErrorCategory": "tinsmith.errors",
+    "RequestFailedError": "tinsmith.errors",
+    "TinkerError": "tinsmith.errors",
+    "TinsmithError": "tinsmith.errors",
+    "UnknownFieldError": "tinsmith.errors",
+    "UnprocessableEntityError": "tinsmith.errors",
+    "ValidationError": "tinsmith.errors",
+    "AdamOptimizerConfig": "tinsmith.types",
+    "AdamParams": "tinsmith.types",
+    "Checkpoint": "tinsmith.types",
+    "CheckpointType": "tinsmith.types",
+    "Datum": "tinsmith.types",
+    "DimuonOptimizerConfig": "tinsmith.types",
+    "DimuonParams": "tinsmith.types",
+    "DmelChunk": "tinsmith.types",
+    "EncodedTextChunk": "tinsmith.types",
+    "ForwardBackwardOutput": "tinsmith.types",
+    "LoraConfig": "tinsmith.types",
+    "ModelID": "tinsmith.types",
+    "ModelInput": "tinsmith.types",
+    "ModelInputChunk": "tinsmith.types",
+    "OptimParams": "tinsmith.types",
+    "OptimStepRequest": "tinsmith.types",
+    "OptimStepResponse": "tinsmith.types",
+    "ParsedCheckpointTinkerPath": "tinsmith.types",
+    "PromptProvenanceSpan": "tinsmith.types",
+    "SampledProvenanceSpan": "tinsmith.types",
+    "SampledSequence": "tinsmith.types",
+    "SampleRequest": "tinsmith.types",
+    "SampleResponse": "tinsmith.types",
+    "SamplingParams": "tinsmith.types",
+    "StopReason": "tinsmith.types",
+    "TensorData": "tinsmith.types",
+    "TensorDtype": "tinsmith.types",
+    "TrainingRun": "tinsmith.types",
+}
+
+__all__ = list(_MODULE_OF)
+
+
+if not TYPE_CHECKING:  # a type checker would take it as leave to use any name
+
+    def __getattr__(name: str) -> object:
+        module_name = _MODULE_OF.get(name)
+        if module_name is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        import importlib
+
+        module = importlib.import_module(module_name)
+        value = module if module_name == f"{__name__}.{name}" else getattr(module, name)
+        globals()[name] = value  # the next use finds it without coming here
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,1 @@
+"""The `tinsmith` command: one module for each noun."""

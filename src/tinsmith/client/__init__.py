@@ -1,0 +1,1 @@
+"""The SDK: from a method call to a settled future."""

@@ -1,0 +1,274 @@
+"""Every error tinsmith raises, one tree, branched by who can act on it.
+
+    TinkerError                          (also named TinsmithError)
+    ├── ValidationError                  the caller gave a value that does not fit; also a
+        ValueError
+    │   └── UnknownFieldError            ... or a field that the type does not have; also a
+        TypeError
+    ├── DecodeError                      bytes from the other side are not what they claim; also a
+        ValueError
+    │   └── BodyTooLargeError            they would take more memory than allowed
+    ├── RequestFailedError               the server accepted the work and could not finish it
+    └── APIError                         an HTTP exchange went wrong
+        ├── APIResponseValidationError   the reply arrived and could not be understood
+        ├── APIConnectionError           no reply arrived
+        │   └── APITimeoutError          ... within the time allowed
+        └── APIStatusError               the reply was a refusal
+            ├── BadRequestError          400
+            ├── AuthenticationError      401
+            ├── BillingError             402
+            ├── PermissionDeniedError    403
+            ├── NotFoundError            404
+            ├── ConflictError            409
+            ├── UnprocessableEntityError 422
+            ├── RateLimitError           429
+            └── InternalServerError      500 and above
+
+The names that Tinker programs catch are the API's own. Each error can be pickled, so that it
+crosses process boundaries, and carries the request id, the status and the remedy where they are
+known.
+
+Knows nothing of HTTP libraries: `request` and `response` are whatever small records the transport
+made.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+
+class RequestErrorCategory(enum.StrEnum):
+    """Who can mend a failed request: its sender, the server, or it is not known."""
+
+    Unknown = "unknown"
+    Server = "server"
+    User = "user"
+
+    @classmethod
+    def parse(cls, text: object) -> RequestErrorCategory:
+        """Read a category as it came over the wire, in any case; what is not known is `Unknown`."""
+        try:
+            return cls(text.strip().lower()) if isinstance(text, str) else cls.Unknown
+        except ValueError:
+            return cls.Unknown
+
+
+class TinkerError(Exception):
+    """Root of everything that tinsmith raises on purpose.
+
+    `request_id` names the server-side request and `remedy` says what to do, where they are known.
+    """
+
+    def __init__(
+        self, *args: object, request_id: str | None = None, remedy: str | None = None
+    ) -> None:
+        super().__init__(*args)
+        self.request_id = request_id
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return f"{text}; {self.remedy}" if self.remedy else text
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # The default calls the class with `args` alone, which fails wherever a keyword is required.
+        return _rebuild, (type(self), self.args, self.__dict__.copy())
+
+
+def _rebuild(
+    cls: type[TinkerError], args: tuple[object, ...], state: dict[str, object]
+) -> TinkerError:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+TinsmithError = TinkerError
+
+
+class ValidationError(TinkerError, ValueError):
+    """A value given by the caller does not fit its field."""
+
+
+class UnknownFieldError(ValidationError, TypeError):
+    """A type was made with a field that it does not have."""
+
+
+class DecodeError(TinkerError, ValueError):
+    """Bytes from the other side are not what they claim to be."""
+
+
+class BodyTooLargeError(DecodeError):
+    """Decoding would take more memory than the receiver allows."""
+
+
+class RequestFailedError(TinkerError):
+    """The server accepted the request and finished it in a failed state."""
+
+    def __init__(
+        self,
+        message: str,
+        request_id: str | None = None,
+        category: RequestErrorCategory = RequestErrorCategory.Unknown,
+        *,
+        remedy: str | None = None,
+    ) -> None:
+        super().__init__(message, request_id=request_id, remedy=remedy)
+        self.message = message
+        self.category = category
+
+
+class APIError(TinkerError):
+    """An HTTP exchange with the service went wrong."""
+
+    def __init__(
+        self,
+        message: str,
+        request: Any = None,
+        *,
+        body: object = None,
+        request_id: str | None = None,
+        remedy: str | None = None,
+    ) -> None:
+        super().__init__(message, request_id=request_id, remedy=remedy)
+        self.message = message
+        self.request = request
+        self.body = body
+
+
+class APIResponseValidationError(APIError):
+    """A reply arrived whose content type or shape is not that of the API."""
+
+    def __init__(
+        self,
+        response: Any = None,
+        body: object = None,
+        *,
+        message: str = "the reply is not of the shape that the API promises",
+        request_id: str | None = None,
+        remedy: str | None = None,
+    ) -> None:
+        super().__init__(
+            message,
+            getattr(response, "request", None),
+            body=body,
+            request_id=request_id,
+            remedy=remedy,
+        )
+        self.response = response
+        self.status_code: int | None = getattr(response, "status_code", None)
+
+
+class APIConnectionError(APIError):
+    """The connection failed before a whole reply arrived."""
+
+    def __init__(
+        self,
+        message: str = "Connection error.",
+        request: Any = None,
+        *,
+        request_id: str | None = None,
+        remedy: str | None = None,
+    ) -> None:
+        super().__init__(message, request, request_id=request_id, remedy=remedy)
+
+
+class APITimeoutError(APIConnectionError):
+    """No whole reply arrived within the time allowed."""
+
+    def __init__(
+        self,
+        message: str = "Request timed out.",
+        request: Any = None,
+        *,
+        request_id: str | None = None,
+        remedy: str | None = None,
+    ) -> None:
+        super().__init__(message, request, request_id=request_id, remedy=remedy)
+
+
+class APIStatusError(APIError):
+    """The service answered with a status that refuses the request."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        response: Any = None,
+        body: object = None,
+        status_code: int | None = None,
+        retry_after_s: float | None = None,
+        request_id: str | None = None,
+        remedy: str | None = None,
+    ) -> None:
+        super().__init__(
+            message,
+            getattr(response, "request", None),
+            body=body,
+            request_id=request_id,
+            remedy=remedy,
+        )
+        self.response = response
+        given = status_code if status_code is not None else getattr(response, "status_code", None)
+        self.status_code: int = given if given is not None else self.default_status
+        self.retry_after_s = retry_after_s
+
+    default_status = 400
+
+
+class BadRequestError(APIStatusError):
+    """400: the request is malformed or asks for something that cannot be."""
+
+
+class AuthenticationError(APIStatusError):
+    """401: no credential was sent, or it is not accepted."""
+
+    default_status = 401
+
+
+class BillingError(APIStatusError):
+    """402: the account cannot pay; the service pauses its work."""
+
+    default_status = 402
+
+
+class PermissionDeniedError(APIStatusError):
+    """403: the credential is good and does not allow this."""
+
+    default_status = 403
+
+
+class NotFoundError(APIStatusError):
+    """404: there is no such thing, or it belongs to somebody else."""
+
+    default_status = 404
+
+
+class ConflictError(APIStatusError):
+    """409: the state of the thing does not allow this now; clients retry it."""
+
+    default_status = 409
+
+
+class UnprocessableEntityError(APIStatusError):
+    """422: the request is well-formed and its values do not fit."""
+
+    default_status = 422
+
+
+class RateLimitError(APIStatusError):
+    """429: too many requests; `retry_after_s` says when to come back, if the server did."""
+
+    default_status = 429
+
+
+class InternalServerError(APIStatusError):
+    """500 and above: the service failed."""
+
+    default_status = 500
+
+
+class ExperimentalWarning(FutureWarning):
+    """The call works and may change in a coming release."""

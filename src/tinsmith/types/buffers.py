@@ -1,0 +1,242 @@
+"""Numbers held once, as typed memory that any array library can look at without a copy.
+
+The API knows three kinds of numbers: int32 token ids, int64 and float32 tensors, all
+little-endian. They are kept as `bytes` or as a `memoryview` of the caller's own array, so that the
+core needs no array library: numpy and torch are touched only when the caller passes or asks for
+one of their arrays.
+
+Memory that came from a caller's numpy array or tensor is shared with it, not copied: a change made
+before the request is encoded is sent.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from tinsmith.errors import ValidationError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+if sys.byteorder != "little":  # pragma: no cover - no such machine to test on
+    raise ImportError(
+        "tinsmith shares array memory with the wire and needs a little-endian machine"
+    )
+
+Kind: TypeAlias = Literal["int32", "int64", "float32"]
+Memory: TypeAlias = bytes | memoryview
+"""Raw little-endian bytes; a memoryview is one-dimensional, contiguous and of format "B"."""
+
+FORMATS: dict[Kind, Literal["i", "q", "f"]] = {"int32": "i", "int64": "q", "float32": "f"}
+ITEM_BYTES: dict[Kind, int] = {"int32": 4, "int64": 8, "float32": 4}
+_FLOAT32_OVERFLOW = 2.0**128 - 2.0**103
+"""From here on a number rounds to infinity in float32."""
+
+
+class Numbers:
+    """A flat run of numbers of one kind."""
+
+    __slots__ = ("kind", "memory")
+
+    def __init__(self, memory: Memory, kind: Kind) -> None:
+        if len(memory) % ITEM_BYTES[kind]:
+            raise ValidationError(
+                f"{len(memory)} bytes do not hold whole {kind} numbers of {ITEM_BYTES[kind]} bytes"
+            )
+        self.memory = memory
+        self.kind: Kind = kind
+
+    def __len__(self) -> int:
+        return len(self.memory) // ITEM_BYTES[self.kind]
+
+    def __eq__(self, other: object) -> bool:
+        # Bit for bit, so that NaN equals itself and no array library is asked.
+        if not isinstance(other, Numbers):
+            return NotImplemented
+        return self.kind == other.kind and self.memory == other.memory
+
+    def __hash__(self) -> int:
+        return hash((self.kind, bytes(self.memory)))
+
+    def __repr__(self) -> str:
+        return f"Numbers({self.kind}, {shortened(self)})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Numbers, (bytes(self.memory), self.kind)
+
+    def view(self) -> memoryview[Any]:
+        """The numbers as a typed memoryview: indexing and iteration give Python numbers."""
+        return memoryview(self.memory).cast(FORMATS[self.kind])
+
+    def tolist(self) -> list[Any]:
+        """The numbers as a new Python list."""
+        return self.view().tolist()
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """The numbers as a writable numpy array, sharing memory that is writable already."""
+        array: np.ndarray[Any, Any] = _require_numpy().frombuffer(self.memory, dtype=self.kind)
+        return array if array.flags.writeable else array.copy()
+
+    def slice(self, start: int, stop: int) -> Numbers:
+        """The numbers from `start` up to `stop`, sharing memory."""
+        size = ITEM_BYTES[self.kind]
+        return Numbers(memoryview(self.memory)[start * size : stop * size], self.kind)
+
+
+def shortened(numbers: Numbers) -> str:
+    """The first few numbers, for a repr that stays readable whatever the length."""
+    shown = numbers.slice(0, min(8, len(numbers))).tolist()
+    rest = len(numbers) - len(shown)
+    return f"[{', '.join(map(str, shown))}{f', … {rest} more' if rest else ''}]"
+
+
+def pack(values: Any, kind: Kind, what: str = "value") -> tuple[Numbers, list[int]]:
+    """Hold `values` as numbers of one kind, and say their shape.
+
+    A contiguous array of that kind is shared; anything else is converted into new memory.
+
+    Args:
+        values: A nested list or tuple, a numpy array, a torch tensor, or any buffer of numbers.
+        kind: The kind of number wanted.
+        what: What the values are, for error messages.
+    """
+    if isinstance(values, Numbers) and values.kind == kind:
+        return values, [len(values)]
+    if is_torch_tensor(values):
+        values = torch_to_numpy(values, what)
+    if is_numpy_array(values):
+        return _from_numpy(values, kind)
+    if isinstance(values, list | tuple | range):
+        flat, shape = _flattened(values, what)
+        return Numbers(_pack_sequence(flat, kind, what), kind), shape
+    try:
+        view = memoryview(values)
+    except TypeError:
+        raise TypeError(
+            f"{what} must be a list, a numpy array, a torch tensor or a buffer of numbers, "
+            f"not {type(values).__name__}"
+        ) from None
+    return _from_view(view, kind, what)
+
+
+def is_torch_tensor(value: object) -> bool:
+    """Whether this is a torch tensor, without importing torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, getattr(torch, "Tensor", ()))
+
+
+def is_numpy_array(value: object) -> bool:
+    """Whether this is a numpy array, without importing numpy."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, getattr(numpy, "ndarray", ()))
+
+
+def torch_to_numpy(tensor: Any, what: str = "tensor") -> Any:
+    """The tensor's memory as a numpy array; bfloat16, which numpy lacks, is widened to float32."""
+    if tensor.requires_grad:
+        raise RuntimeError(f"{what} requires grad; call .detach() before sending it")
+    if tensor.is_floating_point() and str(tensor.dtype) == "torch.bfloat16":
+        tensor = tensor.float()
+    _require_numpy()
+    return tensor.cpu().resolve_conj().resolve_neg().numpy()
+
+
+def widen_int32(memory: Memory) -> bytes:
+    """int32 numbers as int64."""
+    values = memoryview(memory).cast("i")
+    return struct.pack(f"{len(values)}q", *values)
+
+
+def widen_bfloat16(memory: Memory) -> bytes:
+    """bfloat16 numbers as float32: a bfloat16 is the upper half of a float32."""
+    wide = bytearray(2 * len(memory))
+    wide[2::4] = memory[0::2]
+    wide[3::4] = memory[1::2]
+    return bytes(wide)
+
+
+def _require_numpy() -> Any:
+    try:
+        import numpy
+    except ImportError as exc:
+        raise ImportError(
+            "this call returns or takes a numpy array and numpy is not installed; "
+            'install it with: pip install "tinsmith[numpy]"'
+        ) from exc
+    return numpy
+
+
+def _from_numpy(array: Any, kind: Kind) -> tuple[Numbers, list[int]]:
+    numpy = sys.modules["numpy"]
+    flat = numpy.ascontiguousarray(array, dtype=kind).reshape(-1)
+    # A view with no elements cannot be cast.
+    memory: Memory = memoryview(flat).cast("B") if flat.size else b""
+    return Numbers(memory, kind), list(array.shape)
+
+
+def _from_view(view: memoryview, kind: Kind, what: str) -> tuple[Numbers, list[int]]:
+    shape = list(view.shape or ())
+    same_format = view.format == FORMATS[kind] or (view.format == "l" and kind == "int64")
+    if same_format and view.itemsize == ITEM_BYTES[kind] and view.c_contiguous:
+        return Numbers(view.cast("B") if view.nbytes else b"", kind), shape
+    flat, shape = _flattened(view.tolist(), what)
+    return Numbers(_pack_sequence(flat, kind, what), kind), shape
+
+
+def _flattened(values: Sequence[Any], what: str) -> tuple[Sequence[Any], list[int]]:
+    """The innermost values in row-major order, and the shape of the nesting."""
+    shape = [len(values)]
+    while len(values) and isinstance(values[0], list | tuple):
+        width = len(values[0])
+        if any(not isinstance(row, list | tuple) or len(row) != width for row in values):
+            raise ValidationError(
+                f"{what} is ragged: each nested list must have the same length",
+                remedy="pad it, or pass one datum per length",
+            )
+        values = [item for row in values for item in row]
+        shape.append(width)
+    return values, shape
+
+
+def _pack_sequence(values: Sequence[Any], kind: Kind, what: str) -> bytes:
+    # struct is the fastest way from a list to machine numbers: it beats array and numpy by a third.
+    try:
+        return struct.pack(f"{len(values)}{FORMATS[kind]}", *values)
+    except (struct.error, OverflowError, TypeError, ValueError):
+        fitted = [_fit_one(value, kind, index, what) for index, value in enumerate(values)]
+        return struct.pack(f"{len(values)}{FORMATS[kind]}", *fitted)
+
+
+def _fit_one(value: Any, kind: Kind, index: int, what: str) -> int | float:
+    """One number as the kind wants it, or the error that says which one does not fit and why."""
+    try:
+        number = float(value) if kind == "float32" else _integral(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ValidationError(
+            f"{what}[{index}] is {value!r:.80}, which is no {kind} number"
+        ) from None
+    if kind == "float32":
+        # What overflows float32 becomes infinite, as in numpy and torch.
+        is_too_large = math.isfinite(number) and abs(number) >= _FLOAT32_OVERFLOW
+        return math.copysign(math.inf, number) if is_too_large else number
+    bits = 8 * ITEM_BYTES[kind]
+    if not -(1 << (bits - 1)) <= number < 1 << (bits - 1):
+        raise ValidationError(f"{what}[{index}] is {number}, which does not fit in {kind}")
+    return number
+
+
+def _integral(value: Any) -> int:
+    if hasattr(value, "__index__"):
+        return int(value.__index__())
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    raise ValueError(value)
+
+
+def rows(numbers: Numbers, width: int) -> Iterator[tuple[Any, ...]]:
+    """The numbers in runs of `width`."""
+    return struct.iter_unpack(f"{width}{FORMATS[numbers.kind]}", numbers.memory)

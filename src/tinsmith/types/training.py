@@ -1,0 +1,499 @@
+"""What a training run is made of: adapters, optimizers, losses, and what each step answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, Self, TypeAlias
+from urllib.parse import quote
+
+import msgspec
+
+from tinsmith.errors import ValidationError
+from tinsmith.types.checkpoints import ParsedCheckpointTinkerPath
+from tinsmith.types.inputs import Datum, LossFnOutput
+from tinsmith.types.record import ArrayWriter, Frozen, Record, Request, set_once, to_plain
+
+CONSOLE_URL = "https://tinker.thinkingmachines.ai"
+
+ModelID: TypeAlias = str
+RequestID: TypeAlias = str
+
+LossFnType: TypeAlias = Literal[
+    "cross_entropy",
+    "importance_sampling",
+    "ppo",
+    "cispo",
+    "dro",
+    "gspo",
+    "stable_reinforce",
+    "custom",
+]
+
+
+class LoraConfig(Request):
+    """The shape of a LoRA adapter and which layers it trains."""
+
+    rank: int
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class AdamParams(Request):
+    """AdamW settings for one step; `grad_clip_norm` 0 means no clipping, decay is decoupled."""
+
+    learning_rate: float = 0.0001
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class _Family(Frozen):
+    """An object told apart by `type` whose further fields depend on it."""
+
+    __slots__ = ("_extra", "type")
+
+    type: str
+    _extra: dict[str, Any]
+
+    def __init__(self, *, type: str, **extra: Any) -> None:  # noqa: A002 - the API's own name
+        if not isinstance(type, str):
+            raise ValidationError(f"{self.__class__.__name__}.type must be text, not {type!r}")
+        set_once(self, "type", type)
+        set_once(self, "_extra", extra)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        try:
+            return self._extra[name]
+        except KeyError:
+            raise AttributeError(f"{type(self).__name__} has no field {name!r}") from None
+
+    def _fields(self) -> dict[str, Any]:
+        return {"type": self.type, **self._extra}
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Family):
+            return NotImplemented
+        return type(self) is type(other) and self._fields() == other._fields()
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.type, repr(sorted(self._extra.items()))))
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}={value!r}" for name, value in self._fields().items())
+        return f"{type(self).__name__}({fields})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild_family, (type(self), self._fields())
+
+    def _to_plain(self, write_array: ArrayWriter) -> dict[str, Any]:
+        fields = to_plain(self._fields(), write_array=write_array)
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+def _rebuild_family(cls: type[_Family], fields: dict[str, Any]) -> _Family:
+    return cls(**fields)
+
+
+class OptimizerConfigBase(_Family):
+    """An optimizer family, chosen when a model is made. Subclass it for a family of your own."""
+
+    __slots__ = ()
+
+    @classmethod
+    def _from_plain(cls, plain: Any) -> OptimizerConfigBase:
+        fields = _fields_with_type(plain)
+        family = {"adamw": AdamOptimizerConfig, "dimuon": DimuonOptimizerConfig}.get(fields["type"])
+        if family is None:
+            return OptimizerConfigBase(**fields)
+        known = {name: fields[name] for name in ("version",) if name in fields}
+        return family(**known) if family is DimuonOptimizerConfig else AdamOptimizerConfig()
+
+
+class AdamOptimizerConfig(OptimizerConfigBase):
+    """AdamW, the default."""
+
+    __slots__ = ()
+
+    def __init__(self, *, type: Literal["adamw"] = "adamw") -> None:  # noqa: A002
+        _check_literal("AdamOptimizerConfig.type", type, "adamw")
+        super().__init__(type=type)
+
+
+class DimuonOptimizerConfig(OptimizerConfigBase):
+    """The Dimuon optimizer."""
+
+    __slots__ = ()
+
+    version: int
+
+    def __init__(
+        self,
+        *,
+        type: Literal["dimuon"] = "dimuon",  # noqa: A002
+        version: Literal[1] = 1,
+    ) -> None:
+        _check_literal("DimuonOptimizerConfig.type", type, "dimuon")
+        _check_literal("DimuonOptimizerConfig.version", version, 1)
+        super().__init__(type=type, version=version)
+
+
+OptimizerConfig: TypeAlias = OptimizerConfigBase
+
+
+class OptimParamsBase(_Family):
+    """Settings for one step of an optimizer other than Adam. Subclass it for your own."""
+
+    __slots__ = ()
+
+    @classmethod
+    def _from_plain(cls, plain: Any) -> OptimParamsBase:
+        fields = _fields_with_type(plain)
+        if fields["type"] != "dimuon":
+            return OptimParamsBase(**fields)
+        known = ("learning_rate", "grad_clip_norm", "beta1")
+        return DimuonParams(**{name: fields[name] for name in known if name in fields})
+
+
+class DimuonParams(OptimParamsBase):
+    """Dimuon settings for one step; clipping is off where `grad_clip_norm` is not above 0."""
+
+    __slots__ = ()
+
+    learning_rate: float
+    grad_clip_norm: float
+    beta1: float
+
+    def __init__(
+        self,
+        *,
+        learning_rate: float,
+        grad_clip_norm: float = 0.0,
+        beta1: float = 0.9,
+        type: Literal["dimuon"] = "dimuon",  # noqa: A002
+    ) -> None:
+        _check_literal("DimuonParams.type", type, "dimuon")
+        super().__init__(
+            type=type,
+            learning_rate=_finite("DimuonParams.learning_rate", learning_rate, at_least=0.0),
+            grad_clip_norm=_finite("DimuonParams.grad_clip_norm", grad_clip_norm),
+            beta1=_finite("DimuonParams.beta1", beta1, at_least=0.0, below=1.0),
+        )
+
+
+OptimParams: TypeAlias = AdamParams | OptimParamsBase
+
+
+class ForwardBackwardInput(Frozen):
+    """The data of one forward pass, the loss to take of it, and that loss's settings."""
+
+    __slots__ = ("data", "loss_fn", "loss_fn_config")
+
+    data: list[Datum]
+    loss_fn: LossFnType
+    loss_fn_config: dict[str, float | str] | None
+
+    def __init__(
+        self,
+        data: list[Datum],
+        loss_fn: LossFnType,
+        loss_fn_config: Mapping[str, float | str] | None = None,
+    ) -> None:
+        config = None if loss_fn_config is None else dict(loss_fn_config)
+        for name, value in (config or {}).items():
+            if not isinstance(value, str | float | int):
+                raise ValidationError(
+                    f"loss_fn_config[{name!r}] must be a number or text, not {value!r:.80}"
+                )
+        set_once(self, "data", list(data))
+        set_once(self, "loss_fn", loss_fn)
+        set_once(self, "loss_fn_config", config)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ForwardBackwardInput):
+            return NotImplemented
+        return (self.data, self.loss_fn, self.loss_fn_config or {}) == (
+            other.data,
+            other.loss_fn,
+            other.loss_fn_config or {},
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # its tensors may share memory that changes
+
+    def __repr__(self) -> str:
+        return (
+            f"ForwardBackwardInput(data=[{len(self.data)} datums], loss_fn={self.loss_fn!r}, "
+            f"loss_fn_config={self.loss_fn_config!r})"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ForwardBackwardInput, (self.data, self.loss_fn, self.loss_fn_config)
+
+    def _to_plain(self, write_array: ArrayWriter) -> dict[str, Any]:
+        plain: dict[str, Any] = {
+            "data": [datum._to_plain(write_array) for datum in self.data],
+            "loss_fn": self.loss_fn,
+        }
+        if self.loss_fn_config is not None:
+            plain["loss_fn_config"] = self.loss_fn_config
+        return plain
+
+    @classmethod
+    def _from_plain(cls, plain: Any) -> Self:
+        if not isinstance(plain, dict) or not isinstance(plain.get("data"), list):
+            raise ValueError("Expected an object with a list of data")
+        if not isinstance(plain.get("loss_fn"), str):
+            raise ValueError("Expected loss_fn to be the name of a loss")
+        config = plain.get("loss_fn_config")
+        if config is not None and not isinstance(config, dict):
+            raise ValueError("Expected loss_fn_config to be an object")
+        data = [Datum._from_plain(datum) for datum in plain["data"]]
+        return cls(data, plain["loss_fn"], config)
+
+
+class ForwardBackwardOutput(Frozen):
+    """What one forward pass gave: a dict of tensors per datum, and metrics named `name:reduction`.
+
+    `metrics` is a plain dict that callers may add to.
+    """
+
+    __slots__ = ("loss_fn_output_type", "loss_fn_outputs", "metrics")
+
+    loss_fn_output_type: str
+    loss_fn_outputs: list[LossFnOutput]
+    metrics: dict[str, float]
+
+    def __init__(
+        self,
+        loss_fn_output_type: str,
+        loss_fn_outputs: list[LossFnOutput],
+        metrics: dict[str, float] | None = None,
+    ) -> None:
+        set_once(self, "loss_fn_output_type", loss_fn_output_type)
+        set_once(self, "loss_fn_outputs", loss_fn_outputs)
+        set_once(self, "metrics", {} if metrics is None else metrics)
+
+    @property
+    def loss(self) -> float:
+        """One number to watch: `loss:mean` if the server sent it, else `loss`, else a mean.
+
+        The mean is `loss:sum` over the number of outputs. NaN if there is nothing to take a mean
+        of: no such metric, or `loss:sum` and no outputs.
+        """
+        for name in ("loss:mean", "loss"):
+            if name in self.metrics:
+                return self.metrics[name]
+        if "loss:sum" not in self.metrics or not self.loss_fn_outputs:
+            return math.nan
+        return self.metrics["loss:sum"] / len(self.loss_fn_outputs)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ForwardBackwardOutput):
+            return NotImplemented
+        return (self.loss_fn_output_type, self.loss_fn_outputs, self.metrics) == (
+            other.loss_fn_output_type,
+            other.loss_fn_outputs,
+            other.metrics,
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # metrics may be added to
+
+    def __repr__(self) -> str:
+        return (
+            f"ForwardBackwardOutput({self.loss_fn_output_type!r}, "
+            f"loss_fn_outputs=[{len(self.loss_fn_outputs)} outputs], metrics={self.metrics!r})"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        parts = (self.loss_fn_output_type, self.loss_fn_outputs, self.metrics)
+        return ForwardBackwardOutput, parts
+
+    def _to_plain(self, write_array: ArrayWriter) -> dict[str, Any]:
+        return {
+            "loss_fn_output_type": self.loss_fn_output_type,
+            "loss_fn_outputs": to_plain(self.loss_fn_outputs, write_array=write_array),
+            "metrics": self.metrics,
+        }
+
+    @classmethod
+    def _from_plain(cls, plain: Any) -> Self:
+        from tinsmith.types.tensors import TensorData
+
+        outputs = plain.get("loss_fn_outputs") if isinstance(plain, dict) else None
+        if not isinstance(outputs, list) or not all(isinstance(item, dict) for item in outputs):
+            raise ValueError("Expected an object with a list of loss_fn_outputs")
+        metrics = msgspec.convert(plain.get("metrics") or {}, dict[str, float])
+        made = [
+            {name: TensorData._from_plain(tensor) for name, tensor in output.items()}
+            for output in outputs
+        ]
+        return cls(str(plain.get("loss_fn_output_type", "ArrayRecord")), made, metrics)
+
+
+class OptimStepResponse(Record):
+    """What an optimizer step reports; metric names are free."""
+
+    metrics: dict[str, float] | None = None
+
+
+class CreateModelResponse(Record):
+    """The model is ready to be trained."""
+
+    model_id: str
+    type: Literal["create_model"] = "create_model"
+
+
+class UnloadModelResponse(Record):
+    """The model's adapter is no longer held."""
+
+    model_id: str
+    type: Literal["unload_model"] | None = None
+
+
+class SaveWeightsResponse(Record):
+    """Where training state was saved, as a `tinker://` path."""
+
+    path: str
+    type: Literal["save_weights"] | None = None
+
+    def get_console_url(self) -> str:
+        """The page of this checkpoint in the hosted service's console."""
+        return _checkpoint_url(self.path)
+
+
+class SaveWeightsForSamplerResponse(Record):
+    """Where sampler weights were saved, as a `tinker://` path."""
+
+    path: str
+    type: Literal["save_weights_for_sampler"] | None = None
+
+    def get_console_url(self) -> str:
+        """The page of this checkpoint in the hosted service's console."""
+        return _checkpoint_url(self.path)
+
+    def get_playground_url(self) -> str:
+        """The page where this checkpoint can be tried out in the hosted service's console."""
+        return f"{CONSOLE_URL}/playground?mode=checkpoint&checkpoint={quote(self.path, safe='')}"
+
+
+class SaveWeightsForSamplerResponseInternal(Record):
+    """As answered: a named save gives `path`, an ephemeral one `sampling_session_id`."""
+
+    path: str | None = None
+    sampling_session_id: str | None = None
+    type: Literal["save_weights_for_sampler"] | None = None
+
+
+class SaveWeightsExternalResponse(Record):
+    """Where weights for other programs were saved, as a `tinker://` path."""
+
+    path: str
+    type: Literal["save_weights_external"] | None = None
+
+
+class SaveWeightsExternalResponseInternal(Record):
+    """As answered, with the size."""
+
+    path: str | None = None
+    size_bytes: int | None = None
+    type: Literal["save_weights_external"] | None = None
+
+
+class LoadWeightsResponse(Record):
+    """The checkpoint was loaded into the model."""
+
+    path: str | None = None
+    model_id: str | None = None
+    type: Literal["load_weights"] | None = None
+
+
+class ModelData(Record):
+    """What is known of a model's base."""
+
+    arch: str | None = None
+    model_name: str | None = None
+    tokenizer_id: str | None = None
+
+
+class GetInfoResponse(Record):
+    """A training run's model, adapter and optimizer."""
+
+    type: Literal["get_info"] | None = None
+    model_data: ModelData
+    model_id: str
+    optimizer_config: OptimizerConfig = msgspec.field(default_factory=AdamOptimizerConfig)
+    is_lora: bool | None = None
+    lora_rank: int | None = None
+    model_name: str | None = None
+
+
+CustomLossInputRank: TypeAlias = Literal[0, 1, 2]
+
+
+class CustomLossInput(Request):
+    """A parameter of an uploaded loss and how many dimensions it has."""
+
+    name: str
+    rank: CustomLossInputRank
+
+
+class CustomLossNode(Request):
+    """One operation of an uploaded loss; arguments refer to earlier nodes by name."""
+
+    op: Literal["placeholder", "get_attr", "call_function", "call_method", "call_module", "output"]
+    name: str
+    target: str
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+
+
+class CustomLossGraph(Request):
+    """An uploaded loss as data: its operations in the order they run."""
+
+    format: Literal[1] = 1
+    nodes: list[CustomLossNode]
+
+
+class CreateCustomLossResponse(Record):
+    """The name under which an uploaded loss can be used in its session."""
+
+    loss_id: str
+    type: Literal["create_custom_loss"] = "create_custom_loss"
+
+
+def _checkpoint_url(path: str) -> str:
+    parsed = ParsedCheckpointTinkerPath.from_tinker_path(path)
+    run, checkpoint = quote(parsed.training_run_id, safe=""), quote(parsed.checkpoint_id, safe="")
+    return f"{CONSOLE_URL}/checkpoints/{run}/{checkpoint}"
+
+
+def _fields_with_type(plain: Any) -> dict[str, Any]:
+    if isinstance(plain, _Family):
+        return plain._fields()
+    if not isinstance(plain, dict) or not isinstance(plain.get("type"), str):
+        raise ValueError("Expected an object with a type")
+    return plain
+
+
+def _check_literal(what: str, value: object, expected: object) -> None:
+    if value != expected:
+        raise ValidationError(f"{what} is always {expected!r}, not {value!r}")
+
+
+def _finite(
+    what: str, value: Any, *, at_least: float = -math.inf, below: float = math.inf
+) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ValidationError(f"{what} must be a number, not {value!r:.80}") from None
+    if not math.isfinite(number) or not at_least <= number < below:
+        bounds = f"at least {at_least:g}" if below == math.inf else f"in [{at_least:g}, {below:g})"
+        raise ValidationError(f"{what} must be finite and {bounds}, not {number}")
+    return number

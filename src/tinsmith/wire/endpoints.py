@@ -1,0 +1,497 @@
+"""Every route of the API, once.
+
+The client calls through this table and the server routes by it: method, path, what is sent and
+answered, in which format, how it is retried, over which connections, within what time, and what
+makes two submissions the same one.
+
+A request's fields that the path names go into the path, those in `header_fields` into headers, and
+the rest into the query of a GET or DELETE and into the body of a POST or PUT.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from typing import Any
+
+import msgspec
+
+from tinsmith import types as t
+from tinsmith.types import requests as r
+
+API_PREFIX = "/api/v1"
+
+
+class Format(enum.Enum):
+    """How a body is written."""
+
+    JSON = "application/json"
+    PROTOBUF = "application/x-protobuf"
+
+
+class Answer(enum.Enum):
+    """What the reply to a call is."""
+
+    DIRECT = "direct"
+    """The result itself."""
+    FUTURE = "future"
+    """A request id, under which the result is fetched with `retrieve_future`."""
+    RESULT = "result"
+    """Whatever the awaited request gave; see `FUTURE_RESULTS`."""
+    NOTHING = "nothing"
+    """A status; a body is ignored."""
+
+
+class RetryClass(enum.Enum):
+    """Which failures are tried again, and by whom."""
+
+    PATIENT = "patient"
+    """The exchange is retried, and then the call as a whole: reads, and training submissions."""
+    CALL = "call"
+    """Only the call as a whole is retried, keeping its number: samples and saves."""
+    EXCHANGE = "exchange"
+    """Only the exchange is retried: what makes sessions, models and samplers."""
+    OWN = "own"
+    """The caller has a loop of its own: polls, heartbeats, telemetry."""
+
+
+class Pool(enum.Enum):
+    """Which connections carry a call, so that slow ones never hold up others (S22)."""
+
+    SESSION = "session"
+    SAMPLE = "sample"
+    TRAIN = "train"
+    RETRIEVE = "retrieve"
+    REST = "rest"
+    TELEMETRY = "telemetry"
+
+
+class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One route."""
+
+    name: str
+    method: str
+    path: str
+    request: Any
+    response: Any = None
+    answer: Answer = Answer.DIRECT
+    request_format: Format = Format.JSON
+    retry: RetryClass = RetryClass.PATIENT
+    pool: Pool = Pool.REST
+    timeout_s: float = 60.0
+    identity: tuple[str, ...] = ()
+    """Fields that tell whether two submissions are the same; without any, the idempotency key
+    does."""
+    result: str | None = None
+    """What a future's result is called in `X-Tinker-Request-Type`."""
+    header_fields: dict[str, str] = {}
+    headers: dict[str, str] = {}
+    is_management: bool = False
+    """Whether the call names its SDK version and method in headers."""
+    follows_redirects: bool = False
+    until: str | None = None
+    """The last SDK release that calls it, if it is no longer called."""
+
+    @property
+    def path_fields(self) -> tuple[str, ...]:
+        """The request's fields that stand in the path."""
+        return tuple(name for name, _ in re.findall(r"{(\w+)(:path)?}", self.path))
+
+    @property
+    def is_idempotent_read(self) -> bool:
+        """Whether nothing changes however often it is called."""
+        return self.method == "GET"
+
+
+class FutureResult(msgspec.Struct, frozen=True):
+    """What `retrieve_future` gives for one kind of request."""
+
+    type: Any
+    format: Format = Format.JSON
+
+
+FUTURE_RESULTS: dict[str, FutureResult] = {
+    "CreateModel": FutureResult(t.CreateModelResponse),
+    "UnloadModel": FutureResult(t.UnloadModelResponse),
+    "ForwardBackward": FutureResult(t.ForwardBackwardOutput, Format.PROTOBUF),
+    "Forward": FutureResult(t.ForwardBackwardOutput, Format.PROTOBUF),
+    "OptimStep": FutureResult(t.OptimStepResponse),
+    "SaveWeights": FutureResult(t.SaveWeightsResponse),
+    "LoadWeights": FutureResult(t.LoadWeightsResponse),
+    "SaveWeightsForSampler": FutureResult(t.SaveWeightsForSamplerResponseInternal),
+    "SaveWeightsExternal": FutureResult(t.SaveWeightsExternalResponseInternal),
+    "CreateCustomLoss": FutureResult(t.CreateCustomLossResponse),
+    "Sample": FutureResult(t.SampleResponse, Format.PROTOBUF),
+}
+
+
+def _direct(name: str, path: str, request: Any, response: Any, **rest: Any) -> Endpoint:
+    return Endpoint(
+        name=name, method="POST", path=API_PREFIX + path, request=request, response=response, **rest
+    )
+
+
+def _submit(
+    name: str, request: Any, result: str, identity: tuple[str, ...], **rest: Any
+) -> Endpoint:
+    settings: dict[str, Any] = {"pool": Pool.TRAIN, "path": f"{API_PREFIX}/{name}", **rest}
+    return Endpoint(
+        name=name,
+        method="POST",
+        request=request,
+        response=t.UntypedAPIFuture,
+        answer=Answer.FUTURE,
+        result=result,
+        identity=identity,
+        **settings,
+    )
+
+
+def _manage(
+    method: str, name: str, path: str, request: Any, response: Any = None, **rest: Any
+) -> Endpoint:
+    return Endpoint(
+        name=name,
+        method=method,
+        path=API_PREFIX + path,
+        request=request,
+        response=response,
+        answer=Answer.DIRECT if response is not None else Answer.NOTHING,
+        is_management=True,
+        **rest,
+    )
+
+
+_MODEL = ("model_id", "seq_id")
+_RUN = "/training_runs/{training_run_id}"
+_CHECKPOINT = _RUN + "/checkpoints/{checkpoint_id:path}"
+
+_START = [
+    _direct("client_config", "/client/config", r.ClientConfigRequest, t.ClientConfigResponse),
+    _direct(
+        "client_dynamic_config",
+        "/client/dynamic_config",
+        r.ClientConfigRequest,
+        t.ClientDynamicConfigResponse,
+        retry=RetryClass.OWN,
+        pool=Pool.SESSION,
+        timeout_s=10.0,
+    ),
+    _direct(
+        "auth_token",
+        "/auth/token",
+        r.AuthTokenRequest,
+        t.AuthTokenResponse,
+        retry=RetryClass.EXCHANGE,
+        pool=Pool.SESSION,
+    ),
+    Endpoint(
+        name="healthz",
+        method="GET",
+        path=f"{API_PREFIX}/healthz",
+        request=r.EmptyRequest,
+        response=t.HealthResponse,
+    ),
+    Endpoint(
+        name="get_server_capabilities",
+        method="GET",
+        path=f"{API_PREFIX}/get_server_capabilities",
+        request=r.EmptyRequest,
+        response=t.GetServerCapabilitiesResponse,
+    ),
+    Endpoint(
+        name="get_api_key",
+        method="GET",
+        path=f"{API_PREFIX}/auth/apikey/me",
+        request=r.EmptyRequest,
+        response=t.ApiKeyResponse,
+        timeout_s=30.0,
+    ),
+    Endpoint(
+        name="delete_api_key",
+        method="DELETE",
+        path=f"{API_PREFIX}/auth/apikey/me",
+        request=r.EmptyRequest,
+        answer=Answer.NOTHING,
+        timeout_s=30.0,
+    ),
+    _direct(
+        "telemetry",
+        "/telemetry",
+        r.TelemetrySendRequest,
+        t.TelemetryResponse,
+        retry=RetryClass.OWN,
+        pool=Pool.TELEMETRY,
+        timeout_s=5.0,
+    ),
+]
+
+_SESSIONS = [
+    _direct(
+        "create_session",
+        "/create_session",
+        r.CreateSessionRequest,
+        t.CreateSessionResponse,
+        retry=RetryClass.EXCHANGE,
+        pool=Pool.SESSION,
+    ),
+    _direct(
+        "session_heartbeat",
+        "/session_heartbeat",
+        r.SessionHeartbeatRequest,
+        t.SessionHeartbeatResponse,
+        retry=RetryClass.OWN,
+        pool=Pool.SESSION,
+        timeout_s=10.0,
+    ),
+    Endpoint(
+        name="finish_session",
+        method="POST",
+        path=f"{API_PREFIX}/sessions/{{session_id}}/finish",
+        request=r.FinishSessionRequest,
+        answer=Answer.NOTHING,
+        pool=Pool.SESSION,
+    ),
+    _manage("GET", "list_sessions", "/sessions", r.ListSessionsRequest, t.ListSessionsResponse),
+    _manage(
+        "POST",
+        "search_sessions",
+        "/sessions/search",
+        r.SessionSearchRequest,
+        t.SessionSearchResponse,
+    ),
+    _manage(
+        "GET", "get_session", "/sessions/{session_id}", r.GetSessionRequest, t.GetSessionResponse
+    ),
+    _manage(
+        "PUT",
+        "assign_session_project",
+        "/sessions/{session_id}/project",
+        r.AssignSessionProjectRequest,
+    ),
+    _manage(
+        "GET",
+        "export_session_trace",
+        "/sessions/{session_id}/trace_export",
+        r.ExportSessionTraceRequest,
+        t.TraceExportResponse,
+    ),
+]
+
+_TRAINING = [
+    _submit(
+        "create_model",
+        r.CreateModelRequest,
+        "CreateModel",
+        ("session_id", "model_seq_id"),
+        retry=RetryClass.EXCHANGE,
+    ),
+    _submit("unload_model", r.UnloadModelRequest, "UnloadModel", ("model_id",), until="0.25"),
+    _submit(
+        "forward_backward",
+        r.ForwardBackwardRequest,
+        "ForwardBackward",
+        _MODEL,
+        request_format=Format.PROTOBUF,
+    ),
+    _submit("forward", r.ForwardBackwardRequest, "Forward", _MODEL, until="0.24"),
+    _submit("optim_step", r.OptimStepRequest, "OptimStep", _MODEL),
+    _submit("save_weights", r.SaveWeightsRequest, "SaveWeights", _MODEL, retry=RetryClass.CALL),
+    _submit(
+        "save_weights_for_sampler",
+        r.SaveWeightsForSamplerRequest,
+        "SaveWeightsForSampler",
+        _MODEL,
+        retry=RetryClass.CALL,
+    ),
+    _submit(
+        "save_weights_external",
+        r.SaveWeightsExternalRequest,
+        "SaveWeightsExternal",
+        _MODEL,
+        retry=RetryClass.CALL,
+    ),
+    _submit(
+        "load_weights",
+        r.LoadWeightsRequest,
+        "LoadWeights",
+        ("model_id", "seq_id", "session_id", "model_seq_id"),
+    ),
+    _submit(
+        "create_custom_loss",
+        r.CreateCustomLossRequest,
+        "CreateCustomLoss",
+        ("session_id", "custom_loss_seq_id"),
+    ),
+    _direct("get_info", "/get_info", r.GetInfoRequest, t.GetInfoResponse),
+    _manage(
+        "POST",
+        "get_weights_info_by_tinker_path",
+        "/weights_info",
+        r.WeightsInfoRequest,
+        t.WeightsInfoResponse,
+    ),
+]
+
+_SAMPLING = [
+    _direct(
+        "create_sampling_session",
+        "/create_sampling_session",
+        r.CreateSamplingSessionRequest,
+        t.CreateSamplingSessionResponse,
+        retry=RetryClass.EXCHANGE,
+        pool=Pool.SESSION,
+        identity=("session_id", "sampling_session_seq_id"),
+    ),
+    _direct(
+        "join_sampling_session",
+        "/join_sampling_session",
+        r.JoinSamplingSessionRequest,
+        t.JoinSamplingSessionResponse,
+        pool=Pool.SESSION,
+    ),
+    _manage(
+        "GET", "get_sampler", "/samplers/{sampler_id}", r.GetSamplerRequest, t.GetSamplerResponse
+    ),
+    _submit(
+        "asample",
+        r.SampleRequest,
+        "Sample",
+        ("sampling_session_id", "seq_id"),
+        retry=RetryClass.CALL,
+        pool=Pool.SAMPLE,
+        headers={"X-Tinker-Sampling-Backpressure": "1"},
+    ),
+]
+
+_FUTURES = [
+    _direct(
+        "retrieve_future",
+        "/retrieve_future",
+        r.FutureRetrieveRequest,
+        None,
+        answer=Answer.RESULT,
+        retry=RetryClass.OWN,
+        pool=Pool.RETRIEVE,
+        timeout_s=45.0,
+    ),
+    _direct(
+        "retrieve_futures",
+        "/retrieve_futures",
+        r.FuturesRetrieveRequest,
+        t.FuturesRetrieveResponse,
+        retry=RetryClass.OWN,
+        pool=Pool.RETRIEVE,
+        timeout_s=45.0,
+    ),
+    _direct(
+        "cancel_future",
+        "/cancel_future",
+        r.FutureCancelRequest,
+        None,
+        answer=Answer.NOTHING,
+        retry=RetryClass.CALL,
+        pool=Pool.RETRIEVE,
+        timeout_s=30.0,
+    ),
+]
+
+_RUNS = [
+    _manage(
+        "GET",
+        "list_training_runs",
+        "/training_runs",
+        r.ListTrainingRunsRequest,
+        t.TrainingRunsResponse,
+    ),
+    _manage("GET", "get_training_run", _RUN, r.GetTrainingRunRequest, t.TrainingRun),
+    _manage(
+        "GET",
+        "list_checkpoints",
+        _RUN + "/checkpoints",
+        r.ListCheckpointsRequest,
+        t.CheckpointsListResponse,
+    ),
+    _manage(
+        "GET",
+        "list_model_checkpoints",
+        "/models/{training_run_id}/checkpoints",
+        r.ListCheckpointsRequest,
+        t.CheckpointsListResponse,
+        until="0.3",
+    ),
+    _manage(
+        "GET",
+        "list_user_checkpoints",
+        "/checkpoints",
+        r.ListUserCheckpointsRequest,
+        t.CheckpointsListResponse,
+    ),
+    _manage(
+        "GET",
+        "get_external_weights_urls",
+        _CHECKPOINT + "/external_weights_urls",
+        r.CheckpointRequest,
+        t.ExternalWeightsUrlsResponse,
+    ),
+    _manage(
+        "GET",
+        "get_checkpoint_archive_url",
+        _CHECKPOINT + "/archive",
+        r.CheckpointRequest,
+        t.CheckpointArchiveUrlResponse,
+        until="0.35",
+    ),
+    _manage("POST", "publish_checkpoint", _CHECKPOINT + "/publish", r.CheckpointRequest),
+    _manage("DELETE", "unpublish_checkpoint", _CHECKPOINT + "/publish", r.CheckpointRequest),
+    _manage("PUT", "set_checkpoint_ttl", _CHECKPOINT + "/ttl", r.SetCheckpointTtlRequest),
+    # After the routes that add a suffix: this one would take them for part of the name.
+    _manage("DELETE", "delete_checkpoint", _CHECKPOINT, r.CheckpointRequest),
+    _manage(
+        "POST",
+        "copy_weights",
+        "/copy_weights",
+        r.CopyWeightsRequest,
+        t.CopyWeightsResponse,
+        header_fields={"weights_access_token": "X-Tinker-Weights-Access-Token"},
+    ),
+]
+
+_USAGE = [
+    _manage(
+        "GET",
+        "get_billing_usage",
+        "/billing/usage/events",
+        r.GetBillingUsageRequest,
+        t.BillingUsageResponse,
+    ),
+    _manage(
+        "GET",
+        "get_current_checkpoint_storage_usage",
+        "/billing/usage/checkpoints/current",
+        r.GetCurrentCheckpointStorageUsageRequest,
+        t.CurrentCheckpointStorageUsageResponse,
+    ),
+    _manage(
+        "GET",
+        "get_audit_log",
+        "/audit",
+        r.GetAuditLogRequest,
+        t.AuditLogResponse,
+        follows_redirects=True,
+    ),
+]
+
+ENDPOINTS: dict[str, Endpoint] = {
+    endpoint.name: endpoint
+    for endpoint in [
+        *_START,
+        *_SESSIONS,
+        *_TRAINING,
+        *_SAMPLING,
+        *_FUTURES,
+        *_RUNS,
+        *_USAGE,
+    ]
+}
+"""All routes by name, in the order in which a router should try them."""

@@ -1,0 +1,225 @@
+"""One call as HTTP sees it, made and read from the table of endpoints.
+
+`to_http` and `read_reply` are the client's half, `read_request` and `to_reply` the server's. None
+of them does any I/O: what goes out and comes in are methods, paths, headers and bodies.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+
+from tinsmith.errors import DecodeError, ValidationError
+from tinsmith.types.buffers import Memory
+from tinsmith.types.record import Frozen, Record, convert_custom, nullable_fields, to_plain
+from tinsmith.types.requests import ForwardBackwardRequest
+from tinsmith.types.sampling import SampleResponse
+from tinsmith.types.training import ForwardBackwardOutput
+from tinsmith.wire import content, json_format, proto_format
+from tinsmith.wire.endpoints import Answer, Endpoint, Format
+from tinsmith.wire.limits import DEFAULT_LIMITS, DecodeLimits
+from tinsmith.wire.protobuf import Parts
+
+Encode = Callable[[Any], Parts]
+Decode = Callable[[Memory, DecodeLimits], Any]
+
+_PROTOBUF: dict[type, tuple[Encode, Decode]] = {
+    ForwardBackwardRequest: (
+        proto_format.encode_forward_backward_request,
+        proto_format.decode_forward_backward_request,
+    ),
+    ForwardBackwardOutput: (
+        proto_format.encode_forward_backward_output,
+        proto_format.decode_forward_backward_output,
+    ),
+    SampleResponse: (proto_format.encode_sample_response, proto_format.decode_sample_response),
+}
+
+
+class HttpRequest(msgspec.Struct, frozen=True):
+    """What is sent for one call; credentials and tracing headers are the transport's to add."""
+
+    method: str
+    path: str
+    query: dict[str, str]
+    headers: dict[str, str]
+    parts: Parts
+    """The body, in pieces."""
+
+
+class HttpReply(msgspec.Struct, frozen=True):
+    """What is answered to one call."""
+
+    status: int
+    headers: dict[str, str]
+    parts: Parts
+
+
+def to_http(endpoint: Endpoint, request: Record | Frozen) -> HttpRequest:
+    """What to send for this request.
+
+    Raises:
+        ValidationError: It is not of the endpoint's type, or an id cannot stand in a path.
+    """
+    if not isinstance(request, endpoint.request):
+        raise ValidationError(
+            f"{endpoint.name} takes a {endpoint.request.__name__}, not {type(request).__name__}"
+        )
+    headers = {"Accept": Format.JSON.value, **endpoint.headers}
+    if endpoint.request_format is Format.PROTOBUF:
+        headers["Content-Type"] = Format.PROTOBUF.value
+        parts = encode_body(request, Format.PROTOBUF)
+        return HttpRequest(endpoint.method, endpoint.path, {}, headers, parts)
+    if isinstance(request, Frozen):
+        headers["Content-Type"] = Format.JSON.value
+        return HttpRequest(
+            endpoint.method, endpoint.path, {}, headers, [json_format.encode(request)]
+        )
+    return _json_request(endpoint, request, headers)
+
+
+def _json_request(endpoint: Endpoint, request: Record, headers: dict[str, str]) -> HttpRequest:
+    fields = to_plain(request, write_array=json_format.array_writer())
+    for name, header in endpoint.header_fields.items():
+        if name in fields:
+            headers[header] = _header_value(name, fields.pop(name))
+    in_path = {name: fields.pop(name, None) for name in endpoint.path_fields}
+    path = _filled(endpoint.path, in_path)
+    if endpoint.method in ("GET", "DELETE"):
+        query = {name: _query_value(value) for name, value in fields.items()}
+        return HttpRequest(endpoint.method, path, query, headers, [])
+    headers["Content-Type"] = Format.JSON.value
+    # A request that only names a thing in its path has no body to send.
+    is_bodyless = set(request.__struct_fields__) == set(endpoint.path_fields)
+    parts: Parts = [] if is_bodyless else [msgspec.json.encode(fields)]
+    return HttpRequest(endpoint.method, path, {}, headers, parts)
+
+
+def read_request(
+    endpoint: Endpoint,
+    path_fields: Mapping[str, str],
+    query: Mapping[str, str],
+    headers: Mapping[str, str],
+    body: Memory,
+    limits: DecodeLimits = DEFAULT_LIMITS,
+) -> Any:
+    """The request that was sent to an endpoint, by any SDK from 0.3 on.
+
+    Args:
+        endpoint: The route it came to.
+        path_fields: What the router found in the path.
+        query: The query's parameters.
+        headers: Header names in lower case.
+        body: The body, decompressed.
+        limits: How much memory decoding may take.
+
+    Raises:
+        DecodeError: It is not such a request.
+    """
+    if content.is_protobuf(headers.get("content-type", "")):
+        return decode_body(body, endpoint.request, Format.PROTOBUF, limits)
+    if issubclass(endpoint.request, Frozen):
+        return json_format.decode(body, endpoint.request, limits)
+    fields: dict[str, Any] = dict(query)
+    if len(body):
+        given = json_format.decode_any(body, limits)
+        if not isinstance(given, dict):
+            raise DecodeError(f"{endpoint.name}: the body must be a JSON object")
+        fields = given
+    for name, header in endpoint.header_fields.items():
+        if header.lower() in headers:
+            fields[name] = headers[header.lower()]
+    fields.update(path_fields)
+    # SDKs up to 0.16 write null for what they leave unset.
+    nullable = nullable_fields(endpoint.request)
+    fields = {
+        name: value for name, value in fields.items() if value is not None or name in nullable
+    }
+    is_text = endpoint.method in ("GET", "DELETE")  # a query holds text alone
+    try:
+        return msgspec.convert(
+            fields, endpoint.request, strict=not is_text, dec_hook=convert_custom
+        )
+    except (msgspec.ValidationError, RecursionError) as exc:
+        raise DecodeError(f"{endpoint.name}: {exc}") from exc
+
+
+def to_reply(value: Record | Frozen | None, format: Format = Format.JSON) -> HttpReply:  # noqa: A002
+    """What to answer with a value; None is an answer without a body."""
+    if value is None:
+        return HttpReply(204, {}, [])
+    parts = encode_body(value, format)
+    size = sum(map(len, parts))
+    headers = {"Content-Type": format.value, "Content-Length": str(size)}
+    return HttpReply(200, headers, parts)
+
+
+def read_reply(endpoint: Endpoint, body: Memory, limits: DecodeLimits = DEFAULT_LIMITS) -> Any:
+    """What a successful reply holds; None where the endpoint answers nothing.
+
+    Results of futures are read by `decode_body` with the type and format of `FUTURE_RESULTS`.
+
+    Raises:
+        DecodeError: It is not what the endpoint promises.
+    """
+    if endpoint.answer is Answer.NOTHING:
+        return None
+    return decode_body(body, endpoint.response, Format.JSON, limits)
+
+
+def encode_body(value: Record | Frozen, format: Format) -> Parts:  # noqa: A002
+    """A body in the given format."""
+    if format is Format.JSON:
+        return [json_format.encode(value)]
+    return _protobuf_codec(type(value))[0](value)
+
+
+def decode_body(
+    body: Memory,
+    as_type: Any,
+    format: Format,  # noqa: A002
+    limits: DecodeLimits = DEFAULT_LIMITS,
+) -> Any:
+    """Read a body of the given format; raises as `read_request`."""
+    if format is Format.JSON:
+        return json_format.decode(body, as_type, limits)
+    return _protobuf_codec(as_type)[1](body, limits)
+
+
+def _protobuf_codec(as_type: type) -> tuple[Encode, Decode]:
+    for cls in as_type.__mro__:
+        if cls in _PROTOBUF:
+            return _PROTOBUF[cls]
+    raise DecodeError(f"{as_type.__name__} has no protobuf form")
+
+
+def _filled(template: str, values: dict[str, Any]) -> str:
+    """The path with ids put in. `:` stands as it is, and `/` in ids of two parts."""
+    path = template
+    for name, value in values.items():
+        is_multipart = f"{{{name}:path}}" in template
+        segments = str(value).split("/") if is_multipart else [str(value)]
+        if value is None or any(segment in ("", ".", "..") for segment in segments):
+            raise ValidationError(f"{name} {value!r:.200} cannot be part of a path")
+        text = quote(str(value), safe=":/~" if is_multipart else ":~")
+        path = path.replace(f"{{{name}:path}}" if is_multipart else f"{{{name}}}", text)
+    return path
+
+
+def _header_value(name: str, value: Any) -> str:
+    text = str(value)
+    if not text.isascii() or not text.isprintable():
+        raise ValidationError(f"{name} holds characters that a header cannot carry")
+    return text
+
+
+def _query_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, datetime.date):
+        return str(msgspec.to_builtins(value))
+    return str(value)

@@ -1,0 +1,146 @@
+"""The one table between errors and what stands for them on the wire; both ends read it.
+
+The client turns a refusal into the error that user code catches (`error_from_reply`), the server
+turns an error into the reply that stands for it (`reply_from_error`). A failed operation is not a
+refusal: it is answered with 200 and `RequestFailedResponse`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tinsmith import errors as e
+from tinsmith.types.buffers import Memory
+from tinsmith.types.futures import RequestFailedResponse
+from tinsmith.wire import json_format
+from tinsmith.wire.exchange import HttpReply
+from tinsmith.wire.limits import DecodeLimits
+from tinsmith.wire.retry_after import format_retry_after, retry_after_s
+
+_SHOWN_BYTES = 64 * 1024
+"""How much of an error's body is kept."""
+
+_CLASSES: dict[int, type[e.APIStatusError]] = {
+    400: e.BadRequestError,
+    401: e.AuthenticationError,
+    402: e.BillingError,
+    403: e.PermissionDeniedError,
+    404: e.NotFoundError,
+    409: e.ConflictError,
+    422: e.UnprocessableEntityError,
+    429: e.RateLimitError,
+}
+_STATUSES: dict[type[e.TinkerError], int] = {
+    e.BodyTooLargeError: 413,
+    e.DecodeError: 400,
+    e.ValidationError: 422,
+}
+_RETRIED = frozenset({408, 409, 429})
+
+
+class FailedReply:
+    """A reply that refuses, as far as an error keeps it: status and headers, never credentials."""
+
+    __slots__ = ("headers", "status_code")
+
+    def __init__(self, status_code: int, headers: Mapping[str, str]) -> None:
+        self.status_code = status_code
+        self.headers = dict(headers)
+
+    def __repr__(self) -> str:
+        return f"FailedReply({self.status_code})"
+
+
+def status_class(status: int) -> type[e.APIStatusError]:
+    """The error that a status stands for."""
+    if status >= 500:
+        return e.InternalServerError
+    return _CLASSES.get(status, e.APIStatusError)
+
+
+def is_retried(status: int) -> bool:
+    """Whether Tinker clients try again after this status: 408, 409, 429 and 500 and above.
+
+    A permanent refusal must have another one, or every client spins on it for minutes.
+    """
+    return status in _RETRIED or status >= 500
+
+
+def error_from_reply(
+    status: int, headers: Mapping[str, str], body: Memory, *, request_id: str | None = None
+) -> e.APIStatusError:
+    """The error for a refusal.
+
+    The message is `Error code: <status> - <body>` if the body is JSON, the text of the body if it
+    is not, and the status alone if there is none.
+    """
+    message, shown = _readable(status, body)
+    return status_class(status)(
+        message,
+        response=FailedReply(status, headers),
+        body=shown,
+        status_code=status,
+        retry_after_s=retry_after_s(headers),
+        request_id=request_id,
+    )
+
+
+def reply_from_error(error: BaseException) -> HttpReply:
+    """The reply for an error: its status, `{"detail": …}`, and when to come back if it says so.
+
+    Never an empty body: clients take an empty 400 for a broken connection. An error that is not
+    ours is a 500 that tells nothing of the server's inside.
+    """
+    status = status_of(error)
+    is_ours = isinstance(error, e.TinkerError)
+    detail = str(error) if is_ours else "internal server error"
+    headers = {"Content-Type": "application/json"}
+    delay_s = getattr(error, "retry_after_s", None)
+    if delay_s is not None:
+        headers.update(format_retry_after(delay_s))
+    body = json_format.encode({"detail": detail or type(error).__name__})
+    headers["Content-Length"] = str(len(body))
+    return HttpReply(status, headers, [body])
+
+
+def status_of(error: BaseException) -> int:
+    """The status that stands for an error; 500 for one that is not ours."""
+    if isinstance(error, e.APIStatusError):
+        return error.status_code
+    for cls in type(error).__mro__:
+        if cls in _STATUSES:
+            return _STATUSES[cls]
+    return 500
+
+
+def error_from_failed(plain: dict[str, Any], request_id: str) -> e.RequestFailedError:
+    """The error for an operation that the server accepted and could not finish."""
+    failed = RequestFailedResponse.from_plain(plain)
+    return e.RequestFailedError(failed.error, request_id, failed.category)
+
+
+def failed_from_error(error: BaseException) -> RequestFailedResponse:
+    """How an operation that ended with this error is answered.
+
+    The caller's own mistakes are of category `user`; anything that is not ours tells nothing of the
+    server's inside.
+    """
+    if isinstance(error, e.RequestFailedError):
+        return RequestFailedResponse(error=error.message, category=error.category)
+    if isinstance(error, e.TinkerError):
+        is_users = status_of(error) < 500
+        category = e.RequestErrorCategory.User if is_users else e.RequestErrorCategory.Server
+        return RequestFailedResponse(error=str(error), category=category)
+    category = e.RequestErrorCategory.Server
+    return RequestFailedResponse(error="internal server error", category=category)
+
+
+def _readable(status: int, body: Memory) -> tuple[str, Any]:
+    """An error's message, and its body as JSON if it is that, else as text."""
+    try:
+        plain = json_format.decode_any(body, DecodeLimits(memory_bytes=64 * _SHOWN_BYTES))
+    except e.DecodeError:
+        text = bytes(body[:_SHOWN_BYTES]).decode("utf-8", "replace")
+        return text or f"Error code: {status}", text
+    return f"Error code: {status} - {plain}", plain

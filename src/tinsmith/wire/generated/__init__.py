@@ -1,0 +1,1 @@
+"""Modules made from proto/tinsmith.proto by scripts/regenerate-proto."""

@@ -1,0 +1,1 @@
+"""What other implementations make of the same schema, for tests to compare with."""

@@ -1,0 +1,63 @@
+"""What importing tinsmith and starting its command may load.
+
+Each case runs in an interpreter of its own, because this one has long loaded half of them.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = {
+    "aiohttp",
+    "asyncpg",
+    "fastapi",
+    "google.protobuf",
+    "numpy",
+    "orjson",
+    "pydantic",
+    "ray",
+    "sqlite3",
+    "starlette",
+    "tinker",
+    "torch",
+    "transformers",
+    "uvicorn",
+    "vllm",
+}
+TOUCH_EVERY_NAME = "import tinsmith\nfor name in tinsmith.__all__: getattr(tinsmith, name)\n"
+SHOW_HELP = """\
+from tinsmith.cli.main import main
+try:
+    main(["--help"])
+except SystemExit:
+    pass
+"""
+
+
+def modules_loaded_by(program: str) -> set[str]:
+    """Names of the modules in memory after `program` has run in a fresh interpreter."""
+    # -I keeps the caller's PYTHON* settings out; the report is the last line, after any output.
+    report = "\nimport json, sys\nprint()\nprint(json.dumps(sorted(sys.modules)))"
+    finished = subprocess.run(
+        [sys.executable, "-I", "-c", program + report], capture_output=True, text=True, check=True
+    )
+    return set(json.loads(finished.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("program", ["import tinsmith", TOUCH_EVERY_NAME, SHOW_HELP])
+def test_nothing_heavy_is_loaded(program: str) -> None:
+    loaded = modules_loaded_by(program)
+
+    assert "tinsmith" in loaded
+    assert loaded & HEAVY == set()
+
+
+@pytest.mark.parametrize("program", ["import tinsmith", SHOW_HELP])
+def test_import_and_help_load_neither_msgspec_nor_asyncio(program: str) -> None:
+    loaded = modules_loaded_by(program)
+
+    assert loaded & {"msgspec", "asyncio", "tinsmith.types", "tinsmith.wire"} == set()

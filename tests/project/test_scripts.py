@@ -1,0 +1,212 @@
+"""The scripts' own promises, tried with a stand-in for Python so that nothing is installed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = [
+    ROOT / name
+    for name in (
+        ".ci/run",
+        "scripts/check",
+        "scripts/demo",
+        "scripts/docs",
+        "scripts/public-names",
+        "scripts/test",
+    )
+]
+
+# Answers what the scripts ask of a Python: its version, where it is, a venv, a pip. The venv's
+# interpreter is a copy of it; what pip does is decided by the file "pip" beside pyproject.toml.
+STAND_IN = """\
+#!/usr/bin/env bash
+case "$*" in
+  *sys.executable*) echo "$0" ;;
+  *python_version*) echo "CPython VERSION" ;;
+  "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ; echo venv >>calls ;;
+  "-m pip "*) echo pip >>calls ; exec bash ./pip ;;
+  *) exit 9 ;;
+esac
+"""
+USE_VENV = 'set -euo pipefail; source "$1/scripts/_venv.sh"; use_venv .venv-x ""'
+TIME_LIMIT_S = 60
+
+
+class Checkout:
+    """A tree with the scripts, a stand-in Python and nothing to install."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        (root / "scripts").mkdir(parents=True)
+        shutil.copy(ROOT / "scripts/_venv.sh", root / "scripts")
+        (root / "pyproject.toml").write_text("[project]\nname = 'x'\n[tool.ruff]\n")
+        (root / "constraints.txt").touch()
+        self.python = root / "python-stand-in"
+        self.python_is("3.11.0")
+        self.pip_does("exit 0")
+
+    def python_is(self, version: str) -> None:
+        self.python.write_text(STAND_IN.replace("VERSION", version))
+        self.python.chmod(0o755)
+
+    def pip_does(self, script: str) -> None:
+        (self.root / "pip").write_text(script)
+
+    def start_use_venv(self, **environment: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            ["bash", "-c", USE_VENV, "bash", str(self.root)],
+            env={**os.environ, "PYTHON": str(self.python), **environment},
+            cwd="/",
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def use_venv(self, **environment: str) -> tuple[int, str]:
+        """Run to the end; the exit status, and what was said."""
+        with self.start_use_venv(**environment) as run:
+            _, said = run.communicate(timeout=TIME_LIMIT_S)
+        return run.returncode, said
+
+    def new_calls(self) -> list[str]:
+        """What was made or installed since the last question."""
+        calls = self.root / "calls"
+        lines = calls.read_text().split() if calls.exists() else []
+        calls.unlink(missing_ok=True)
+        return lines
+
+    @property
+    def stamp(self) -> Path:
+        return self.root / ".venv-x/stamp"
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """Look again and again; for another process, which no fake clock reaches."""
+    deadline = time.monotonic() + TIME_LIMIT_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    return Checkout(tmp_path / "a checkout")  # a space, because paths have them
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda path: path.name)
+def test_command_is_executable_and_parses(command: Path) -> None:
+    assert command.stat().st_mode & stat.S_IXUSR
+    subprocess.run(["bash", "-n", command], check=True)
+
+
+def test_environment_is_made_once(checkout: Checkout) -> None:
+    status, said = checkout.use_venv()
+    assert status == 0, said
+    assert checkout.new_calls() == ["venv", "pip"]
+
+    _, said = checkout.use_venv()
+
+    assert "up to date" in said
+    assert checkout.new_calls() == []
+
+
+def test_changed_pins_update_the_environment(checkout: Checkout) -> None:
+    checkout.use_venv()
+    checkout.new_calls()
+    (checkout.root / "constraints.txt").write_text("msgspec==0.20.0\n")
+
+    checkout.use_venv()
+
+    assert checkout.new_calls() == ["pip"]
+
+
+def test_changed_linter_settings_leave_the_environment_alone(checkout: Checkout) -> None:
+    checkout.use_venv()
+    checkout.new_calls()
+    with (checkout.root / "pyproject.toml").open("a") as pyproject:
+        pyproject.write("line-length = 80\n")
+
+    checkout.use_venv()
+
+    assert checkout.new_calls() == []
+
+
+def test_another_python_makes_the_environment_anew(checkout: Checkout) -> None:
+    checkout.use_venv()
+    checkout.new_calls()
+
+    checkout.python_is("3.12.0")
+    checkout.use_venv()
+
+    assert checkout.new_calls() == ["venv", "pip"]
+
+
+def test_failed_install_leaves_no_stamp_and_is_made_from_nothing_next(checkout: Checkout) -> None:
+    checkout.pip_does("exit 1")
+    status, _ = checkout.use_venv()
+    assert status != 0
+    assert not checkout.stamp.exists()
+    checkout.new_calls()
+    checkout.pip_does("exit 0")
+
+    checkout.use_venv()
+
+    assert checkout.new_calls() == ["venv", "pip"]
+    assert checkout.stamp.exists()
+
+
+def test_failed_update_leaves_no_stamp(checkout: Checkout) -> None:
+    checkout.use_venv()
+    (checkout.root / "constraints.txt").write_text("msgspec==0.20.0\n")
+    checkout.pip_does("exit 1")
+
+    status, _ = checkout.use_venv()
+
+    assert status != 0
+    assert not checkout.stamp.exists()
+
+
+@pytest.mark.skipif(shutil.which("flock") is None, reason="runs are kept apart by flock")
+def test_second_of_two_runs_waits_and_finds_the_work_done(checkout: Checkout) -> None:
+    checkout.pip_does("until [[ -e go ]]; do sleep 0.02; done")
+    first = checkout.start_use_venv()
+    wait_until((checkout.root / "calls").exists)
+    second = checkout.start_use_venv()
+    assert second.stderr is not None
+    assert "another run is installing" in second.stderr.readline()
+
+    (checkout.root / "go").touch()
+
+    first.communicate(timeout=TIME_LIMIT_S)
+    _, rest = second.communicate(timeout=TIME_LIMIT_S)
+    assert [first.returncode, second.returncode] == [0, 0], rest
+    assert checkout.new_calls() == ["venv", "pip"]
+
+
+def test_unusable_python_is_named(checkout: Checkout) -> None:
+    status, said = checkout.use_venv(PYTHON="/no/such/python")
+
+    assert status != 0
+    assert "PYTHON=/no/such/python is not a working Python >= 3.11" in said
+
+
+def test_missing_python_is_explained(checkout: Checkout, tmp_path: Path) -> None:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for tool in ("bash", "dirname", "git", "awk", "cat", "flock"):
+        found = shutil.which(tool)
+        if found:
+            (tools / tool).symlink_to(found)
+
+    status, said = checkout.use_venv(PYTHON="", PATH=str(tools))
+
+    assert status != 0
+    assert "no Python >= 3.11" in said
