@@ -1,5 +1,95 @@
-"""Says which tinsmith this is."""
+"""A tour of what exists: the types of the API, and the bytes they become and come back from.
+
+Runs with the core install alone. Nothing is trained or sampled: there is no engine yet. The
+sampling result below is made up here, encoded as a server would, and decoded as a client will.
+"""
+
+from __future__ import annotations
 
 import tinsmith
+from tinsmith import errors
+from tinsmith.types import ForwardBackwardInput, ForwardBackwardRequest
+from tinsmith.wire import content, exchange, failures, proto_format
+from tinsmith.wire.endpoints import ENDPOINTS
+from tinsmith.wire.limits import DecodeLimits
 
-print(f"tinsmith {tinsmith.__version__}")
+
+def main() -> None:
+    """Walk through the tour."""
+    print(f"tinsmith {tinsmith.__version__}: types and codecs; no client and no engine yet\n")
+    training_request()
+    sample_request()
+    sample_result()
+    refusals()
+    print("Nothing was trained or sampled: this version has no engine to do it with.")
+
+
+def training_request() -> None:
+    """A training step as protobuf, the form in which SDK 0.25 and later send it."""
+    tokens = list(range(1000, 33_768))
+    datum = tinsmith.Datum(
+        model_input=tinsmith.ModelInput.from_ints(tokens),
+        loss_fn_inputs={"target_tokens": [*tokens[1:], 0], "weights": [1.0] * len(tokens)},
+    )
+    request = ForwardBackwardRequest(
+        ForwardBackwardInput([datum], "cross_entropy"), "session:train:0", seq_id=1
+    )
+    sent = exchange.to_http(ENDPOINTS["forward_backward"], request)
+    body = b"".join(sent.parts)
+    packed = content.compress(sent.parts)
+    headers = {"content-type": sent.headers["Content-Type"]}
+    received = exchange.read_request(ENDPOINTS["forward_backward"], {}, {}, headers, body)
+
+    print(f"1. A training step of {len(tokens):,} tokens")
+    print(f"   {sent.method} {sent.path}  {sent.headers['Content-Type']}")
+    print(f"   {len(body):,} bytes; {len(packed):,} with zstd")
+    print(f"   what the server reads equals what was sent: {received == request}\n")
+
+
+def sample_request() -> None:
+    """A sample request as JSON; what is unset is left out, what is default is said."""
+    request = tinsmith.SampleRequest(
+        prompt=tinsmith.ModelInput.from_ints([5, 6, 7]).append_int(8),
+        sampling_params=tinsmith.SamplingParams(max_tokens=16, stop=["\n"]),
+        sampling_session_id="session:sample:0",
+        seq_id=0,
+    )
+    sent = exchange.to_http(ENDPOINTS["asample"], request)
+
+    print("2. A sample request")
+    print(f"   {sent.method} {sent.path}  {sent.headers['Content-Type']}")
+    print(f"   {b''.join(sent.parts).decode()}\n")
+
+
+def sample_result() -> None:
+    """A result: its numbers stay in the body they came in until somebody reads them."""
+    made_up = tinsmith.SampledSequence("stop", tokens=[42, 43, 44], logprobs=[-0.1, -2.5, -0.75])
+    body = b"".join(proto_format.encode_sample_response(tinsmith.SampleResponse([made_up])))
+    result = proto_format.decode_sample_response(body).with_sequence_ids(["session:sample:0:0"])
+    sequence = result.sequences[0]
+
+    print("3. A sampling result (made up here; no model was asked)")
+    print(f"   {len(body)} bytes -> tokens {sequence.tokens}, logprobs {sequence.logprobs}")
+    print(f"   stopped by {sequence.stop_reason!r}, known as {sequence.sequence_id!r}\n")
+
+
+def refusals() -> None:
+    """What does not fit is refused, at once and by name."""
+    print("4. What is refused")
+    try:
+        tinsmith.SamplingParams(max_token=16)  # type: ignore[call-arg]
+    except errors.ValidationError as error:
+        print(f"   a typo:           {error}")
+    bomb = content.compress([bytes(50_000_000)])
+    try:
+        content.decompress(bomb, "zstd", DecodeLimits(memory_bytes=1_000_000))
+    except errors.BodyTooLargeError as error:
+        print(f"   a {len(bomb):,}-byte bomb: {error}")
+    body = b'{"detail": "too many samples"}'
+    refusal = failures.error_from_reply(429, {"retry-after-ms": "1500"}, body)
+    delay_s = refusal.retry_after_s
+    print(f"   a refusal:        {type(refusal).__name__}, come back in {delay_s} s\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -60,7 +60,7 @@ class Numbers:
         return self.kind == other.kind and self.memory == other.memory
 
     def __hash__(self) -> int:
-        return hash((self.kind, bytes(self.memory)))
+        return hash((self.kind, self.memory))  # of memory that cannot change
 
     def __repr__(self) -> str:
         return f"Numbers({self.kind}, {shortened(self)})"

@@ -76,6 +76,13 @@ class EncodedTextChunk(Frozen):
     def _to_plain(self, write_array: ArrayWriter) -> dict[str, Any]:
         return {"tokens": write_array(self._numbers), "type": self.type}
 
+    @classmethod
+    def _from_plain(cls, plain: Any) -> ModelInputChunk:
+        chunk = chunk_from_plain(plain)
+        if not isinstance(chunk, cls):
+            raise ValidationError(f"Expected an encoded_text chunk, not {chunk.type}")
+        return chunk
+
 
 class ImageChunk(Request):
     """An image's bytes. `data` may be given as base64 text and is kept as bytes."""

@@ -16,6 +16,7 @@ import datetime
 import difflib
 import enum
 import functools
+import math
 import types as python_types
 import typing
 from collections.abc import Callable
@@ -59,6 +60,10 @@ class _RecordMeta(msgspec.StructMeta):
             return super().__call__(*args, **kwargs)
         except TypeError as exc:
             known = cls.__struct_fields__
+            config = cls.__struct_config__
+            if config.tag is not None and kwargs.get(config.tag_field or "") == config.tag:
+                del kwargs[config.tag_field or ""]  # said, though it goes without saying
+                return cls(*args, **kwargs)
             for name in kwargs:
                 if name not in known:
                     raise _unknown_field(cls.__name__, name, known) from None
@@ -67,7 +72,7 @@ class _RecordMeta(msgspec.StructMeta):
 
 def _unknown_field(owner: str, name: str, known: tuple[str, ...]) -> UnknownFieldError:
     near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"its fields are {', '.join(known)}"
+    hint = f"did you mean {near[0]!r}?" if near else f"its fields are {', '.join(known) or 'none'}"
     return UnknownFieldError(f"{owner} has no field {name!r}", remedy=hint)
 
 
@@ -86,12 +91,13 @@ class Record(msgspec.Struct, frozen=True, metaclass=_RecordMeta):
         """
         plain = to_plain(self, keep_none=not exclude_none)
         if mode == "json":
-            plain = msgspec.to_builtins(plain)
+            plain = msgspec.to_builtins(plain, enc_hook=foreign_to_plain)
         return typing.cast(dict[str, Any], plain)
 
     def model_dump_json(self, *, exclude_none: bool = False) -> str:
         """The fields as JSON text."""
-        return msgspec.json.encode(to_plain(self, keep_none=not exclude_none)).decode()
+        plain = to_plain(self, keep_none=not exclude_none)
+        return msgspec.json.encode(plain, enc_hook=foreign_to_plain).decode()
 
     def model_copy(self, *, update: dict[str, Any] | None = None) -> Self:
         """A copy with the fields of `update` replaced."""
@@ -124,7 +130,12 @@ class Request(Record):
         for name, plain_types, declared in _checks(type(self)):
             value = getattr(self, name)
             if type(value) not in plain_types:
-                force_setattr(self, name, _fitted(type(self), name, declared, value))
+                value = _fitted(type(self), name, declared, value)
+                force_setattr(self, name, value)
+            if type(value) is float and not math.isfinite(value):
+                raise ValidationError(
+                    f"{type(self).__name__}.{name} is {value}, which cannot be sent"
+                )
 
 
 @functools.cache
@@ -212,7 +223,7 @@ def to_plain(
         return [to_plain(item, write_array=write_array, keep_none=keep_none) for item in value]
     if isinstance(value, Frozen):
         return value._to_plain(write_array)
-    return _foreign_to_plain(value)
+    return foreign_to_plain(value)
 
 
 def _record_to_plain(record: Record, write_array: ArrayWriter, keep_none: bool) -> dict[str, Any]:
@@ -237,7 +248,7 @@ def nullable_fields(cls: type[Record]) -> frozenset[str]:
     )
 
 
-def _foreign_to_plain(value: Any) -> Any:
+def foreign_to_plain(value: Any) -> Any:
     """Values of other libraries inside free-form fields, such as numpy scalars in metadata."""
     if isinstance(value, bytes | bytearray | memoryview):
         return base64.b64encode(value).decode("ascii")

@@ -80,7 +80,7 @@ class CreateSessionRequest(Request):
     """Open a session."""
 
     tags: list[str]
-    user_metadata: dict[str, Any] | None
+    user_metadata: dict[str, Any] | None = None
     sdk_version: str
     project_id: str | None = None
     display_name: str | None = None

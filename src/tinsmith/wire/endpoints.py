@@ -18,6 +18,7 @@ import msgspec
 
 from tinsmith import types as t
 from tinsmith.types import requests as r
+from tinsmith.wire.content import JSON_TYPE, PROTOBUF_TYPE
 
 API_PREFIX = "/api/v1"
 
@@ -25,8 +26,8 @@ API_PREFIX = "/api/v1"
 class Format(enum.Enum):
     """How a body is written."""
 
-    JSON = "application/json"
-    PROTOBUF = "application/x-protobuf"
+    JSON = JSON_TYPE
+    PROTOBUF = PROTOBUF_TYPE
 
 
 class Answer(enum.Enum):

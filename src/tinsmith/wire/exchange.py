@@ -94,8 +94,8 @@ def _json_request(endpoint: Endpoint, request: Record, headers: dict[str, str]) 
         return HttpRequest(endpoint.method, path, query, headers, [])
     headers["Content-Type"] = Format.JSON.value
     # A request that only names a thing in its path has no body to send.
-    is_bodyless = set(request.__struct_fields__) == set(endpoint.path_fields)
-    parts: Parts = [] if is_bodyless else [msgspec.json.encode(fields)]
+    in_path_alone = set(request.__struct_fields__) == set(endpoint.path_fields) != set()
+    parts: Parts = [] if in_path_alone else [json_format.encode(fields)]
     return HttpRequest(endpoint.method, path, {}, headers, parts)
 
 

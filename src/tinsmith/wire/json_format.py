@@ -20,7 +20,13 @@ import msgspec
 
 from tinsmith.errors import BodyTooLargeError, DecodeError, ValidationError
 from tinsmith.types.buffers import Memory, Numbers
-from tinsmith.types.record import Frozen, Record, convert_custom, to_plain
+from tinsmith.types.record import (
+    Frozen,
+    Record,
+    convert_custom,
+    foreign_to_plain,
+    to_plain,
+)
 from tinsmith.wire.limits import DEFAULT_LIMITS, DecodeLimits
 
 T = TypeVar("T")
@@ -39,7 +45,7 @@ def encode(value: Record | Frozen | dict[str, Any]) -> bytes:
     plain = to_plain(value, write_array=array_writer())
     if isinstance(plain, dict) and isinstance(plain.get("metrics"), dict):
         plain["metrics"] = finite_metrics(plain["metrics"])
-    return msgspec.json.encode(plain)
+    return msgspec.json.encode(plain, enc_hook=foreign_to_plain)
 
 
 def decode(body: Memory | str, as_type: type[T], limits: DecodeLimits = DEFAULT_LIMITS) -> T:

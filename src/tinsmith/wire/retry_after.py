@@ -25,7 +25,7 @@ DEFAULT_CAP_S: Final = 60.0
 
 _LONGEST_VALUE = 64  # characters; the longest honest value, an RFC 850 date, has 33
 
-_NUMBER = re.compile(r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:e[+-]?[0-9]+)?", re.ASCII | re.IGNORECASE)
+_NUMBER = re.compile(r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:e[+-]?[0-9]+)?", re.IGNORECASE)
 
 _MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
 _DAY_NAME = "(?:mon|tue|wed|thu|fri|sat|sun)"
@@ -85,7 +85,7 @@ def format_retry_after(delay_s: float) -> dict[str, str]:
     """
     if not math.isfinite(delay_s * 1000):
         raise ValidationError(f"retry delay {delay_s} s cannot be sent; give a finite number")
-    # Rounded first: 1.1 s must not become 1101 ms because of its last binary digit.
+    # Rounded first: 2.007 s must not become 2008 ms because of its last binary digit.
     delay_ms = math.ceil(round(max(delay_s, 0.0) * 1000, 3))
     return {"retry-after-ms": str(delay_ms), "retry-after": str(-(-delay_ms // 1000))}
 

@@ -340,6 +340,22 @@ def test_a_swarm_of_gzip_members_is_refused() -> None:
         decompress(gzip_of(b"") * 1025, "gzip")
 
 
+@pytest.mark.parametrize(
+    ("size_bytes", "descriptor", "field"),
+    [(200, 0x20, "<B"), (1000, 0x60, "<H"), (70_000, 0xA0, "<I"), (70_000, 0xE0, "<Q")],
+)
+def test_a_frame_that_announces_too_much_is_refused_unread(
+    size_bytes: int, descriptor: int, field: str
+) -> None:
+    announced = size_bytes - 256 if field == "<H" else size_bytes  # two bytes count from 256
+    body = ZSTD_MAGIC + bytes([descriptor]) + struct.pack(field, announced) + b"\xff" * 8
+
+    with pytest.raises(BodyTooLargeError):
+        decompress(body, "zstd", DecodeLimits(memory_bytes=size_bytes - 1))
+    with pytest.raises(DecodeError, match="damaged"):
+        decompress(body, "zstd", DecodeLimits(memory_bytes=size_bytes))
+
+
 def test_a_frame_that_needs_a_dictionary_is_refused() -> None:
     with_dictionary_id = b"\x01" + WINDOW_8_MIB + b"\x07"
 

@@ -157,6 +157,7 @@ def test_s31_a_leap_second_is_read() -> None:
         "5 s",
         "5, 10",
         "1" * 100_000,
+        "0" * 64 + "5",
         " " * 100_000,
         "1e" + "9" * 50,
         "Sun, 06 Nov 1994 08:49:37",
@@ -169,6 +170,7 @@ def test_s31_a_leap_second_is_read() -> None:
         "Fri, 31 Dec 9999 23:59:60 GMT",
         "Sun, 06 Nov 1994 08:49:37 GMT\n",
         "Ѕun, 06 Nov 1994 08:49:37 GMT",  # noqa: RUF001  a Cyrillic letter
+        "ſun, 06 Nov 1994 08:49:37 GMT",  # noqa: RUF001  whose capital is S
         "\0",
         "\ud800",
     ],
@@ -247,7 +249,13 @@ def test_s31_every_imf_date_is_read_exactly(moment: datetime) -> None:
 
 @pytest.mark.parametrize(
     ("wait_s", "milliseconds", "seconds"),
-    [(0, "0", "0"), (-3.0, "0", "0"), (0.0004, "1", "1"), (1.1, "1100", "2"), (30, "30000", "30")],
+    [
+        (0, "0", "0"),
+        (-3.0, "0", "0"),
+        (0.0004, "1", "1"),
+        (2.007, "2007", "3"),
+        (30, "30000", "30"),
+    ],
 )
 def test_both_headers_are_written_and_rounded_up(
     wait_s: float, milliseconds: str, seconds: str

@@ -271,13 +271,22 @@ def test_s41_an_unfinished_event_is_dropped_and_said(stream: bytes, is_cut: bool
     "stream",
     [
         b"data: " + b"x" * 59,
+        b"data: " + b"x" * 59 + b"\n\n",
         b"data: xxxxxxxxx\n" * 10,
         b"data\n" * 70,
         b":" + b"x" * 64,
         b"id: " + b"x" * 40 + b"\ndata: " + b"x" * 40,
         b"event: " + b"x" * 40 + b"\ndata: " + b"x" * 40,
     ],
-    ids=["one line", "many lines", "many empty lines", "comment", "id and data", "name and data"],
+    ids=[
+        "one line",
+        "one event",
+        "many lines",
+        "many empty lines",
+        "comment",
+        "id and data",
+        "name and data",
+    ],
 )
 def test_s41_an_event_above_the_limit_is_refused_however_it_is_cut(stream: bytes) -> None:
     for chunks in ([stream], single_bytes(stream)):
