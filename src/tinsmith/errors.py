@@ -54,6 +54,18 @@ class RequestErrorCategory(enum.StrEnum):
             return cls.Unknown
 
 
+def shown(value: object, most: int = 80) -> str:
+    """A value for a message: cut to `most` characters, and never itself a reason to fail.
+
+    What came over the wire may be nested deeper than `repr` can go, or have more digits than Python
+    agrees to print.
+    """
+    try:
+        return repr(value)[:most]
+    except (RecursionError, ValueError):
+        return f"a {type(value).__name__} that cannot be shown"
+
+
 class TinkerError(Exception):
     """Root of everything that tinsmith raises on purpose.
 

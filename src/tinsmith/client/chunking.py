@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 
 from tinsmith.types.inputs import Datum, DmelChunk, EncodedTextChunk, ImageChunk, ModelInputChunk
 from tinsmith.types.training import ForwardBackwardOutput
@@ -57,6 +58,8 @@ def _chunk_bytes(chunk: ModelInputChunk) -> int:
 
 def join(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
     """The outputs of a call's chunks, in the chunks' order, as one output."""
+    if not outputs:
+        return ForwardBackwardOutput("", [])
     return ForwardBackwardOutput(
         outputs[0].loss_fn_output_type,
         [datum for output in outputs for datum in output.loss_fn_outputs],
@@ -106,10 +109,21 @@ def _mean(values: Sequence[float], weights: Sequence[int]) -> float:
 
 
 def _sum(values: Sequence[float], _: Sequence[int]) -> float:
+    # Exact at every step, so that the order of chunks does not matter.
+    endless = [value for value in values if not math.isfinite(value)]
+    if endless:
+        return sum(endless)
     try:
-        return math.fsum(values)  # exact, so that the order of chunks does not matter
-    except (OverflowError, ValueError):  # beyond the largest double, or infinities of both signs
-        return sum(sorted(values))
+        return math.fsum(values)
+    except OverflowError:  # on the way, though perhaps not in the end
+        return _rounded(sum(map(Fraction, values)))
+
+
+def _rounded(exact: Fraction | int) -> float:
+    try:
+        return float(exact)
+    except OverflowError:
+        return math.inf if exact > 0 else -math.inf
 
 
 def _min(values: Sequence[float], _: Sequence[int]) -> float:

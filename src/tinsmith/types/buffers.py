@@ -11,13 +11,14 @@ before the request is encoded is sent.
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from tinsmith.errors import ValidationError
+from tinsmith.errors import ValidationError, shown
 
 if TYPE_CHECKING:
     import numpy as np
@@ -78,8 +79,11 @@ class Numbers:
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """The numbers as a writable numpy array, sharing memory that is writable already."""
-        array: np.ndarray[Any, Any] = _require_numpy().frombuffer(self.memory, dtype=self.kind)
-        return array if array.flags.writeable else array.copy()
+        memory = memoryview(self.memory)
+        # Copied as bytes, not as numbers: in a body they seldom lie where numpy copies fast.
+        own = bytearray(memory) if memory.readonly else memory
+        array: np.ndarray[Any, Any] = _require_numpy().frombuffer(own, dtype=self.kind)
+        return array
 
     def slice(self, start: int, stop: int) -> Numbers:
         """The numbers from `start` up to `stop`, sharing memory."""
@@ -104,15 +108,15 @@ def pack(values: Any, kind: Kind, what: str = "value") -> tuple[Numbers, list[in
         kind: The kind of number wanted.
         what: What the values are, for error messages.
     """
+    if isinstance(values, list | tuple | range):
+        flat, shape = _flattened(values, what)
+        return Numbers(_pack_sequence(flat, kind, what), kind), shape
     if isinstance(values, Numbers) and values.kind == kind:
         return values, [len(values)]
     if is_torch_tensor(values):
         values = torch_to_numpy(values, what)
     if is_numpy_array(values):
-        return _from_numpy(values, kind)
-    if isinstance(values, list | tuple | range):
-        flat, shape = _flattened(values, what)
-        return Numbers(_pack_sequence(flat, kind, what), kind), shape
+        return _from_numpy(values, kind, what)
     try:
         view = memoryview(values)
     except TypeError:
@@ -145,18 +149,30 @@ def torch_to_numpy(tensor: Any, what: str = "tensor") -> Any:
     return tensor.cpu().resolve_conj().resolve_neg().numpy()
 
 
-def widen_int32(memory: Memory) -> bytes:
-    """int32 numbers as int64."""
-    values = memoryview(memory).cast("i")
-    return struct.pack(f"{len(values)}q", *values)
+# Both move bytes rather than numbers: a Python number takes ten times what it is made from, and
+# what a decoder takes must stay in proportion to its input.
 
 
-def widen_bfloat16(memory: Memory) -> bytes:
+def widen_int32(memory: Memory) -> memoryview:
+    """int32 numbers as int64: the upper half repeats the sign."""
+    wide = bytearray(2 * len(memory))
+    for place in range(4):
+        wide[place::8] = memory[place::4]
+    signs = bytes(memory[3::4]).translate(_SIGN_OF_TOP_BYTE)
+    for place in range(4, 8):
+        wide[place::8] = signs
+    return memoryview(wide).toreadonly()
+
+
+def widen_bfloat16(memory: Memory) -> memoryview:
     """bfloat16 numbers as float32: a bfloat16 is the upper half of a float32."""
     wide = bytearray(2 * len(memory))
     wide[2::4] = memory[0::2]
     wide[3::4] = memory[1::2]
-    return bytes(wide)
+    return memoryview(wide).toreadonly()
+
+
+_SIGN_OF_TOP_BYTE = bytes(128) + b"\xff" * 128
 
 
 def _require_numpy() -> Any:
@@ -170,20 +186,41 @@ def _require_numpy() -> Any:
     return numpy
 
 
-def _from_numpy(array: Any, kind: Kind) -> tuple[Numbers, list[int]]:
-    numpy = sys.modules["numpy"]
-    flat = numpy.ascontiguousarray(array, dtype=kind).reshape(-1)
+def _from_numpy(array: Any, kind: Kind, what: str) -> tuple[Numbers, list[int]]:
+    fitting = array if array.dtype == kind else _fit_array(array, kind, what)
+    flat = fitting.ravel()
     # A view with no elements cannot be cast.
-    memory: Memory = memoryview(flat).cast("B") if flat.size else b""
+    memory: Memory = flat.data.cast("B") if flat.size else b""
+    if fitting is not array and flat.size:
+        memory = memoryview(memory).toreadonly()  # nobody else holds it, so it need not be copied
     return Numbers(memory, kind), list(array.shape)
+
+
+def _fit_array(array: Any, kind: Kind, what: str) -> Any:
+    """The array as numbers of a kind; numpy alone would cut what does not fit into other values."""
+    if array.dtype.kind not in "biuf":
+        raise ValidationError(f"{what} is a numpy array of {array.dtype}, not of numbers")
+    numpy = sys.modules["numpy"]
+    with numpy.errstate(over="ignore", invalid="ignore"):  # as in lists: too large is infinite
+        fitting = array.astype(kind)
+    if kind != "float32" and not numpy.array_equal(fitting, array):
+        index = int((fitting != array).reshape(-1).argmax())
+        value = array.reshape(-1)[index]
+        raise ValidationError(f"{what}[{index}] is {value}, which does not fit in {kind}")
+    return fitting
 
 
 def _from_view(view: memoryview, kind: Kind, what: str) -> tuple[Numbers, list[int]]:
     shape = list(view.shape or ())
-    same_format = view.format == FORMATS[kind] or (view.format == "l" and kind == "int64")
+    given = view.format.lstrip("@=<")  # ctypes arrays say their byte order
+    same_format = given == FORMATS[kind] or (given == "l" and kind == "int64")
     if same_format and view.itemsize == ITEM_BYTES[kind] and view.c_contiguous:
         return Numbers(view.cast("B") if view.nbytes else b"", kind), shape
-    flat, shape = _flattened(view.tolist(), what)
+    try:
+        values = view.tolist()
+    except NotImplementedError:
+        raise TypeError(f"{what} is a buffer of format {view.format!r}, not of numbers") from None
+    flat, shape = _flattened(values, what)
     return Numbers(_pack_sequence(flat, kind, what), kind), shape
 
 
@@ -203,12 +240,22 @@ def _flattened(values: Sequence[Any], what: str) -> tuple[Sequence[Any], list[in
 
 
 def _pack_sequence(values: Sequence[Any], kind: Kind, what: str) -> bytes:
-    # struct is the fastest way from a list to machine numbers: it beats array and numpy by a third.
     try:
-        return struct.pack(f"{len(values)}{FORMATS[kind]}", *values)
+        return _packed(values, kind)
     except (struct.error, OverflowError, TypeError, ValueError):
         fitted = [_fit_one(value, kind, index, what) for index, value in enumerate(values)]
-        return struct.pack(f"{len(values)}{FORMATS[kind]}", *fitted)
+        return _packed(fitted, kind)
+
+
+def _packed(values: Sequence[Any], kind: Kind) -> bytes:
+    # struct is the fastest way from a list to machine numbers: array and numpy take three times as
+    # long. The numbers are its only arguments: beside others they would be gathered twice.
+    return _packer(kind, len(values))(*values)
+
+
+@functools.lru_cache(maxsize=1024)
+def _packer(kind: Kind, count: int) -> Callable[..., bytes]:
+    return struct.Struct(f"{count}{FORMATS[kind]}").pack
 
 
 def _fit_one(value: Any, kind: Kind, index: int, what: str) -> int | float:
@@ -217,7 +264,7 @@ def _fit_one(value: Any, kind: Kind, index: int, what: str) -> int | float:
         number = float(value) if kind == "float32" else _integral(value)
     except (TypeError, ValueError, OverflowError):
         raise ValidationError(
-            f"{what}[{index}] is {value!r:.80}, which is no {kind} number"
+            f"{what}[{index}] is {shown(value)}, which is no {kind} number"
         ) from None
     if kind == "float32":
         # What overflows float32 becomes infinite, as in numpy and torch.
@@ -225,7 +272,7 @@ def _fit_one(value: Any, kind: Kind, index: int, what: str) -> int | float:
         return math.copysign(math.inf, number) if is_too_large else number
     bits = 8 * ITEM_BYTES[kind]
     if not -(1 << (bits - 1)) <= number < 1 << (bits - 1):
-        raise ValidationError(f"{what}[{index}] is {number}, which does not fit in {kind}")
+        raise ValidationError(f"{what}[{index}] is {shown(number)}, which does not fit in {kind}")
     return number
 
 

@@ -62,7 +62,7 @@ class TelemetryBatch(Record):
     platform: str
     sdk_version: str
     session_id: str
-    process_uuid: str
+    process_uuid: str | None = None
 
 
 class TelemetryResponse(Record):

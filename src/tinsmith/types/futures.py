@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeAlias
 
-from tinsmith.errors import RequestErrorCategory
+from tinsmith.errors import RequestErrorCategory, shown
 from tinsmith.types.record import Record
 from tinsmith.types.training import (
     CreateModelResponse,
@@ -16,6 +16,9 @@ from tinsmith.types.training import (
     SaveWeightsResponse,
     UnloadModelResponse,
 )
+
+_MOST_SHOWN = 64 * 1024
+"""How much is kept of an error that is not text."""
 
 QueueStateName: TypeAlias = Literal["active", "paused_capacity", "paused_rate_limit"]
 
@@ -64,7 +67,7 @@ class RequestFailedResponse(Record):
         if isinstance(error, dict):
             category = error.get("category", category)
             error = error.get("message", error.get("error", error.get("detail", error)))
-        text = error if isinstance(error, str) else repr(error)
+        text = error if isinstance(error, str) else shown(error, most=_MOST_SHOWN)
         return cls(error=text, category=RequestErrorCategory.parse(category))
 
 

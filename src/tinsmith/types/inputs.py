@@ -9,7 +9,7 @@ from typing import Any, Literal, Self, TypeAlias
 
 from msgspec.structs import force_setattr
 
-from tinsmith.errors import ValidationError
+from tinsmith.errors import ValidationError, shown
 from tinsmith.types.buffers import Numbers, pack, shortened
 from tinsmith.types.record import ArrayWriter, Frozen, Request, set_once, to_plain
 from tinsmith.types.tensors import TensorData, TensorDtype, tensor_from
@@ -141,10 +141,10 @@ _CHUNKS: dict[str, type[Any]] = {
     "dmel": DmelChunk,
 }
 _TYPE_OF_KEY = {
-    "tokens": "encoded_text",
     "location": "image_asset_pointer",
     "data": "image",
     "dmel": "dmel",
+    "tokens": "encoded_text",  # last: images of SDK 0.3 say under this name how many they take
 }
 
 
@@ -158,12 +158,13 @@ def chunk_from_plain(plain: Any) -> ModelInputChunk:
     cls = _CHUNKS.get(kind) if isinstance(kind, str) else None
     if cls is None:
         raise ValidationError(
-            f"unknown chunk type {plain.get('type')!r:.80}",
+            f"unknown chunk type {shown(plain.get('type'))}",
             remedy=f"known are {', '.join(_CHUNKS)}",
         )
-    if cls is EncodedTextChunk:
-        return EncodedTextChunk(plain.get("tokens"))
-    fields = {name: plain[name] for name in cls.__struct_fields__ if name in plain}
+    names = ("tokens",) if cls is EncodedTextChunk else cls.__struct_fields__
+    fields = {name: plain[name] for name in names if plain.get(name) is not None}
+    if "expected_tokens" in names and isinstance(plain.get("tokens"), int):
+        fields.setdefault("expected_tokens", plain["tokens"])  # its name in SDK 0.3
     try:
         return cls(**fields)  # type: ignore[no-any-return]
     except TypeError as exc:
@@ -413,6 +414,8 @@ def _check_span(span: PromptProvenanceSpan | SampledProvenanceSpan) -> None:
         raise ValidationError(
             f"a span's offset and length must not be negative: {span.offset}, {span.length}"
         )
+    if not span.sequence_id:
+        raise ValidationError("a span's sequence_id must not be empty")
 
 
 def _checked_spans(what: str, spans: Sequence[Any] | None) -> ProvenanceSpans | None:

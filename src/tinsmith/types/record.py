@@ -108,7 +108,7 @@ class Record(msgspec.Struct, frozen=True, metaclass=_RecordMeta):
         """Make one from a dict of its fields, checking each; an instance is returned as it is."""
         try:
             return msgspec.convert(value, cls, dec_hook=convert_custom)
-        except msgspec.ValidationError as exc:
+        except (msgspec.ValidationError, RecursionError, UnicodeError) as exc:
             raise ValidationError(f"{cls.__name__}: {exc}") from exc
 
     @classmethod
@@ -116,7 +116,7 @@ class Record(msgspec.Struct, frozen=True, metaclass=_RecordMeta):
         """Make one from JSON text, checking each field."""
         try:
             return msgspec.json.decode(text, type=cls, dec_hook=convert_custom)
-        except msgspec.MsgspecError as exc:
+        except (msgspec.MsgspecError, RecursionError, UnicodeError) as exc:
             raise ValidationError(f"{cls.__name__}: {exc}") from exc
 
     def __str__(self) -> str:
@@ -155,18 +155,25 @@ def _plain_types(declared: Any) -> frozenset[type]:
 
 def _fitted(cls: type, name: str, declared: Any, value: Any) -> Any:
     """The value as the field wants it: numpy scalars and numeric text are taken for numbers."""
-    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
-        value = value.item()
+    value = _own_numbers(value)
     try:
         return msgspec.convert(value, declared, dec_hook=convert_custom)
-    except msgspec.ValidationError as exc:
+    except (msgspec.ValidationError, UnicodeError) as exc:
         try:
             # Settings often come as text: a YAML reader gives "1e-4" for 1e-4.
             if isinstance(value, str | float):
                 return msgspec.convert(value, declared, strict=False)
-        except msgspec.ValidationError:
+        except (msgspec.ValidationError, UnicodeError):
             pass
         raise ValidationError(f"{cls.__name__}.{name}: {exc}") from exc
+
+
+def _own_numbers(value: Any) -> Any:
+    """Python's own numbers for those of numpy and torch, also inside of a list."""
+    if isinstance(value, list | tuple):
+        return [_own_numbers(item) for item in value]
+    is_array = hasattr(value, "tolist") and hasattr(value, "ndim")
+    return value.tolist() if is_array else value
 
 
 set_once = object.__setattr__

@@ -70,7 +70,7 @@ class TelemetrySendRequest(Request):
     platform: str
     sdk_version: str
     session_id: str
-    process_uuid: str
+    process_uuid: str | None = None  # not sent before SDK 0.24
 
 
 # Sessions
@@ -220,7 +220,8 @@ class ForwardBackwardRequest(Frozen):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild_forward, self._parts()
+        parts = (self.forward_backward_input, self.model_id, self.seq_id, self.forward_only)
+        return _rebuild_forward, (type(self), *parts)
 
     def _to_plain(self, write_array: ArrayWriter) -> dict[str, Any]:
         """The JSON form of SDK 0.24 and older, where the two directions have a route each."""
@@ -242,11 +243,16 @@ class ForwardBackwardRequest(Frozen):
 
 
 def _rebuild_forward(
-    forward_backward_input: ForwardBackwardInput, model_id: str, seq_id: int, forward_only: bool
+    cls: type[ForwardBackwardRequest],
+    given: ForwardBackwardInput,
+    model_id: str,
+    seq_id: int | None,
+    forward_only: bool,
 ) -> ForwardBackwardRequest:
-    return ForwardBackwardRequest(
-        forward_backward_input, model_id, seq_id, forward_only=forward_only
-    )
+    # Past the constructor of `ForwardRequest`, which has other arguments.
+    request = cls.__new__(cls)
+    ForwardBackwardRequest.__init__(request, given, model_id, seq_id, forward_only=forward_only)
+    return request
 
 
 class ForwardRequest(ForwardBackwardRequest):
@@ -339,16 +345,20 @@ class OptimStepRequest(Frozen):
 
     @classmethod
     def _from_body(cls, body: _OptimStepBody) -> Self:
-        params: OptimParams | None = None
-        for given in (body.adam_params, body.optimizer_params, body.optim_params):
-            if given is not None and given.get("type") in (None, "adamw"):
-                fields = {
-                    name: given[name] for name in AdamParams.__struct_fields__ if name in given
-                }
-                params = msgspec.convert(fields, AdamParams)
-            elif given is not None:
-                params = OptimParamsBase._from_plain(given)
-        return cls(model_id=body.model_id, seq_id=body.seq_id, optim_params=params)
+        given = (body.optim_params, body.adam_params, body.optimizer_params)
+        params = [_params_from_plain(plain) for plain in given if plain is not None]
+        if len(params) != 1:
+            raise ValidationError(
+                "an optim_step takes one of optim_params, adam_params and optimizer_params"
+            )
+        return cls(model_id=body.model_id, seq_id=body.seq_id, optim_params=params[0])
+
+
+def _params_from_plain(plain: dict[str, Any]) -> OptimParams:
+    if plain.get("type") not in (None, "adamw"):
+        return OptimParamsBase._from_plain(plain)
+    fields = {name: plain[name] for name in AdamParams.__struct_fields__ if name in plain}
+    return msgspec.convert(fields, AdamParams)
 
 
 class _OptimStepBody(msgspec.Struct):

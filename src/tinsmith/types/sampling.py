@@ -157,8 +157,16 @@ class TopkRows(Sequence[TopkRow]):
     def __iter__(self) -> Iterator[TopkRow]:
         if not len(self):
             return iter(())
-        ids, logprobs = self._topk.id_numbers, self._topk.logprob_numbers
-        return map(_row, rows(ids, self._topk.k), rows(logprobs, self._topk.k))
+        k = self._topk.k
+        ids, logprobs = rows(self._topk.id_numbers, k), rows(self._topk.logprob_numbers, k)
+        if self._are_all_full():
+            return map(list, map(zip, ids, logprobs))
+        return map(_row, ids, logprobs)
+
+    def _are_all_full(self) -> bool:
+        """Whether no row begins or ends with an unused cell; nearly always."""
+        logprobs, k = self._topk.logprob_numbers.view(), self._topk.k
+        return EMPTY_LOGPROB not in logprobs[::k] and EMPTY_LOGPROB not in logprobs[k - 1 :: k]
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, TopkRows):
@@ -177,7 +185,7 @@ class TopkRows(Sequence[TopkRow]):
 
 
 def _row(ids: tuple[int, ...], logprobs: tuple[float, ...]) -> TopkRow:
-    if logprobs[-1] != EMPTY_LOGPROB:  # nearly always: the row is full
+    if EMPTY_LOGPROB not in (logprobs[0], logprobs[-1]):  # nearly always: the row is full
         return list(zip(ids, logprobs, strict=True))
     used = len(ids)
     while used and ids[used - 1] == 0 and logprobs[used - 1] == EMPTY_LOGPROB:
@@ -534,11 +542,34 @@ def _topk_from_plain(plain: Any) -> TopkLogprobs | None:
     listed = _checked_list(plain, "topk_prompt_logprobs")
     if listed is None:
         return None
-    k = max((len(row) for row in listed if row is not None), default=0)
+    given = [_checked_list(row, "a row of topk_prompt_logprobs") or () for row in listed]
+    k = max(map(len, given), default=0)
     if k == 0:
         return None
-    empty = (0, EMPTY_LOGPROB)
-    cells = [[*map(tuple, row or ()), *[empty] * (k - len(row or ()))] for row in listed]
-    return TopkLogprobs(
-        [[cell[0] for cell in row] for row in cells], [[cell[1] for cell in row] for row in cells]
-    )
+    if k * len(given) > _MOST_PADDING * (len(given) + sum(map(len, given))):
+        raise ValueError("Expected the rows of topk_prompt_logprobs to be of like length")
+    if any(not isinstance(cell, list) or len(cell) != 2 for row in given for cell in row):
+        raise ValueError("Expected topk_prompt_logprobs to hold pairs of a token id and a logprob")
+    ids = _padded(given, 0, k, "int32", unused=0)
+    logprobs = _padded(given, 1, k, "float32", unused=EMPTY_LOGPROB)
+    return TopkLogprobs(ids, logprobs, shape=(len(given), k))
+
+
+_MOST_PADDING = 24
+"""How many cells one row or cell that came may be padded to; a matrix of one long row and many
+empty ones would take the square of what was sent."""
+
+
+def _padded(
+    given: Sequence[Sequence[Any]], place: int, k: int, kind: Kind, *, unused: float
+) -> Numbers:
+    """The ids or the logprobs of all rows as one matrix, each row filled up to `k`."""
+    empty_cell = bytes(pack([unused], kind)[0].memory)
+    matrix = bytearray(empty_cell) * (k * len(given))
+    for index, row in enumerate(given):
+        held, shape = pack([cell[place] for cell in row], kind, "topk_prompt_logprobs")
+        if shape != [len(row)]:
+            raise ValueError("Expected a token id and a logprob to be one number each")
+        start = index * k * len(empty_cell)
+        matrix[start : start + len(held.memory)] = held.memory
+    return Numbers(memoryview(matrix).toreadonly(), kind)

@@ -6,7 +6,10 @@ touched only when the caller passes or asks for one of their arrays.
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 from tinsmith.errors import ValidationError
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 TensorDtype: TypeAlias = Literal["int64", "float32"]
 
 _DTYPES: tuple[TensorDtype, ...] = ("int64", "float32")
+_MOST_DIMENSIONS = 32
 _DTYPE_OF_NUMPY_KIND: dict[str, TensorDtype] = {"f": "float32", "i": "int64"}
 
 
@@ -62,16 +66,14 @@ class TensorData(Frozen):
         if shape is None and len(given_shape) != 1:
             shape = given_shape  # a nested list or an array says its own shape
         set_once(self, "dtype", dtype)
-        set_once(self, "shape", None if shape is None else [int(size) for size in shape])
+        set_once(self, "shape", None if shape is None else _checked_shape(shape))
         set_once(self, "_numbers", numbers)
         set_once(self, "_row_starts", _indices(sparse_crow_indices, "sparse_crow_indices"))
         set_once(self, "_columns", _indices(sparse_col_indices, "sparse_col_indices"))
         self._check()
 
     @classmethod
-    def of_numbers(
-        cls, numbers: Numbers, dtype: TensorDtype, shape: list[int] | None
-    ) -> TensorData:
+    def of_numbers(cls, numbers: Numbers, dtype: TensorDtype, shape: list[int] | None) -> Self:
         """A dense tensor of numbers known to be right in kind and count; unchecked."""
         tensor = object.__new__(cls)
         set_once(tensor, "dtype", dtype)
@@ -82,8 +84,6 @@ class TensorData(Frozen):
         return tensor
 
     def _check(self) -> None:
-        if self.shape is not None and any(size < 0 for size in self.shape):
-            raise ValidationError(f"a tensor's shape cannot have a negative size: {self.shape}")
         if self._row_starts is not None or self._columns is not None:
             self._check_sparse()
         elif self.shape is not None and math.prod(self.shape) != len(self._numbers):
@@ -127,7 +127,15 @@ class TensorData(Frozen):
                 f"a numpy array of {array.dtype} is neither float nor signed integer",
                 remedy="convert it with .astype('int64') or .astype('float32')",
             )
-        return cls(array, dtype, list(array.shape))
+        return cls._whole(array, dtype, "data")
+
+    @classmethod
+    def _whole(cls, values: Any, dtype: TensorDtype, what: str) -> Self:
+        """A dense tensor of the shape that the values have by themselves."""
+        numbers, shape = pack(values, dtype, what)
+        if len(shape) > _MOST_DIMENSIONS:
+            raise ValidationError(f"{what} has more than {_MOST_DIMENSIONS} dimensions")
+        return cls.of_numbers(numbers, dtype, shape)
 
     @classmethod
     def from_torch(cls, tensor: torch.Tensor) -> Self:
@@ -140,11 +148,14 @@ class TensorData(Frozen):
 
     @classmethod
     def from_torch_sparse(cls, tensor: torch.Tensor, pad_value: int = 0) -> Self:
-        """Hold a matrix without the cells that equal `pad_value`, if that takes less room."""
+        """Hold a matrix without the cells that equal `pad_value`, if that takes less room.
+
+        Tensors of other ranks are held whole.
+        """
         array = torch_to_numpy(tensor)
-        if array.ndim != 2:
-            raise ValidationError(f"only a matrix can be sparse, not a shape of {array.shape}")
         dense = cls.from_numpy(array)
+        if array.ndim != 2:
+            return dense
         row_count, column_count = array.shape
         stored = array != pad_value
         columns = stored.nonzero()[1]
@@ -219,8 +230,13 @@ class TensorData(Frozen):
 
     def to_torch(self, pad_value: int = 0) -> torch.Tensor:
         """A torch tensor; memory and `pad_value` as in `to_numpy`."""
-        import torch
-
+        try:
+            import torch
+        except ImportError as exc:
+            raise ImportError(
+                "to_torch returns a torch tensor and torch is not installed; "
+                "install it with: pip install torch"
+            ) from exc
         return torch.from_numpy(self.to_numpy(pad_value))
 
     def tolist(self, pad_value: int = 0) -> list[Any]:
@@ -228,8 +244,10 @@ class TensorData(Frozen):
         if self.is_sparse:
             return self._sparse_rows(pad_value)
         values = self._numbers.tolist()
-        for size in reversed((self.shape or [len(values)])[1:]):
-            count = len(values) // size if size else math.prod((self.shape or [0])[:-1])
+        shape = self.shape or [len(values)]
+        for level in range(len(shape) - 1, 0, -1):
+            # Not by the number of values: rows may be empty and still be there.
+            size, count = shape[level], math.prod(shape[:level])
             values = [values[i * size : (i + 1) * size] for i in range(count)]
         return values[0] if self.shape == [] else values
 
@@ -294,6 +312,19 @@ class TensorData(Frozen):
         )
 
 
+def _checked_shape(shape: Iterable[Any]) -> list[int]:
+    """The sizes, bounded in number and value: a product of many huge ones takes minutes to form."""
+    try:
+        sizes = [operator.index(size) for size in itertools.islice(shape, _MOST_DIMENSIONS + 1)]
+    except TypeError as exc:
+        raise ValidationError(f"a tensor's shape must be whole numbers: {exc}") from exc
+    if len(sizes) > _MOST_DIMENSIONS:
+        raise ValidationError(f"a tensor's shape has more than {_MOST_DIMENSIONS} dimensions")
+    if not all(0 <= size < 1 << 63 for size in sizes):
+        raise ValidationError("a tensor's shape has a size that is negative or above 64 bits")
+    return sizes
+
+
 def _indices(values: Any, what: str) -> Numbers | None:
     return None if values is None else pack(values, "int64", what)[0]
 
@@ -324,8 +355,7 @@ def tensor_from(name: str, value: Any, dtype: TensorDtype | None) -> TensorData:
             f"loss_fn_inputs[{name!r}] is a list and its dtype is not known; "
             "pass a numpy array, a torch tensor or TensorData"
         )
-    numbers, shape = pack(value, dtype, name)
-    return TensorData(numbers, dtype, shape)
+    return TensorData._whole(value, dtype, name)
 
 
 _SPARSE_WHERE_SMALLER = frozenset({"target_tokens", "weights"})

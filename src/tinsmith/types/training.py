@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from tinsmith.errors import ValidationError
+from tinsmith.errors import ValidationError, shown
 from tinsmith.types.checkpoints import ParsedCheckpointTinkerPath
 from tinsmith.types.inputs import Datum, LossFnOutput
 from tinsmith.types.record import ArrayWriter, Frozen, Record, Request, set_once, to_plain
@@ -98,7 +98,10 @@ class _Family(Frozen):
 
 
 def _rebuild_family(cls: type[_Family], fields: dict[str, Any]) -> _Family:
-    return cls(**fields)
+    # Past the constructor: that of a user's subclass may have arguments of its own.
+    family = cls.__new__(cls)
+    _Family.__init__(family, **fields)
+    return family
 
 
 class OptimizerConfigBase(_Family):
@@ -483,7 +486,7 @@ def _fields_with_type(plain: Any) -> dict[str, Any]:
 
 def _check_literal(what: str, value: object, expected: object) -> None:
     if value != expected:
-        raise ValidationError(f"{what} is always {expected!r}, not {value!r}")
+        raise ValidationError(f"{what} is always {expected!r}, not {shown(value)}")
 
 
 def _finite(
@@ -491,8 +494,8 @@ def _finite(
 ) -> float:
     try:
         number = float(value)
-    except (TypeError, ValueError):
-        raise ValidationError(f"{what} must be a number, not {value!r:.80}") from None
+    except (TypeError, ValueError, OverflowError):
+        raise ValidationError(f"{what} must be a number, not {shown(value)}") from None
     if not math.isfinite(number) or not at_least <= number < below:
         bounds = f"at least {at_least:g}" if below == math.inf else f"in [{at_least:g}, {below:g})"
         raise ValidationError(f"{what} must be finite and {bounds}, not {number}")

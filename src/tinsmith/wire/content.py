@@ -127,7 +127,7 @@ def decompress(
     """
     name = _only_encoding(encoding)
     if name == "identity":
-        _check_size(memoryview(body).nbytes, limits.memory_bytes)
+        check_size(memoryview(body).nbytes, limits.memory_bytes)
         return body if isinstance(body, bytes) else memoryview(body)
     unpacked = _Unpacked(limits.memory_bytes)
     _UNPACKERS[name](memoryview(body).cast("B"), unpacked)
@@ -152,7 +152,8 @@ def _only_encoding(header: str | None) -> str:
     return names[0]
 
 
-def _check_size(size_bytes: int, limit_bytes: int) -> None:
+def check_size(size_bytes: int, limit_bytes: int) -> None:
+    """Refuse a body that is larger than the limit."""
     if size_bytes > limit_bytes:
         raise BodyTooLargeError(
             f"the decoded body is larger than the limit of {limit_bytes} bytes; "
@@ -177,10 +178,10 @@ class _Unpacked:
 
     def expect(self, size_bytes: int) -> None:
         """Refuse now what is announced to pass the limit."""
-        _check_size(len(self._buffer) + size_bytes, self._limit_bytes)
+        check_size(len(self._buffer) + size_bytes, self._limit_bytes)
 
     def add(self, piece: bytes) -> None:
-        _check_size(len(self._buffer) + len(piece), self._limit_bytes)
+        check_size(len(self._buffer) + len(piece), self._limit_bytes)
         self._buffer += piece
 
     def whole(self) -> memoryview:

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from tinsmith.errors import DecodeError, ValidationError
+from tinsmith.errors import DecodeError, ValidationError, shown
 from tinsmith.types.buffers import Memory
 from tinsmith.types.record import Frozen, Record, convert_custom, nullable_fields, to_plain
 from tinsmith.types.requests import ForwardBackwardRequest
@@ -77,25 +77,26 @@ def to_http(endpoint: Endpoint, request: Record | Frozen) -> HttpRequest:
     if isinstance(request, Frozen):
         headers["Content-Type"] = Format.JSON.value
         return HttpRequest(
-            endpoint.method, endpoint.path, {}, headers, [json_format.encode(request)]
+            endpoint.method, endpoint.path, {}, headers, json_format.encode_parts(request)
         )
     return _json_request(endpoint, request, headers)
 
 
 def _json_request(endpoint: Endpoint, request: Record, headers: dict[str, str]) -> HttpRequest:
-    fields = to_plain(request, write_array=json_format.array_writer())
+    writer = json_format.BodyWriter()
+    fields = to_plain(request, write_array=writer.write_array)
     for name, header in endpoint.header_fields.items():
         if name in fields:
             headers[header] = _header_value(name, fields.pop(name))
     in_path = {name: fields.pop(name, None) for name in endpoint.path_fields}
     path = _filled(endpoint.path, in_path)
     if endpoint.method in ("GET", "DELETE"):
-        query = {name: _query_value(value) for name, value in fields.items()}
+        query = {name: _checked_text(name, _query_value(value)) for name, value in fields.items()}
         return HttpRequest(endpoint.method, path, query, headers, [])
     headers["Content-Type"] = Format.JSON.value
     # A request that only names a thing in its path has no body to send.
     in_path_alone = set(request.__struct_fields__) == set(endpoint.path_fields) != set()
-    parts: Parts = [] if in_path_alone else [json_format.encode(fields)]
+    parts: Parts = [] if in_path_alone else writer.parts(fields)
     return HttpRequest(endpoint.method, path, {}, headers, parts)
 
 
@@ -144,7 +145,7 @@ def read_request(
         return msgspec.convert(
             fields, endpoint.request, strict=not is_text, dec_hook=convert_custom
         )
-    except (msgspec.ValidationError, RecursionError) as exc:
+    except (msgspec.ValidationError, RecursionError, UnicodeError) as exc:
         raise DecodeError(f"{endpoint.name}: {exc}") from exc
 
 
@@ -161,20 +162,23 @@ def to_reply(value: Record | Frozen | None, format: Format = Format.JSON) -> Htt
 def read_reply(endpoint: Endpoint, body: Memory, limits: DecodeLimits = DEFAULT_LIMITS) -> Any:
     """What a successful reply holds; None where the endpoint answers nothing.
 
-    Results of futures are read by `decode_body` with the type and format of `FUTURE_RESULTS`.
+    Results of futures are read by `decode_body` with the type and format of `FUTURE_RESULTS`; here
+    such a reply is read as JSON of any shape, which says whether to ask again.
 
     Raises:
         DecodeError: It is not what the endpoint promises.
     """
     if endpoint.answer is Answer.NOTHING:
         return None
+    if endpoint.answer is Answer.RESULT:
+        return json_format.decode_any(body, limits)
     return decode_body(body, endpoint.response, Format.JSON, limits)
 
 
 def encode_body(value: Record | Frozen, format: Format) -> Parts:  # noqa: A002
     """A body in the given format."""
     if format is Format.JSON:
-        return [json_format.encode(value)]
+        return json_format.encode_parts(value)
     return _protobuf_codec(type(value))[0](value)
 
 
@@ -205,9 +209,17 @@ def _filled(template: str, values: dict[str, Any]) -> str:
         segments = str(value).split("/") if is_multipart else [str(value)]
         if value is None or any(segment in ("", ".", "..") for segment in segments):
             raise ValidationError(f"{name} {value!r:.200} cannot be part of a path")
-        text = quote(str(value), safe=":/~" if is_multipart else ":~")
+        text = quote(_checked_text(name, str(value)), safe=":/~" if is_multipart else ":~")
         path = path.replace(f"{{{name}:path}}" if is_multipart else f"{{{name}}}", text)
     return path
+
+
+def _checked_text(name: str, text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as exc:
+        raise ValidationError(f"{name} is {shown(text)}, which is no text to be sent") from exc
+    return text
 
 
 def _header_value(name: str, value: Any) -> str:

@@ -94,7 +94,7 @@ def reply_from_error(error: BaseException) -> HttpReply:
     """
     status = status_of(error)
     is_ours = isinstance(error, e.TinkerError)
-    detail = str(error) if is_ours else "internal server error"
+    detail = _sendable(str(error)) if is_ours else "internal server error"
     headers = {"Content-Type": "application/json"}
     delay_s = getattr(error, "retry_after_s", None)
     if delay_s is not None:
@@ -127,13 +127,18 @@ def failed_from_error(error: BaseException) -> RequestFailedResponse:
     server's inside.
     """
     if isinstance(error, e.RequestFailedError):
-        return RequestFailedResponse(error=error.message, category=error.category)
+        return RequestFailedResponse(error=_sendable(error.message), category=error.category)
     if isinstance(error, e.TinkerError):
         is_users = status_of(error) < 500
         category = e.RequestErrorCategory.User if is_users else e.RequestErrorCategory.Server
-        return RequestFailedResponse(error=str(error), category=category)
+        return RequestFailedResponse(error=_sendable(str(error)), category=category)
     category = e.RequestErrorCategory.Server
     return RequestFailedResponse(error="internal server error", category=category)
+
+
+def _sendable(text: str) -> str:
+    """The text without what UTF-8 cannot hold: an answer must not fail for what it quotes."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _readable(status: int, body: Memory) -> tuple[str, Any]:
@@ -141,6 +146,6 @@ def _readable(status: int, body: Memory) -> tuple[str, Any]:
     try:
         plain = json_format.decode_any(body, DecodeLimits(memory_bytes=64 * _SHOWN_BYTES))
     except e.DecodeError:
-        text = bytes(body[:_SHOWN_BYTES]).decode("utf-8", "replace")
+        text = bytes(body[:_SHOWN_BYTES]).decode("utf-8", "replace").strip()
         return text or f"Error code: {status}", text
-    return f"Error code: {status} - {plain}", plain
+    return f"Error code: {status} - {e.shown(plain, most=_SHOWN_BYTES)}", plain

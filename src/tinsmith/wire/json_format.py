@@ -1,8 +1,10 @@
 """Types to JSON and back.
 
-What is written follows one rule (S26): None is left out, every other value is written. Arrays go
-from memory to text without a Python list in between where orjson and numpy are installed, and
-through one list where they are not.
+What is written follows one rule (S26): None is left out, every other value is written.
+
+A body is made in parts: the text of a long array is a part of its own, so that it is not copied
+into the rest. It is written by orjson from the array's memory where orjson and numpy are installed,
+and else a block at a time, so that no list of the whole array is ever made.
 
 JSON has no NaN and no infinity. In arrays and logprobs an infinite number is written as the
 largest float32 of its sign; a NaN is an error in an array, null in prompt logprobs, and left out
@@ -18,7 +20,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tinsmith.errors import BodyTooLargeError, DecodeError, ValidationError
+from tinsmith.errors import BodyTooLargeError, DecodeError, ValidationError, shown
 from tinsmith.types.buffers import Memory, Numbers
 from tinsmith.types.record import (
     Frozen,
@@ -28,6 +30,7 @@ from tinsmith.types.record import (
     to_plain,
 )
 from tinsmith.wire.limits import DEFAULT_LIMITS, DecodeLimits
+from tinsmith.wire.protobuf import Parts
 
 T = TypeVar("T")
 
@@ -36,16 +39,52 @@ _VALUE_BYTES = 96
 """A bound on what one JSON value takes as a Python object, its text aside."""
 _TEXT_FACTOR = 4
 """One character outside Latin-1 makes Python hold the whole string with four bytes a character."""
+_LONG_ARRAY = 4096
+_MARK = b"\0"  # stands in no JSON text: inside a string it would be escaped
+_SET_ASIDE = msgspec.Raw(_MARK)
 _MOST_PER_BYTE = _TEXT_FACTOR + _VALUE_BYTES // 2
 """No body decodes to more than this for each of its bytes: a value takes at least two."""
 
 
 def encode(value: Record | Frozen | dict[str, Any]) -> bytes:
     """The JSON body that stands for `value`."""
-    plain = to_plain(value, write_array=array_writer())
-    if isinstance(plain, dict) and isinstance(plain.get("metrics"), dict):
-        plain["metrics"] = finite_metrics(plain["metrics"])
-    return msgspec.json.encode(plain, enc_hook=foreign_to_plain)
+    return b"".join(encode_parts(value))
+
+
+def encode_parts(value: Record | Frozen | dict[str, Any]) -> Parts:
+    """The JSON body that stands for `value`, in parts that need not be joined to be sent."""
+    writer = BodyWriter()
+    return writer.parts(to_plain(value, write_array=writer.write_array))
+
+
+class BodyWriter:
+    """Makes one body: long arrays are set aside while the rest is encoded."""
+
+    def __init__(self) -> None:
+        self._texts: list[Parts] = []
+
+    def write_array(self, numbers: Numbers) -> Any:
+        """What stands for an array in plain data, for `to_plain`."""
+        if len(numbers) < _LONG_ARRAY:
+            return array_writer()(numbers)
+        self._texts.append(_array_text(numbers))
+        return _SET_ASIDE
+
+    def parts(self, plain: Any) -> Parts:
+        """The body, from plain data that was made with `write_array`."""
+        if isinstance(plain, dict) and isinstance(plain.get("metrics"), dict):
+            plain["metrics"] = finite_metrics(plain["metrics"])
+        try:
+            text = msgspec.json.encode(plain, enc_hook=foreign_to_plain)
+        except UnicodeEncodeError as exc:
+            raise ValidationError(f"{shown(exc.object)} is no text that can be sent") from exc
+        if not self._texts:
+            return [text]
+        first, *rest = text.split(_MARK)
+        parts: Parts = [first]
+        for array, after in zip(self._texts, rest, strict=True):
+            parts += [*array, after]
+        return parts
 
 
 def decode(body: Memory | str, as_type: type[T], limits: DecodeLimits = DEFAULT_LIMITS) -> T:
@@ -58,8 +97,9 @@ def decode(body: Memory | str, as_type: type[T], limits: DecodeLimits = DEFAULT_
     _check_size(body, limits)
     try:
         value: T = _decoder(as_type).decode(body)  # type: ignore[arg-type]  # types are hashable
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as exc:
-        raise DecodeError(f"not a valid {as_type.__name__}: {exc}") from exc
+    except (msgspec.MsgspecError, RecursionError, UnicodeError) as exc:
+        name = getattr(as_type, "__name__", str(as_type))  # a union has no name of its own
+        raise DecodeError(f"not a valid {name}: {exc}") from exc
     return value
 
 
@@ -68,7 +108,7 @@ def decode_any(body: Memory | str, limits: DecodeLimits = DEFAULT_LIMITS) -> Any
     _check_size(body, limits)
     try:
         return msgspec.json.decode(body)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, ValueError) as exc:
+    except (msgspec.MsgspecError, RecursionError, UnicodeError) as exc:
         raise DecodeError(f"not valid JSON: {exc}") from exc
 
 
@@ -101,14 +141,21 @@ def _check_size(body: Memory | str, limits: DecodeLimits) -> None:
     """Refuse a body by what it could become, counted from the marks between its values."""
     if len(body) * _MOST_PER_BYTE <= limits.memory_bytes:
         return
-    text = body.encode() if isinstance(body, str) else bytes(body)
-    marks = sum(text.count(mark) for mark in (b",", b":", b"[", b"{"))
-    needed = _TEXT_FACTOR * len(text) + _VALUE_BYTES * marks
+    needed = _TEXT_FACTOR * len(body)
+    if needed <= limits.memory_bytes:  # else there is no need to look into it
+        needed += _VALUE_BYTES * _marks(body)
     if needed > limits.memory_bytes:
         raise BodyTooLargeError(
-            f"a JSON body of {len(text)} bytes and {marks} values could take {needed} bytes; "
+            f"a JSON body of {len(body)} bytes could take {needed} bytes or more; "
             f"the limit is {limits.memory_bytes}"
         )
+
+
+def _marks(body: Memory | str) -> int:
+    if isinstance(body, str):
+        return sum(map(body.count, ",:[{"))
+    held = bytes(body)  # no copy if it is bytes already; a memoryview cannot count
+    return sum(map(held.count, (b",", b":", b"[", b"{")))
 
 
 @functools.cache
@@ -127,6 +174,20 @@ def array_writer() -> Callable[[Numbers], Any]:
         return msgspec.Raw(orjson.dumps(array, option=orjson.OPT_SERIALIZE_NUMPY))
 
     return write_raw
+
+
+def _array_text(numbers: Numbers) -> Parts:
+    """A long array as JSON text."""
+    written = array_writer()
+    if written is not _write_list:
+        text = written(numbers)
+        if isinstance(text, msgspec.Raw):
+            return [memoryview(text)]
+    parts: Parts = [b"["]
+    for start in range(0, len(numbers), _LONG_ARRAY):
+        block = numbers.slice(start, min(start + _LONG_ARRAY, len(numbers)))
+        parts += [b"," if start else b"", msgspec.json.encode(_write_list(block))[1:-1]]
+    return [*parts, b"]"]
 
 
 def _write_list(numbers: Numbers) -> list[Any]:

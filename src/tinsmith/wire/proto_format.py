@@ -9,6 +9,7 @@ a field that should come once and comes again replaces the first.
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from collections.abc import Callable, Iterator
@@ -61,6 +62,7 @@ from tinsmith.wire.protobuf import (
     put_map_entry,
     put_message,
     put_packed_ints,
+    put_pieces,
     put_text,
     signed,
     signed32,
@@ -321,7 +323,7 @@ def _read_image(reader: Reader, start: int, stop: int) -> ImageChunk:
     found: dict[str, Any] = {"data": b"", "format": ""}
     for tag, at, end in reader.message(start, stop):
         if tag == tags.IMAGE_CHUNK__DATA:
-            found["data"] = bytes(reader.memory(at, end))
+            found["data"] = reader.copied(at, end)
         elif tag == tags.IMAGE_CHUNK__FORMAT:
             found["format"] = reader.text(at, end)
         elif tag == tags.IMAGE_CHUNK__EXPECTED_TOKENS:
@@ -336,7 +338,7 @@ def _read_dmel(reader: Reader, start: int, stop: int) -> DmelChunk:
     dmel = b""
     for tag, at, end in reader.message(start, stop):
         if tag == tags.DMEL_CHUNK__DMEL:
-            dmel = bytes(reader.memory(at, end))
+            dmel = reader.copied(at, end)
     return DmelChunk(dmel=dmel)
 
 
@@ -396,8 +398,18 @@ def _write_tensor(out: Parts, tensor: TensorData) -> int:
         size = put_message(out, tags.TENSOR__SPARSE_CSR, _write_csr, tensor)
     else:
         size = put_bytes(out, tags.TENSOR__DENSE, tensor.numbers.memory)
-    size += put_int(out, tags.TENSOR__DTYPE, _DTYPE_CODES[tensor.dtype])
-    return size + put_packed_ints(out, tags.TENSOR__SHAPE, tensor.shape or [])
+    tail = _dtype_and_shape(tensor.dtype, tuple(tensor.shape or ()))
+    out.append(tail)
+    return size + len(tail)
+
+
+@functools.lru_cache(maxsize=1024)
+def _dtype_and_shape(dtype: TensorDtype, shape: tuple[int, ...]) -> bytes:
+    """What follows a tensor's numbers; the same for many tensors of a batch."""
+    out: Parts = []
+    put_int(out, tags.TENSOR__DTYPE, _DTYPE_CODES[dtype])
+    put_packed_ints(out, tags.TENSOR__SHAPE, list(shape))
+    return b"".join(out)
 
 
 def _write_csr(out: Parts, tensor: TensorData) -> int:
@@ -427,7 +439,7 @@ def _read_tensor(reader: Reader, start: int, stop: int) -> TensorData:
             shape = _checked_shape([*shape, signed(at)])
     if csr is not None:
         return _read_csr(reader, *csr, code, shape)
-    numbers, dtype = _widened(b"" if dense is None else dense, code)
+    numbers, dtype = _widened(reader, b"" if dense is None else dense, code)
     if shape and math.prod(shape) != len(numbers):
         raise DecodeError(f"a tensor of shape {shape} came with {len(numbers)} numbers")
     return TensorData.of_numbers(numbers, dtype, shape or None)
@@ -442,7 +454,7 @@ def _read_csr(reader: Reader, start: int, stop: int, code: int, shape: list[int]
             row_starts = reader.memory(at, end)
         elif tag == tags.SPARSE_CSR__COL_INDICES:
             columns = reader.memory(at, end)
-    values, dtype = _widened(stored, code)
+    values, dtype = _widened(reader, stored, code)
     try:
         return TensorData(
             values,
@@ -455,12 +467,14 @@ def _read_csr(reader: Reader, start: int, stop: int, code: int, shape: list[int]
         raise DecodeError(str(exc)) from exc
 
 
-def _widened(memory: Memory, code: int) -> tuple[Numbers, TensorDtype]:
+def _widened(reader: Reader, memory: Memory, code: int) -> tuple[Numbers, TensorDtype]:
     """The numbers in one of the two dtypes that tensors have, from the four on the wire."""
     if code == tags.DTYPE_FLOAT32:
         return _numbers(memory, "float32", "a tensor"), "float32"
     if code == tags.DTYPE_INT64:
         return _numbers(memory, "int64", "a tensor"), "int64"
+    if code in (tags.DTYPE_INT32, tags.DTYPE_BFLOAT16):
+        reader.take_bytes(2 * len(memory))  # these are no views of the body: they are widened
     if code == tags.DTYPE_INT32:
         return Numbers(widen_int32(_numbers(memory, "int32", "a tensor").memory), "int64"), "int64"
     if code == tags.DTYPE_BFLOAT16:
@@ -510,7 +524,7 @@ def _write_column(out: Parts, column: list[TensorData]) -> int:
     offsets = [0]
     for memory in memories:
         offsets.append(offsets[-1] + len(memory))
-    size = put_bytes(out, tags.BATCHED_TENSOR__DATA, *memories)
+    size = put_pieces(out, tags.BATCHED_TENSOR__DATA, memories)
     packed = struct.pack(f"<{len(offsets)}q", *offsets)
     size += put_bytes(out, tags.BATCHED_TENSOR__OFFSETS, packed)
     size += put_int(out, tags.BATCHED_TENSOR__DTYPE, _DTYPE_CODES[column[0].dtype])
@@ -559,7 +573,7 @@ def _read_column(reader: Reader, start: int, stop: int) -> list[TensorData]:
             trailing = _checked_shape(trailing + reader.packed_ints(at, min(end, at + 10 * 33)))
         elif tag == tags.BATCHED_TENSOR__TRAILING_SHAPE_UNPACKED:
             trailing = _checked_shape([*trailing, signed(at)])
-    numbers, dtype = _widened(data, code)
+    numbers, dtype = _widened(reader, data, code)
     offsets = _numbers(offset_memory, "int64", "offsets").view()
     reader.take_items(max(0, len(offsets) - 1))
     # Offsets count the bytes that came; int32 and bfloat16 are wider by now.

@@ -26,8 +26,11 @@ VARINT, FIXED64, LENGTH_DELIMITED, FIXED32 = 0, 1, 2, 5
 ITEM_BYTES = 512
 """A generous bound on what one decoded message takes as Python objects, its arrays aside."""
 
+_TEXT_FACTOR = 4
+"""One character outside Latin-1 makes Python hold the whole string with four bytes a character."""
 _SMALL_BYTES = 4096
 _UINT64 = 1 << 64
+_ONE_BYTE = [bytes((number,)) for number in range(0x80)]
 
 
 # Writing: each function adds to `out` and returns how many bytes it added.
@@ -36,7 +39,7 @@ _UINT64 = 1 << 64
 def varint(number: int) -> bytes:
     """An integer of up to 64 bits; negative ones take ten bytes, as in the protobuf library."""
     if 0 <= number < 0x80:
-        return bytes((number,))
+        return _ONE_BYTE[number]
     number %= _UINT64
     encoded = bytearray()
     while number >= 0x80:
@@ -44,6 +47,15 @@ def varint(number: int) -> bytes:
         number >>= 7
     encoded.append(number)
     return bytes(encoded)
+
+
+def header(tag: int, size: int) -> bytes:
+    """What begins a field of `size` bytes."""
+    if size < 0x80:
+        return bytes((tag, size))
+    if size < 0x4000:  # the varint, spelt out: nearly every message is one of these two
+        return bytes((tag, size & 0x7F | 0x80, size >> 7))
+    return bytes((tag,)) + varint(size)
 
 
 def put_int(out: Parts, tag: int, number: int) -> int:
@@ -72,13 +84,19 @@ def put_double(out: Parts, tag: int, number: float) -> int:
     return len(part)
 
 
-def put_bytes(out: Parts, tag: int, *memories: Memory) -> int:
-    """Add one field of bytes, pieces of it one after another, without copying; also if empty."""
+def put_bytes(out: Parts, tag: int, memory: Memory) -> int:
+    """Add bytes, without copying them; also if there are none."""
+    head = header(tag, len(memory))
+    out += (head, memory)
+    return len(head) + len(memory)
+
+
+def put_pieces(out: Parts, tag: int, memories: list[Memory]) -> int:
+    """Add one field of bytes that lie in several places, without copying them."""
     size = sum(map(len, memories))
-    header = bytes((tag,)) + varint(size)
-    out.append(header)
-    out.extend(memory for memory in memories if len(memory))
-    return len(header) + size
+    head = header(tag, size)
+    out += (head, *memories)
+    return len(head) + size
 
 
 def put_text(out: Parts, tag: int, text: str) -> int:
@@ -89,7 +107,7 @@ def put_text(out: Parts, tag: int, text: str) -> int:
         encoded = text.encode()
     except UnicodeEncodeError as exc:
         raise ValidationError(f"{text!r:.80} is no text that can be sent: {exc.reason}") from exc
-    part = bytes((tag,)) + varint(len(encoded)) + encoded
+    part = header(tag, len(encoded)) + encoded
     out.append(part)
     return len(part)
 
@@ -106,20 +124,19 @@ def put_message(out: Parts, tag: int, write: Callable[[Parts, T], int], value: T
     place = len(out)
     out.append(b"")  # the header holds the size, which is known once the message is written
     size = write(out, value)
-    header = bytes((tag,)) + varint(size)
-    out[place] = header
-    return len(header) + size
+    out[place] = head = header(tag, size)
+    return len(head) + size
 
 
 def put_map_entry(
     out: Parts, tag: int, key: str, write: Callable[[Parts, T], int], value: T
 ) -> int:
     """Add one entry of a map; `write` adds its value as field 2 of the entry."""
-
-    def write_entry(out: Parts, value: T) -> int:
-        return put_text(out, _KEY_TAG, key) + write(out, value)
-
-    return put_message(out, tag, write_entry, value)
+    place = len(out)
+    out.append(b"")
+    size = put_text(out, _KEY_TAG, key) + write(out, value)
+    out[place] = head = header(tag, size)
+    return len(head) + size
 
 
 _KEY_TAG = 0x0A
@@ -146,9 +163,9 @@ def merged(parts: Parts) -> Parts:
 
 
 class Reader:
-    """A body being decoded, and how many more messages may be made of it."""
+    """A body being decoded, and how much memory may still be taken for what is made of it."""
 
-    __slots__ = ("_items_left", "_limit_bytes", "body")
+    __slots__ = ("_bytes_left", "_limit_bytes", "body")
 
     def __init__(self, body: Memory, limits: DecodeLimits) -> None:
         if len(body) > limits.memory_bytes:
@@ -158,18 +175,22 @@ class Reader:
         # A view of unchanging memory: what is decoded must not change under its holder.
         self.body = memoryview(body).toreadonly()
         self._limit_bytes = limits.memory_bytes
-        self._items_left = limits.memory_bytes // ITEM_BYTES
+        self._bytes_left = limits.memory_bytes
 
     def take_items(self, count: int) -> None:
-        """Count things about to be made.
+        """Count messages about to be made; raises as `take_bytes`."""
+        self.take_bytes(count * ITEM_BYTES)
+
+    def take_bytes(self, count: int) -> None:
+        """Count memory about to be taken, beyond that of the body itself.
 
         Raises:
-            BodyTooLargeError: They would take more memory than allowed.
+            BodyTooLargeError: It would be more than allowed.
         """
-        self._items_left -= count
-        if self._items_left < 0:
+        self._bytes_left -= count
+        if self._bytes_left < 0:
             raise BodyTooLargeError(
-                f"the body decodes to more than {self._limit_bytes // ITEM_BYTES} messages"
+                f"a body of {len(self.body)} bytes decodes to more than {self._limit_bytes} bytes"
             )
 
     def fields(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
@@ -185,20 +206,22 @@ class Reader:
             position += 1
             if tag >= 0x80:
                 tag, position = self._varint(position - 1, stop)
+            if tag < 8:
+                raise DecodeError("field number 0 is not allowed")
             wire_type = tag & 7
-            if wire_type == LENGTH_DELIMITED:
-                size = body[position] if position < stop else 0x80
+            if wire_type in (LENGTH_DELIMITED, VARINT):
+                number = body[position] if position < stop else 0x80
                 position += 1
-                if size >= 0x80:
-                    size, position = self._varint(position - 1, stop)
-                end = position + size
+                if number >= 0x80:
+                    number, position = self._varint(position - 1, stop)
+                if wire_type == VARINT:
+                    yield tag, number, 0
+                    continue
+                end = position + number
                 if end > stop:
                     raise DecodeError(f"a field at byte {position} runs past its message's end")
                 yield tag, position, end
                 position = end
-            elif wire_type == VARINT:
-                number, position = self._varint(position, stop)
-                yield tag, number, 0
             elif wire_type in (FIXED64, FIXED32):
                 end = position + (8 if wire_type == FIXED64 else 4)
                 if end > stop:
@@ -207,8 +230,6 @@ class Reader:
                 position = end
             else:
                 raise DecodeError(f"no field begins at byte {position - 1}: wire type {wire_type}")
-            if tag < 8:
-                raise DecodeError("field number 0 is not allowed")
 
     def _varint(self, position: int, stop: int) -> tuple[int, int]:
         number = 0
@@ -224,15 +245,21 @@ class Reader:
 
     def message(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """As `fields`, for a message that something is made of."""
-        self.take_items(1)
+        self.take_bytes(ITEM_BYTES)
         return self.fields(start, stop)
 
     def memory(self, start: int, stop: int) -> memoryview:
         """The bytes in `start…stop`, sharing the body's memory."""
         return self.body[start:stop]
 
+    def copied(self, start: int, stop: int) -> bytes:
+        """The bytes in `start…stop`, in memory of their own."""
+        self.take_bytes(stop - start)
+        return bytes(self.body[start:stop])
+
     def text(self, start: int, stop: int) -> str:
         """The text in `start…stop`."""
+        self.take_bytes(_TEXT_FACTOR * (stop - start))
         try:
             return str(self.body[start:stop], "utf-8")
         except UnicodeDecodeError as exc:

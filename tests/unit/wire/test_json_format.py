@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from tests.unit.wire import corpus
+from tinsmith import types as t
+from tinsmith.errors import BodyTooLargeError, DecodeError, ValidationError
+from tinsmith.types.buffers import Numbers
+from tinsmith.wire import json_format
+from tinsmith.wire.json_format import FLOAT32_MAX, decode, decode_any, encode, unknown_fields
+from tinsmith.wire.limits import DecodeLimits
+
+
+def tensor_body(array: Any) -> Any:
+    """A tensor as the other side reads it."""
+    return json.loads(encode(t.TensorData.from_numpy(np.asarray(array))))
+
+
+@given(hnp.arrays("int64", hnp.array_shapes(max_dims=1, min_side=0)))
+def test_integers_come_back_exactly(array: Any) -> None:
+    assert tensor_body(array)["data"] == array.tolist()
+
+
+@given(
+    hnp.arrays(
+        "float32",
+        hnp.array_shapes(max_dims=1),
+        elements=st.floats(width=32, allow_nan=False, allow_infinity=False),
+    )
+)
+def test_float32_comes_back_bit_for_bit(array: Any) -> None:
+    again = np.array(tensor_body(array)["data"], dtype="float32")
+
+    assert again.tobytes() == array.tobytes()
+
+
+def test_infinities_become_the_largest_numbers() -> None:
+    assert tensor_body(np.array([math.inf, -math.inf, 1], dtype="float32"))["data"] == [
+        FLOAT32_MAX,
+        -FLOAT32_MAX,
+        1,
+    ]
+
+
+def test_nan_in_an_array_is_refused_with_a_remedy() -> None:
+    with pytest.raises(ValidationError, match="ask for protobuf"):
+        tensor_body(np.array([1.0, math.nan]))
+
+
+@pytest.mark.parametrize("values", [[1.5, -2.0, 0.0], [], [math.inf], [3e38, 3e38]])
+def test_arrays_are_written_alike_with_and_without_numpy(values: list[float]) -> None:
+    numbers = t.TensorData(values, "float32").numbers
+
+    with_numpy = json.loads(encode({"x": json_format.array_writer()(numbers)}))["x"]
+    without = json_format._write_list(numbers)
+
+    assert with_numpy == pytest.approx(without)
+
+
+def test_metrics_that_json_cannot_hold_are_left_out_or_cut() -> None:
+    metrics = {"a": 1.5, "b": math.nan, "c": math.inf, "d": -math.inf}
+
+    body = json.loads(encode(t.ForwardBackwardOutput("ArrayRecord", [], metrics)))
+
+    assert body["metrics"]["a"] == 1.5
+    assert "b" not in body["metrics"]
+    assert body["metrics"]["c"] == -body["metrics"]["d"] == sys.float_info.max
+
+
+def test_none_is_left_out_and_defaults_are_written() -> None:
+    assert encode(t.SamplingParams()) == b'{"temperature":1.0,"top_k":-1,"top_p":1.0}'
+
+
+def test_text_that_no_encoding_holds_is_refused() -> None:
+    with pytest.raises(ValidationError, match="no text that can be sent"):
+        encode(t.SamplingParams(stop="\ud800"))
+
+
+@pytest.mark.parametrize(
+    ("body", "place"),
+    [
+        (b'{"offset": "x", "limit": 1, "total_count": 1}', r"\$\.offset"),
+        (b'{"limit": 1, "total_count": 1}', "offset"),
+        (b"[]", "Cursor"),
+        (b"{", "Cursor"),
+        (b"", "Cursor"),
+    ],
+)
+def test_an_error_names_the_type_and_the_place(body: bytes, place: str) -> None:
+    with pytest.raises(DecodeError, match="not a valid Cursor") as caught:
+        decode(body, t.Cursor)
+
+    assert caught.match(place)
+
+
+def test_an_error_about_one_of_several_types_names_them() -> None:
+    union: Any = t.SessionActive | t.SessionCancelled
+
+    with pytest.raises(DecodeError, match="SessionActive"):
+        decode(b"5", union)
+
+
+@pytest.mark.parametrize("form", [bytes, bytearray, memoryview, lambda body: body.decode()])
+def test_a_body_may_be_bytes_a_view_or_text(form: Any) -> None:
+    body = form(b'{"offset": 1, "limit": 2, "total_count": 3}')
+
+    assert decode(body, t.Cursor) == t.Cursor(offset=1, limit=2, total_count=3)
+    assert decode_any(body) == {"offset": 1, "limit": 2, "total_count": 3}
+
+
+def test_any_json_is_read_into_plain_data() -> None:
+    assert decode_any(b'{"a": [1, null, "x", 1.5, true]}') == {"a": [1, None, "x", 1.5, True]}
+
+
+def test_what_could_take_too_much_memory_is_refused() -> None:
+    body = b"[" + b"0," * 1_000 + b"0]"
+
+    assert len(decode_any(body, DecodeLimits(memory_bytes=200_000))) == 1_001
+    for form in (body, memoryview(body), body.decode()):
+        with pytest.raises(BodyTooLargeError, match="the limit is 50000"):
+            decode_any(form, DecodeLimits(memory_bytes=50_000))
+
+
+def test_fields_that_a_type_does_not_know_are_named() -> None:
+    body = b'{"offset": 1, "limit": 2, "total_count": 3, "colour": "red", "type": {}}'
+
+    assert unknown_fields(body, t.Cursor) == ["colour", "type"]
+    assert unknown_fields(b'{"type": "active", "x": 1}', t.SessionActive) == ["x"]
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b"\xff", b'{"a": \xff}', b"[" * 100_000])
+def test_fields_of_what_is_no_object_are_none(body: bytes) -> None:
+    assert unknown_fields(body, t.Cursor) == []
+
+
+def test_arrays_are_written_without_a_list_in_between() -> None:
+    written = json_format.array_writer()(Numbers(bytes(8), "int64"))
+
+    assert not isinstance(written, list)
+    assert encode({"x": written}) == b'{"x":[0]}'
+
+
+@pytest.mark.parametrize("name", corpus.TYPES)
+def test_every_type_is_read_from_its_own_json(name: str) -> None:
+    value = decode(corpus.JSON_BODIES[name], corpus.TYPES[name])
+
+    assert decode(encode(value), corpus.TYPES[name]) == value
+
+
+def test_arrays_are_written_where_numpy_and_orjson_are_missing() -> None:
+    program = """
+import sys
+sys.modules["numpy"] = sys.modules["orjson"] = None
+from tinsmith import ModelInput, TensorData
+from tinsmith.wire.json_format import encode
+print(encode(ModelInput.from_ints([1, 2])).decode())
+print(encode(TensorData([1.5, float("inf")], "float32")).decode())
+"""
+
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", program], capture_output=True, text=True, check=True
+    )
+
+    assert done.stdout.splitlines() == [
+        '{"chunks":[{"tokens":[1,2],"type":"encoded_text"}]}',
+        '{"data":[1.5,3.4028234663852886e38],"dtype":"float32"}',
+    ]
