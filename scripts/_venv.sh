@@ -20,6 +20,7 @@ die() {
 }
 
 # use_venv DIR EXTRAS: leave a good environment in DIR, holding tinsmith with EXTRAS ("" for none).
+# EXTRAS of the form only:REQUIREMENT stands for that package without tinsmith.
 # After it VENV_PYTHON is the environment's interpreter. The lock keeps two runs from installing into
 # one environment; where there is no flock (macOS), runs must not overlap while installing.
 use_venv() {
@@ -64,7 +65,9 @@ _fingerprint() {
 }
 
 _install() {
-  local dir="$1" extras="$2" python version
+  local dir="$1" extras="$2" wanted python version
+  wanted=(--editable ".${extras:+[$extras]}")
+  [[ "$extras" != only:* ]] || wanted=("${extras#only:}")
   python="$(_find_python)"
   version="$(_version_of "$python")"
   # A stamped environment of the same Python was once whole: bringing it up to date takes seconds
@@ -77,10 +80,10 @@ _install() {
     rm -rf "$dir"
     "$python" -m venv "$dir"
   fi
-  say "installing tinsmith${extras:+[$extras]} as pinned in constraints.txt"
+  say "installing ${wanted[*]} as pinned in constraints.txt"
   # By variable, not by option: so the pins hold for the build backend too.
   PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
-    "$dir/bin/python" -m pip install --quiet --editable ".${extras:+[$extras]}"
+    "$dir/bin/python" -m pip install --quiet "${wanted[@]}"
   _fingerprint "$extras" "$version" >"$dir/stamp.new"
   mv "$dir/stamp.new" "$dir/stamp"
   say "environment $dir is ready"

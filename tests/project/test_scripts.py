@@ -17,6 +17,7 @@ COMMANDS = [
     ROOT / name
     for name in (
         ".ci/run",
+        "scripts/bench",
         "scripts/check",
         "scripts/demo",
         "scripts/docs",

@@ -1,0 +1,1 @@
+"""Measures workloads of several contestants against each other; see benchmarks/README.md."""

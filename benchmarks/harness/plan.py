@@ -1,0 +1,87 @@
+"""What can be measured: benchmarks, their contestants, and what they are meant to reach."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+Metric: TypeAlias = Literal[
+    "cpu_s",
+    "wall_s",
+    "resident_peak_bytes",
+    "traced_peak_bytes",
+    "resident_bytes",
+    "installed_bytes",
+    "packages",
+]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function, called again and again in a fresh process.
+
+    `target` is `module:function`; the function takes `parameters` and returns `Work`. It is first
+    tried with small parameters, so each of them must be a size.
+    """
+
+    target: str
+    parameters: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """A function that returns figures by itself, called once in a fresh process."""
+
+    target: str
+    parameters: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A program of the environment with its arguments, measured from its start to its end."""
+
+    program: str
+    arguments: tuple[str, ...]
+
+
+Job: TypeAlias = Call | Figures | Command
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """Who does the work, in which environment, and how."""
+
+    name: str
+    environment: str
+    job: Job
+
+
+@dataclass(frozen=True)
+class Aim:
+    """A bound on a figure of the first contestant.
+
+    Against `"rival"` it is a ratio to the rival's figure, the median of the rounds. Against
+    `"body"` it is a ratio to the size of the body; against `"input and body"` the input is counted
+    on both sides, since its caller holds it all the while.
+    """
+
+    metric: Metric
+    at_most: float
+    against: Literal["rival", "body", "input and body"] = "rival"
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A workload with contestants. The last of them is the rival that the others are held against.
+
+    `shown` are the metrics that the table shows, the most telling first.
+    """
+
+    name: str
+    group: str
+    title: str
+    contestants: tuple[Contestant, ...]
+    aims: tuple[Aim, ...] = ()
+    shown: tuple[Metric, ...] = ("cpu_s", "traced_peak_bytes", "resident_peak_bytes")
+    note: str = ""

@@ -1,0 +1,189 @@
+"""A run as Markdown: the aims, what was lost, every figure, and where it was taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+
+from benchmarks.harness.results import Machine, Measured, Run
+from benchmarks.harness.summary import Comparison, Spread, Verdict, compare, losses, verdicts
+
+INTRODUCTION = """\
+Made by `scripts/bench`; do not edit. Each contestant ran in fresh processes of its own, taking
+turns with the others. Figures are medians over the rounds; a ratio is ours over the rival's, the
+median of the rounds with the least and the largest in brackets, so **below 1 we need less**. CPU
+time is that of all threads, with the garbage collector on. *Python peak* is what Python's
+allocators set aside at most beyond the inputs (`tracemalloc`, in a pass of its own): it does not
+see memory that C libraries take by themselves, and counts memory that is set aside and never
+touched. *Resident peak* is how far the process's physical memory rose, in pages: it does not see
+memory that was free inside the process already. *Body* is what is sent or came.
+"""
+
+LABELS = {
+    "cpu_s": "CPU",
+    "wall_s": "wall time",
+    "resident_peak_bytes": "resident peak",
+    "traced_peak_bytes": "Python peak",
+    "resident_bytes": "resident memory",
+    "installed_bytes": "installed size",
+    "packages": "packages",
+}
+
+
+def markdown(run: Run, plot: str) -> str:
+    """The whole page; `plot` is the picture's place beside it."""
+    rounds = max(len(next(iter(found.samples.values()))) for found in run.benchmarks)
+    parts = [
+        "# Benchmarks",
+        INTRODUCTION,
+        _machine(run.machine, rounds, run.took_s),
+        f"![CPU time and peak memory beside the rival's]({plot})",
+        "## Aims",
+        _aims(verdicts(run)),
+        "## Where we lose",
+        _losses(losses(run)),
+    ]
+    for group, members in groupby(run.benchmarks, key=lambda found: found.group):
+        parts += [f"## {group}", *_group(list(members))]
+    return "\n\n".join(part.rstrip() for part in parts) + "\n"
+
+
+def _machine(machine: Machine, rounds: int, took_s: float) -> str:
+    lines = [
+        f"- {machine.date}, commit {machine.commit}; {rounds} rounds in {took_s:.0f} s",
+        f"- {machine.cpu}, {machine.cores} cores, {machine.memory_gb:g} GB, {machine.system}",
+        f"- load average {machine.load_before:g} before, {machine.load_after:g} after",
+    ]
+    for name, versions in machine.environments.items():
+        lines.append(f"- environment *{name}*: {', '.join(map(' '.join, versions.items()))}")
+    return "\n".join(lines)
+
+
+def _aims(found: list[Verdict]) -> str:
+    if not found:
+        return "None was set for what was measured."
+    missed = sum(not verdict.is_reached for verdict in found)
+    summary = f"{len(found) - missed} of {len(found)} reached."
+    rows = [
+        (
+            verdict.benchmark.title,
+            verdict.contestant,
+            _aim(verdict),
+            f"≤ {verdict.aim.at_most:.3g}",
+            _ratio(verdict.found, bold_above=verdict.aim.at_most),
+            "reached" if verdict.is_reached else "**NOT reached**",
+        )
+        for verdict in found
+    ]
+    return f"{summary}\n\n" + _table(("what", "who", "ratio", "aim", "found", ""), rows)
+
+
+def _aim(verdict: Verdict) -> str:
+    figure, against = LABELS[verdict.aim.metric], verdict.aim.against
+    if against == "rival":
+        return f"{figure} / that of {list(verdict.benchmark.samples)[-1]}"
+    return f"input and {figure} / {against}" if against == "input and body" else f"{figure} / body"
+
+
+def _losses(found: list[Comparison]) -> str:
+    if not found:
+        return "Nowhere in this run."
+    rows = [
+        (
+            loss.benchmark.title,
+            loss.contestant,
+            LABELS[loss.metric],
+            value(loss.metric, loss.ours.middle),
+            f"{value(loss.metric, loss.theirs.middle)} ({loss.rival})",
+            _ratio(loss.ratio),
+        )
+        for loss in found
+    ]
+    return _table(("what", "who", "figure", "ours", "rival", "ratio"), rows)
+
+
+def _group(members: list[Measured]) -> list[str]:
+    are_calls = all("traced_peak_bytes" in found.shown for found in members)
+    parts = [_calls(members) if are_calls else _others(members)]
+    notes = dict.fromkeys(found.note for found in members if found.note)
+    return parts + [f"- {note}" for note in notes]
+
+
+def _calls(members: list[Measured]) -> str:
+    """A line for each workload and contestant; time and both peaks beside each other."""
+    rows = []
+    for found in members:
+        *others, rival = found.samples
+        for name in others:
+            cpu, traced, resident = (
+                compare(found, name, rival, metric)
+                for metric in ("cpu_s", "traced_peak_bytes", "resident_peak_bytes")
+            )
+            rows.append(
+                (
+                    found.title,
+                    f"{name} / {rival}",
+                    _pair(cpu),
+                    _ratio(cpu.ratio),
+                    _pair(traced),
+                    _ratio(traced.ratio),
+                    _pair(resident),
+                    _payload(found, name),
+                )
+            )
+    head = ("what", "who", "CPU", "ratio", "Python peak", "ratio", "resident peak", "input, body")
+    return _table(head, rows)
+
+
+def _others(members: list[Measured]) -> str:
+    rows = []
+    for found in members:
+        *others, rival = found.samples
+        for name in others:
+            for metric in found.shown:
+                compared = compare(found, name, rival, metric)
+                rows.append(
+                    (
+                        found.title,
+                        LABELS[metric],
+                        f"{name} / {rival}",
+                        _pair(compared),
+                        _ratio(compared.ratio),
+                    )
+                )
+    return _table(("what", "figure", "who", "ours / rival", "ratio"), rows)
+
+
+def _pair(compared: Comparison) -> str:
+    ours, theirs = (
+        value(compared.metric, side.middle) for side in (compared.ours, compared.theirs)
+    )
+    return f"{ours} / {theirs}"
+
+
+def _payload(found: Measured, contestant: str) -> str:
+    figures = found.samples[contestant][0]
+    names = ("input_bytes", "payload_bytes")
+    return ", ".join(value(name, figures[name]) for name in names)
+
+
+def _ratio(ratio: Spread | None, *, bold_above: float = 1) -> str:
+    if ratio is None:
+        return "–"
+    bold = "**" if ratio.middle > bold_above else ""
+    return f"{bold}{ratio.middle:.2g}{bold} ({ratio.low:.2g}…{ratio.high:.2g})"
+
+
+def value(metric: str, number: float) -> str:
+    """A figure with its unit."""
+    if metric.endswith("_s"):
+        unit, per_second = ("µs", 1e6) if number < 1e-3 else ("ms", 1e3) if number < 1 else ("s", 1)
+        return f"{number * per_second:.3g} {unit}"
+    if metric.endswith("_bytes"):
+        return f"{number / 1e3:,.0f} kB" if number < 1e7 else f"{number / 1e6:,.0f} MB"
+    return f"{number:g}"
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,0 +1,102 @@
+"""From samples to figures: medians, ratios with their spread, and whether an aim was reached."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from benchmarks.harness.plan import Aim
+from benchmarks.harness.results import Measured, Run
+
+_NOTABLE = 1.01
+
+
+class Spread(NamedTuple):
+    """The median of some samples, the least and the largest."""
+
+    middle: float
+    low: float
+    high: float
+
+
+class Comparison(NamedTuple):
+    """One figure of one contestant beside the rival's."""
+
+    benchmark: Measured
+    contestant: str
+    rival: str
+    metric: str
+    ours: Spread
+    theirs: Spread
+    ratio: Spread | None
+    """Of the ratios of the rounds; None where the rival's figure was 0."""
+
+
+class Verdict(NamedTuple):
+    """An aim, and how close a contestant came."""
+
+    benchmark: Measured
+    contestant: str
+    aim: Aim
+    found: Spread
+    is_reached: bool
+
+
+def spread(samples: Sequence[float]) -> Spread:
+    """Of at least one sample."""
+    return Spread(median(samples), min(samples), max(samples))
+
+
+def comparisons(benchmark: Measured) -> Iterator[Comparison]:
+    """Every shown figure of everybody but the rival."""
+    *others, rival = benchmark.samples
+    for contestant in others:
+        for metric in benchmark.shown:
+            yield compare(benchmark, contestant, rival, metric)
+
+
+def compare(benchmark: Measured, contestant: str, rival: str, metric: str) -> Comparison:
+    """One figure of two contestants."""
+    ours = [figures[metric] for figures in benchmark.samples[contestant]]
+    theirs = [figures[metric] for figures in benchmark.samples[rival]]
+    ratio = None
+    if all(theirs):
+        ratio = spread([mine / other for mine, other in zip(ours, theirs, strict=True)])
+    return Comparison(benchmark, contestant, rival, metric, spread(ours), spread(theirs), ratio)
+
+
+def verdicts(run: Run) -> list[Verdict]:
+    """Every aim of every benchmark, for everybody but the rival."""
+    return [
+        _verdict(benchmark, contestant, aim)
+        for benchmark in run.benchmarks
+        for aim in benchmark.aims
+        for contestant in list(benchmark.samples)[:-1]
+    ]
+
+
+def _verdict(benchmark: Measured, contestant: str, aim: Aim) -> Verdict:
+    if aim.against == "rival":
+        rival = list(benchmark.samples)[-1]
+        ratio = compare(benchmark, contestant, rival, aim.metric).ratio
+        found = ratio or Spread(0, 0, 0)
+    else:
+        found = spread([_to_body(figures, aim) for figures in benchmark.samples[contestant]])
+    return Verdict(benchmark, contestant, aim, found, found.middle <= aim.at_most)
+
+
+def _to_body(figures: dict[str, float], aim: Aim) -> float:
+    held = figures["input_bytes"] if aim.against == "input and body" else 0
+    return (held + figures[aim.metric]) / (held + figures["payload_bytes"])
+
+
+def losses(run: Run) -> list[Comparison]:
+    """Where a contestant needed more than its rival, by a hundredth or more, the worst first."""
+    found = [
+        comparison
+        for benchmark in run.benchmarks
+        for comparison in comparisons(benchmark)
+        if comparison.ratio is not None and comparison.ratio.middle > _NOTABLE
+    ]
+    return sorted(found, key=lambda loss: -(loss.ratio.middle if loss.ratio else 0))

@@ -1,0 +1,268 @@
+"""Every benchmark, and what it is meant to reach.
+
+Aims against the rival are ratios of one run. A peak is held against the body that is made or read,
+in two ways: strictly, a call may take 1.3 times the body beyond what its caller held before;
+generously, that input counts on both sides. Where the caller asks for Python lists, which take far
+more than the body, there is no such aim.
+"""
+
+from __future__ import annotations
+
+from benchmarks.harness.contest import ROOT
+from benchmarks.harness.plan import Aim, Benchmark, Call, Command, Contestant, Figures, Job
+
+PYTHONS = {
+    name: ROOT / f".venv-bench-{name}" / "bin" / "python" for name in ("core", "ours", "official")
+}
+
+OURS, PARTS, OFFICIAL, LIBRARY = "tinsmith", "tinsmith, in parts", "tinker", "protobuf library"
+
+LONG = {"tokens": 32_768, "count": 1}
+BATCH = {"tokens": 32_768, "count": 64}
+SMALL = {"tokens": 64, "count": 1024}
+ANSWER = {"tokens": 4096}
+TOP_20 = {"tokens": 4096, "k": 20}
+OUTPUT = {"tokens": 4096, "count": 128}
+
+PEAK = (
+    Aim("traced_peak_bytes", 1.3, "body"),
+    Aim("traced_peak_bytes", 1.3, "input and body"),
+)
+# In pages, and in what the allocator asks for at once: it means something for large bodies alone.
+RESIDENT_PEAK = (
+    Aim("resident_peak_bytes", 1.3, "body"),
+    Aim("resident_peak_bytes", 1.3, "input and body"),
+)
+LARGE_PEAK = (*PEAK, *RESIDENT_PEAK)
+
+
+def _cpu(at_most: float) -> Aim:
+    return Aim("cpu_s", at_most)
+
+
+def _ours(name: str, job: Job, environment: str = "ours") -> Contestant:
+    return Contestant(name, environment, job)
+
+
+def _rival(job: Job) -> Contestant:
+    return Contestant(OFFICIAL, "official", job)
+
+
+def _calls(
+    function: str, sizes: dict[str, int], *, with_parts: bool = False
+) -> tuple[Contestant, ...]:
+    """The function of that name in both modules of workloads."""
+    contestants = [_ours(OURS, Call(f"benchmarks.workloads.ours:{function}", sizes))]
+    if with_parts:
+        in_parts = Call(f"benchmarks.workloads.ours:{function}_parts", sizes)
+        contestants.append(_ours(PARTS, in_parts))
+    official = Call(f"benchmarks.workloads.official:{function}", sizes)
+    return (*contestants, _rival(official))
+
+
+def _codec(ours: str, library: str, sizes: dict[str, int]) -> tuple[Contestant, ...]:
+    contestants = [_ours(OURS, Call(f"benchmarks.workloads.ours:{ours}", sizes))]
+    if ours == "codec_encode":
+        contestants.append(_ours(PARTS, Call(f"benchmarks.workloads.ours:{ours}_parts", sizes)))
+    job = Call(f"benchmarks.workloads.protobuf_library:{library}", sizes)
+    return (*contestants, Contestant(LIBRARY, "official", job))
+
+
+_TRAINING = "Training requests: build and encode"
+_TRAINING_NOTE = (
+    "*tinsmith* joins the parts into one body, as the official SDK does; *in parts* hands the "
+    "arrays' own memory to the transport, which can write it piece by piece. The official "
+    "`ModelInput` takes lists alone, so its arrays of tokens go through `.tolist()`."
+)
+
+
+def _training(name: str, title: str, sizes: dict[str, int], *aims: Aim) -> Benchmark:
+    function = f"train_{name.rsplit('-', 1)[1]}"
+    return Benchmark(
+        name=name,
+        group=_TRAINING,
+        title=title,
+        contestants=_calls(function, sizes, with_parts=True),
+        aims=aims,
+        note=_TRAINING_NOTE,
+    )
+
+
+TRAINING = [
+    _training("datum-lists", "1 datum of 32,768, lists", LONG, _cpu(1 / 3), *PEAK),
+    _training("datum-mixed", "1 datum, list of tokens, arrays", LONG, _cpu(1 / 3), *PEAK),
+    _training("datum-arrays", "1 datum, arrays", LONG, _cpu(1 / 3), *PEAK),
+    _training("batch-lists", "64 datums of 32,768, lists", BATCH, _cpu(1 / 3), *LARGE_PEAK),
+    _training("batch-arrays", "64 datums, arrays", BATCH, _cpu(1 / 3), *LARGE_PEAK),
+    _training("small-lists", "1,024 datums of 64, lists", SMALL),
+    _training("small-arrays", "1,024 datums of 64, arrays", SMALL),
+]
+
+SAMPLING = [
+    Benchmark(
+        name=f"sample-{kind}",
+        group="Sample requests: build and encode to JSON",
+        title=f"32,768-token prompt, {kind}",
+        contestants=_calls(f"sample_{kind}", {"tokens": 32_768}),
+        aims=(_cpu(1 / 5), *RESIDENT_PEAK),
+        note="orjson sets aside five times what it writes and gives it back untouched: the Python "
+        "peak counts that, physical memory does not, so the aim is held against the latter.",
+    )
+    for kind in ("list", "array")
+]
+
+ANSWERS = [
+    Benchmark(
+        name=name,
+        group="Sample responses: decode",
+        title=title,
+        contestants=_calls(function, sizes),
+        aims=aims,
+        note="Top-20: 4,096 positions of 20 ids and logprobs. Decoding makes the official SDK's "
+        "arrays at once and ours when they are asked for. Its `topk_logprobs` is a list made on "
+        "first use; ours is read like one and makes a row when that row is read.",
+    )
+    for name, title, function, sizes, aims in (
+        ("answer-arrays", "4,096 tokens, arrays", "answer_arrays", ANSWER, PEAK),
+        ("answer-lists", "4,096 tokens, lists", "answer_lists", ANSWER, ()),
+        ("top20-decode", "top-20, nothing read yet", "topk_decode", TOP_20, (_cpu(1 / 5), *PEAK)),
+        ("top20-arrays", "top-20, arrays", "topk_arrays", TOP_20, (_cpu(1 / 5), *PEAK)),
+        ("top20-read", "top-20, each cell read once", "topk_read", TOP_20, (_cpu(1 / 5),)),
+        ("top20-lists", "top-20, all as lists", "topk_lists", TOP_20, (_cpu(1 / 5),)),
+    )
+]
+
+RESULTS = [
+    Benchmark(
+        name="output-arrays",
+        group="Training results: decode",
+        title="128 × 4,096 logprobs, arrays",
+        contestants=_calls("output_arrays", OUTPUT),
+        aims=LARGE_PEAK,
+    ),
+    Benchmark(
+        name="output-lists",
+        group="Training results: decode",
+        title="128 × 4,096 logprobs, `.data` of all",
+        contestants=_calls("output_lists", OUTPUT),
+    ),
+]
+
+_START = "Start and weight"
+_START_NOTE = (
+    "Our client and our command are not complete yet, so these figures will be taken again when "
+    "they are. Times are those of the whole process, the interpreter's own start included."
+)
+_ALL_NAMES = "import {0}\nfor name in {0}.__all__: getattr({0}, name)"
+
+
+def _python(code: str) -> Command:
+    return Command("python", ("-c", code))
+
+
+def _room(package: str) -> Figures:
+    return Figures("benchmarks.workloads.installation:room", {"package": package})
+
+
+def _imported(package: str) -> Figures:
+    return Figures("benchmarks.workloads.installation:imported", {"package": package})
+
+
+START = [
+    Benchmark(
+        name="import",
+        group=_START,
+        title="import alone",
+        contestants=(
+            _ours(OURS, _python("import tinsmith"), "core"),
+            _rival(_python("import tinker")),
+        ),
+        aims=(_cpu(1 / 5),),
+        shown=("cpu_s", "wall_s"),
+        note=_START_NOTE,
+    ),
+    Benchmark(
+        name="import-names",
+        group=_START,
+        title="import, every public name used",
+        contestants=(
+            _ours(OURS, _python(_ALL_NAMES.format("tinsmith")), "core"),
+            _rival(_python(_ALL_NAMES.format("tinker"))),
+        ),
+        aims=(_cpu(1 / 5),),
+        shown=("cpu_s", "wall_s"),
+    ),
+    Benchmark(
+        name="help",
+        group=_START,
+        title="`--help`",
+        contestants=(
+            _ours(OURS, Command("tinsmith", ("--help",)), "core"),
+            _rival(Command("tinker", ("--help",))),
+        ),
+        aims=(_cpu(1 / 5),),
+        shown=("cpu_s", "wall_s"),
+    ),
+    Benchmark(
+        name="resident",
+        group=_START,
+        title="memory, every public name used",
+        contestants=(_ours(OURS, _imported("tinsmith"), "core"), _rival(_imported("tinker"))),
+        shown=("resident_bytes",),
+    ),
+    Benchmark(
+        name="size",
+        group=_START,
+        title="core install",
+        contestants=(_ours(OURS, _room("tinsmith"), "core"), _rival(_room("tinker"))),
+        aims=(Aim("installed_bytes", 1 / 5),),
+        shown=("installed_bytes", "packages"),
+    ),
+    Benchmark(
+        name="size-extras",
+        group=_START,
+        title="install with numpy and orjson",
+        contestants=(_ours(OURS, _room("tinsmith")), _rival(_room("tinker"))),
+        shown=("installed_bytes", "packages"),
+    ),
+]
+
+CODEC = [
+    Benchmark(
+        name=name,
+        group="Our codec beside the protobuf library",
+        title=title,
+        contestants=_codec(ours, library, sizes),
+        note="The same messages, arrays in memory before. Ours starts from and ends in tinsmith's "
+        "types; the library gets and gives bare arrays, with nothing of ours around them.",
+    )
+    for name, title, ours, library, sizes in (
+        ("codec-encode", "encode 1 datum of 32,768", "codec_encode", "encode", LONG),
+        ("codec-encode-batch", "encode 64 datums of 32,768", "codec_encode", "encode", BATCH),
+        ("codec-encode-small", "encode 1,024 datums of 64", "codec_encode", "encode", SMALL),
+        (
+            "codec-decode",
+            "decode 64 datums of 32,768",
+            "codec_decode_request",
+            "decode_request",
+            BATCH,
+        ),
+        (
+            "codec-decode-small",
+            "decode 1,024 datums of 64",
+            "codec_decode_request",
+            "decode_request",
+            SMALL,
+        ),
+        ("codec-decode-top20", "decode 4,096 × top-20", "codec_decode_topk", "decode_topk", TOP_20),
+        (
+            "codec-decode-output",
+            "decode 128 × 4,096 logprobs",
+            "codec_decode_output",
+            "decode_output",
+            OUTPUT,
+        ),
+    )
+]
+
+BENCHMARKS = [*TRAINING, *SAMPLING, *ANSWERS, *RESULTS, *START, *CODEC]

@@ -1,0 +1,1 @@
+"""What is measured: the same work, done by each contestant in its own words."""

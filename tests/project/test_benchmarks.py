@@ -1,0 +1,228 @@
+"""The benchmark harness, from the order to the published page, on contestants that do nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.harness import __main__ as command
+from benchmarks.harness import contest, machine, results, rounds
+from benchmarks.harness.contest import ROOT, Found
+from benchmarks.harness.plan import Aim, Benchmark, Call, Command, Contestant, Figures
+from benchmarks.harness.results import Measured
+from benchmarks.harness.rounds import QUICK
+from benchmarks.harness.summary import compare, losses, verdicts
+from benchmarks.harness.timing import calibrate
+from benchmarks.harness.work import Work, held_bytes
+from benchmarks.suite import BENCHMARKS, PYTHONS
+
+HERE = "tests.project.test_benchmarks"
+PYTHON = {"here": Path(sys.executable)}
+
+
+def small_body(size: int) -> Work:
+    """A workload: make a body."""
+    return Work(lambda: bytes(100 * size), [1.5] * size, len)
+
+
+def large_body(size: int) -> Work:
+    """A workload: make twice as much."""
+    return Work(lambda: bytes(200 * size), [1.5] * size, len)
+
+
+def packages(count: str) -> dict[str, float]:
+    """Figures that need no measuring."""
+    return {"packages": int(count)}
+
+
+def contestants(*jobs: Call | Figures | Command) -> tuple[Contestant, ...]:
+    names = ("ours", "rival")
+    return tuple(Contestant(name, "here", job) for name, job in zip(names, jobs, strict=True))
+
+
+def a_call(name: str) -> Call:
+    return Call(f"{HERE}:{name}", {"size": 1000})
+
+
+CALLS = Benchmark(
+    name="calls",
+    group="Calls",
+    title="a body",
+    contestants=contestants(a_call("small_body"), a_call("large_body")),
+    aims=(
+        Aim("traced_peak_bytes", 0.6),
+        Aim("traced_peak_bytes", 1.3, "body"),
+        Aim("traced_peak_bytes", 0.01, "input and body"),
+    ),
+)
+OTHERS = [
+    Benchmark(
+        name="starts",
+        group="Start",
+        title="a start",
+        contestants=contestants(*[Command(Path(sys.executable).name, ("-c", "pass"))] * 2),
+        shown=("cpu_s", "wall_s"),
+        note="A note.",
+    ),
+    Benchmark(
+        name="packages",
+        group="Start",
+        title="packages",
+        contestants=contestants(*(Figures(f"{HERE}:packages", {"count": n}) for n in "31")),
+        shown=("packages",),
+    ),
+]
+
+
+def a_measured(ours: list[float], theirs: list[float], *aims: Aim) -> Measured:
+    samples = {"ours": ours, "rival": theirs}
+    return Measured(
+        name="x",
+        group="Group",
+        title="x",
+        note="",
+        shown=("cpu_s",),
+        aims=aims,
+        samples={who: [{"cpu_s": cpu} for cpu in found] for who, found in samples.items()},
+    )
+
+
+def a_run(*benchmarks: Measured) -> results.Run:
+    here = results.Machine("today", "cpu", 2, 4.0, "system", "commit", {}, 0.5)
+    return results.Run(here, 1.0, list(benchmarks))
+
+
+def test_a_quick_run_goes_from_processes_to_a_page_with_a_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said: list[str] = []
+
+    found = rounds.run_rounds([CALLS, *OTHERS], PYTHON, QUICK, said.append)
+    here = machine.describe(PYTHON, ROOT)
+    command.write(results.Run(here, 2.0, found), tmp_path, tmp_path / "page.md")
+
+    assert said == [line for line in said if "round" in line] and len(said) == QUICK.rounds
+    page = (tmp_path / "page.md").read_text(encoding="utf-8")
+    assert page.replace("page.png", "latest.png") in capsys.readouterr().out
+    assert here.cpu in page and here.commit in page
+    assert "2 of 3 reached" in page and "**NOT reached**" in page and "A note." in page
+    assert "| packages | ours | packages | 3 | 1 (rival) | **3** (3…3) |" in page
+    assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
+    assert results.load((tmp_path / "latest.json").read_bytes()).benchmarks == found
+
+
+def test_a_call_is_measured_in_time_and_memory() -> None:
+    (found,) = rounds.run_rounds([CALLS], PYTHON, QUICK, lambda _: None)
+
+    (ours, *_), (theirs, *_) = found.samples["ours"], found.samples["rival"]
+    assert ours["payload_bytes"] == 100_000
+    assert 100_000 <= ours["traced_peak_bytes"] < 101_000
+    assert 200_000 <= theirs["traced_peak_bytes"] < 201_000
+    assert min(ours["cpu_s"], ours["wall_s"]) > 0
+
+
+def test_contestants_take_turns_and_swap_in_the_next_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def record(worker: contest.Worker) -> Found:
+        order.append("ours" if worker._target.endswith("small_body") else "rival")
+        return {"cpu_s": 1.0}
+
+    monkeypatch.setattr(contest.Worker, "batch", record)
+
+    rounds.run_rounds([CALLS], PYTHON, replace(QUICK, batches=3), lambda _: None)
+
+    assert order == ["ours", "rival"] * 3 + ["rival", "ours"] * 3
+
+
+def test_no_round_is_begun_that_would_not_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "run_round", lambda *_, **__: {"ours": {}, "rival": {}})
+    said: list[str] = []
+
+    found = rounds.run_rounds([CALLS], PYTHON, rounds.Settings(budget_s=0), said.append)
+
+    assert len(found[0].samples["ours"]) == 1
+    assert "stopping here" in said[-1]
+
+
+def test_a_failing_contestant_is_named_with_what_it_said() -> None:
+    broken = Call(f"{HERE}:small_body", {"length": 1})
+    benchmark = Benchmark("x", "Group", "x", contestants(broken, broken))
+
+    with pytest.raises(RuntimeError, match=r"(?s)small_body failed.*unexpected keyword"):
+        rounds.run_rounds([benchmark], PYTHON, QUICK, lambda _: None)
+
+
+def test_ratios_are_taken_round_by_round() -> None:
+    """A round on a busy machine is slow for both and leaves their ratio as it was."""
+    found = a_measured([1.0, 10.0, 2.0], [2.0, 20.0, 2.0])
+
+    ratio = compare(found, "ours", "rival", "cpu_s").ratio
+
+    assert ratio == (0.5, 0.5, 1.0)
+
+
+def test_an_aim_is_judged_by_the_median_and_losses_come_worst_first() -> None:
+    aim = Aim("cpu_s", 0.5)
+    won = a_measured([1.0, 1.0, 9.0], [2.0, 2.0, 2.0], aim)
+    lost = a_measured([3.0], [2.0], aim)
+    lost_more = a_measured([9.0], [2.0], aim)
+    run = a_run(won, lost, lost_more)
+
+    assert [verdict.is_reached for verdict in verdicts(run)] == [True, False, False]
+    assert [loss.benchmark for loss in losses(run)] == [lost_more, lost]
+
+
+def test_repetitions_are_enough_to_be_measured() -> None:
+    calls = 0
+
+    def run() -> None:
+        nonlocal calls
+        calls += 1
+        sum(range(1000))
+
+    repetitions = calibrate(run, 0.01)
+
+    assert 1 < repetitions < 100 * calls
+
+
+def test_inputs_are_counted_with_what_they_hold() -> None:
+    numbers = [1.5, 2.5]
+
+    assert held_bytes(memoryview(bytes(1000))) == 1000
+    assert held_bytes(numbers) == sys.getsizeof(numbers) + 2 * sys.getsizeof(1.5)
+    assert held_bytes([numbers]) == sys.getsizeof([numbers]) + held_bytes(numbers)
+
+
+def test_every_benchmark_has_a_name_of_its_own_and_a_known_environment() -> None:
+    names = [benchmark.name for benchmark in BENCHMARKS]
+
+    assert len(names) == len(set(names))
+    assert {one.environment for b in BENCHMARKS for one in b.contestants} <= set(PYTHONS)
+
+
+def test_list_names_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--list"]) == 0
+
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert listed == [benchmark.name for benchmark in BENCHMARKS]
+
+
+def test_unknown_name_is_refused() -> None:
+    with pytest.raises(SystemExit, match="no benchmark is named nonsense"):
+        command.main(["nonsense"])
+
+
+def test_kept_results_are_readable_and_published() -> None:
+    kept = ROOT / "benchmarks/results"
+    if not (kept / "latest.json").exists():
+        pytest.skip("no run is kept")
+
+    run = results.load((kept / "latest.json").read_bytes())
+
+    assert json.loads((kept / "latest.json").read_text()) and run.benchmarks
+    assert (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8").count(run.machine.date) == 1
