@@ -34,6 +34,7 @@ Memory: TypeAlias = bytes | memoryview
 
 FORMATS: dict[Kind, Literal["i", "q", "f"]] = {"int32": "i", "int64": "q", "float32": "f"}
 ITEM_BYTES: dict[Kind, int] = {"int32": 4, "int64": 8, "float32": 4}
+FLOAT32_MAX = 3.4028234663852886e38
 _FLOAT32_OVERFLOW = 2.0**128 - 2.0**103
 """From here on a number rounds to infinity in float32."""
 
@@ -89,6 +90,19 @@ class Numbers:
         """The numbers from `start` up to `stop`, sharing memory."""
         size = ITEM_BYTES[self.kind]
         return Numbers(memoryview(self.memory)[start * size : stop * size], self.kind)
+
+
+def finite(value: float) -> float:
+    """The number, or where it is infinite the largest float32 of its sign, for JSON.
+
+    Raises:
+        ValidationError: It is NaN, which JSON cannot hold.
+    """
+    if math.isnan(value):
+        raise ValidationError(
+            "there is a NaN, which JSON cannot hold", remedy="ask for protobuf instead"
+        )
+    return max(-FLOAT32_MAX, min(FLOAT32_MAX, value))
 
 
 def shortened(numbers: Numbers) -> str:

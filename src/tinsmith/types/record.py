@@ -26,6 +26,7 @@ from typing import (
     Literal,
     Self,
     TypeAlias,
+    cast,
     dataclass_transform,
     get_args,
     get_origin,
@@ -137,6 +138,23 @@ class Request(Record):
                     f"{type(self).__name__}.{name} is {value}, which cannot be sent"
                 )
 
+    @classmethod
+    def model_validate(cls, value: Any) -> Self:
+        """As `Record.model_validate`; a field that the type does not have is refused."""
+        if isinstance(value, dict):
+            for name in value:
+                if name not in cls.__struct_fields__ and name != cls.__struct_config__.tag_field:
+                    raise _unknown_field(cls.__name__, str(name), cls.__struct_fields__)
+        return super().model_validate(value)
+
+    @classmethod
+    def model_validate_json(cls, text: str | bytes) -> Self:
+        """As `Record.model_validate_json`; a field that the type does not have is refused."""
+        try:
+            return cls.model_validate(msgspec.json.decode(text))
+        except (msgspec.MsgspecError, RecursionError, UnicodeError) as exc:
+            raise ValidationError(f"{cls.__name__}: {exc}") from exc
+
 
 @functools.cache
 def _checks(cls: type[Request]) -> tuple[tuple[str, frozenset[type], Any], ...]:
@@ -155,7 +173,7 @@ def _plain_types(declared: Any) -> frozenset[type]:
 
 def _fitted(cls: type, name: str, declared: Any, value: Any) -> Any:
     """The value as the field wants it: numpy scalars and numeric text are taken for numbers."""
-    value = _own_numbers(value)
+    value = own_numbers(value)
     try:
         return msgspec.convert(value, declared, dec_hook=convert_custom)
     except (msgspec.ValidationError, UnicodeError) as exc:
@@ -168,10 +186,10 @@ def _fitted(cls: type, name: str, declared: Any, value: Any) -> Any:
         raise ValidationError(f"{cls.__name__}.{name}: {exc}") from exc
 
 
-def _own_numbers(value: Any) -> Any:
+def own_numbers(value: Any) -> Any:
     """Python's own numbers for those of numpy and torch, also inside of a list."""
     if isinstance(value, list | tuple):
-        return [_own_numbers(item) for item in value]
+        return [own_numbers(item) for item in value]
     is_array = hasattr(value, "tolist") and hasattr(value, "ndim")
     return value.tolist() if is_array else value
 
@@ -197,11 +215,33 @@ class Frozen:
         raise AttributeError(f"{type(self).__name__}.{name} cannot be removed")
 
     def _to_plain(self, write_array: ArrayWriter) -> Any:
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no JSON form")
 
-    def model_dump(self) -> Any:
-        """The fields as plain dicts and lists."""
+
+class FrozenModel(Frozen):
+    """A frozen value that is a model in the official SDK, with the methods that models have."""
+
+    __slots__ = ()
+
+    def model_dump(self, *, mode: str = "python", exclude_none: bool = False) -> Any:
+        """The fields as plain dicts and lists; the same in every mode."""
+        del mode, exclude_none
         return self._to_plain(Numbers.tolist)
+
+    def model_dump_json(self, *, exclude_none: bool = False) -> str:
+        """The fields as JSON text."""
+        del exclude_none
+        return msgspec.json.encode(self.model_dump(), enc_hook=foreign_to_plain).decode()
+
+    @classmethod
+    def model_validate(cls, value: Any) -> Self:
+        """Make one from a dict of its fields, checking each; an instance is returned as it is."""
+        if isinstance(value, cls):
+            return value
+        try:
+            return cast(Self, convert_custom(cls, value))
+        except (TypeError, ValueError) as exc:
+            raise ValidationError(f"{cls.__name__}: {exc}") from exc
 
 
 def to_plain(
@@ -225,8 +265,6 @@ def to_plain(
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
-        if value and type(value[0]) in _SCALARS and kind is list:
-            return value  # a list of numbers or text stands for itself; no need to visit each
         return [to_plain(item, write_array=write_array, keep_none=keep_none) for item in value]
     if isinstance(value, Frozen):
         return value._to_plain(write_array)

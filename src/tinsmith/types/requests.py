@@ -18,6 +18,7 @@ from tinsmith.types.record import (
     UNSET,
     ArrayWriter,
     Frozen,
+    FrozenModel,
     Request,
     UnsetType,
     set_once,
@@ -271,7 +272,7 @@ class ForwardRequest(ForwardBackwardRequest):
         return self.forward_backward_input
 
 
-class OptimStepRequest(Frozen):
+class OptimStepRequest(FrozenModel):
     """Apply the gathered gradients.
 
     The settings may be given as `optim_params`, `adam_params` or `optimizer_params`; Adam's are

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar, overload
 
 from tinsmith.errors import ValidationError
-from tinsmith.types.buffers import Kind, Numbers, pack, rows
+from tinsmith.types.buffers import Kind, Numbers, finite, pack, rows
 from tinsmith.types.record import ArrayWriter, Frozen, Record, Request, set_once
 from tinsmith.types.tensors import TensorData
 
@@ -118,7 +118,10 @@ class TopkLogprobs(Frozen):
         return _rebuild_topk, (self._ids, self._logprobs, self._shape)
 
     def _to_plain(self, write_array: ArrayWriter) -> list[Any]:  # noqa: ARG002 - pairs, not arrays
-        return [None if row is None else [list(cell) for cell in row] for row in TopkRows(self)]
+        return [
+            None if row is None else [[token, finite(logprob)] for token, logprob in row]
+            for row in TopkRows(self)
+        ]
 
 
 def _rebuild_topk(ids: Numbers, logprobs: Numbers, shape: tuple[int, int]) -> TopkLogprobs:
@@ -479,7 +482,9 @@ class SampleResponse(Frozen):
             "type": "sample",
         }
         if self.prompt_logprobs is not None:
-            plain["prompt_logprobs"] = self.prompt_logprobs
+            plain["prompt_logprobs"] = [
+                None if logprob is None else finite(logprob) for logprob in self.prompt_logprobs
+            ]
         if self._topk_prompt is not None:
             plain["topk_prompt_logprobs"] = self._topk_prompt._to_plain(write_array)
         return plain

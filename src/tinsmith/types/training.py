@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self, TypeAlias
 from urllib.parse import quote
 
@@ -12,7 +12,16 @@ import msgspec
 from tinsmith.errors import ValidationError, shown
 from tinsmith.types.checkpoints import ParsedCheckpointTinkerPath
 from tinsmith.types.inputs import Datum, LossFnOutput
-from tinsmith.types.record import ArrayWriter, Frozen, Record, Request, set_once, to_plain
+from tinsmith.types.record import (
+    ArrayWriter,
+    Frozen,
+    FrozenModel,
+    Record,
+    Request,
+    own_numbers,
+    set_once,
+    to_plain,
+)
 
 CONSOLE_URL = "https://tinker.thinkingmachines.ai"
 
@@ -52,7 +61,7 @@ class AdamParams(Request):
     grad_clip_norm: float = 0.0
 
 
-class _Family(Frozen):
+class _Family(FrozenModel):
     """An object told apart by `type` whose further fields depend on it."""
 
     __slots__ = ("_extra", "type")
@@ -63,6 +72,10 @@ class _Family(Frozen):
     def __init__(self, *, type: str, **extra: Any) -> None:  # noqa: A002 - the API's own name
         if not isinstance(type, str):
             raise ValidationError(f"{self.__class__.__name__}.type must be text, not {type!r}")
+        for name, value in extra.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                owner = self.__class__.__name__
+                raise ValidationError(f"{owner}.{name} must be finite, not {value}")
         set_once(self, "type", type)
         set_once(self, "_extra", extra)
 
@@ -204,11 +217,16 @@ class ForwardBackwardInput(Frozen):
 
     def __init__(
         self,
-        data: list[Datum],
+        data: Sequence[Datum],
         loss_fn: LossFnType,
         loss_fn_config: Mapping[str, float | str] | None = None,
     ) -> None:
-        config = None if loss_fn_config is None else dict(loss_fn_config)
+        for index, datum in enumerate(data):
+            if not isinstance(datum, Datum):
+                raise TypeError(f"data[{index}] must be a Datum, not {type(datum).__name__}")
+        config = None
+        if loss_fn_config is not None:
+            config = {name: own_numbers(value) for name, value in loss_fn_config.items()}
         for name, value in (config or {}).items():
             if not isinstance(value, str | float | int):
                 raise ValidationError(

@@ -98,11 +98,6 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
         """The request's fields that stand in the path."""
         return tuple(name for name, _ in re.findall(r"{(\w+)(:path)?}", self.path))
 
-    @property
-    def is_idempotent_read(self) -> bool:
-        """Whether nothing changes however often it is called."""
-        return self.method == "GET"
-
 
 class FutureResult(msgspec.Struct, frozen=True):
     """What `retrieve_future` gives for one kind of request."""

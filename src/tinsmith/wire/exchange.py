@@ -59,8 +59,15 @@ class HttpReply(msgspec.Struct, frozen=True):
     parts: Parts
 
 
-def to_http(endpoint: Endpoint, request: Record | Frozen) -> HttpRequest:
+def to_http(
+    endpoint: Endpoint, request: Record | Frozen, *, accept: Format = Format.JSON
+) -> HttpRequest:
     """What to send for this request.
+
+    Args:
+        endpoint: Where it goes.
+        request: What is asked.
+        accept: The format of the answer; of a future's result, that in `FUTURE_RESULTS`.
 
     Raises:
         ValidationError: It is not of the endpoint's type, or an id cannot stand in a path.
@@ -69,7 +76,7 @@ def to_http(endpoint: Endpoint, request: Record | Frozen) -> HttpRequest:
         raise ValidationError(
             f"{endpoint.name} takes a {endpoint.request.__name__}, not {type(request).__name__}"
         )
-    headers = {"Accept": Format.JSON.value, **endpoint.headers}
+    headers = {"Accept": accept.value, **endpoint.headers}
     if endpoint.request_format is Format.PROTOBUF:
         headers["Content-Type"] = Format.PROTOBUF.value
         parts = encode_body(request, Format.PROTOBUF)
@@ -179,7 +186,10 @@ def encode_body(value: Record | Frozen, format: Format) -> Parts:  # noqa: A002
     """A body in the given format."""
     if format is Format.JSON:
         return json_format.encode_parts(value)
-    return _protobuf_codec(type(value))[0](value)
+    codec = _protobuf_codec(type(value))
+    if codec is None:
+        raise ValidationError(f"{type(value).__name__} has no protobuf form")
+    return codec[0](value)
 
 
 def decode_body(
@@ -191,14 +201,14 @@ def decode_body(
     """Read a body of the given format; raises as `read_request`."""
     if format is Format.JSON:
         return json_format.decode(body, as_type, limits)
-    return _protobuf_codec(as_type)[1](body, limits)
+    codec = _protobuf_codec(as_type)
+    if codec is None:
+        raise DecodeError(f"{as_type.__name__} has no protobuf form")
+    return codec[1](body, limits)
 
 
-def _protobuf_codec(as_type: type) -> tuple[Encode, Decode]:
-    for cls in as_type.__mro__:
-        if cls in _PROTOBUF:
-            return _PROTOBUF[cls]
-    raise DecodeError(f"{as_type.__name__} has no protobuf form")
+def _protobuf_codec(as_type: type) -> tuple[Encode, Decode] | None:
+    return next((_PROTOBUF[cls] for cls in as_type.__mro__ if cls in _PROTOBUF), None)
 
 
 def _filled(template: str, values: dict[str, Any]) -> str:

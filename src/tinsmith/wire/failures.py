@@ -39,14 +39,36 @@ _STATUSES: dict[type[e.TinkerError], int] = {
 _RETRIED = frozenset({408, 409, 429})
 
 
+class ReplyHeaders(dict[str, str]):
+    """Headers of a reply; a name is found in any case. Cookies are left out."""
+
+    def __init__(self, headers: Mapping[str, str]) -> None:
+        kept = {name.lower(): value for name, value in headers.items()}
+        kept.pop("set-cookie", None)
+        super().__init__(kept)
+
+    def __getitem__(self, name: str) -> str:
+        return super().__getitem__(name.lower())
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and super().__contains__(name.lower())
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The header's value, or the default."""
+        return super().get(name.lower(), default)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ReplyHeaders, (dict(self),)
+
+
 class FailedReply:
-    """A reply that refuses, as far as an error keeps it: status and headers, never credentials."""
+    """A reply that refuses, as far as an error keeps it."""
 
     __slots__ = ("headers", "status_code")
 
     def __init__(self, status_code: int, headers: Mapping[str, str]) -> None:
         self.status_code = status_code
-        self.headers = dict(headers)
+        self.headers = ReplyHeaders(headers)
 
     def __repr__(self) -> str:
         return f"FailedReply({self.status_code})"

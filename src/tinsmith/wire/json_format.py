@@ -7,8 +7,8 @@ into the rest. It is written by orjson from the array's memory where orjson and 
 and else a block at a time, so that no list of the whole array is ever made.
 
 JSON has no NaN and no infinity. In arrays and logprobs an infinite number is written as the
-largest float32 of its sign; a NaN is an error in an array, null in prompt logprobs, and left out
-of metrics.
+largest float32 of its sign; a NaN is null in prompt logprobs, left out of metrics, and an error in
+any other array.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from tinsmith.errors import BodyTooLargeError, DecodeError, ValidationError, shown
-from tinsmith.types.buffers import Memory, Numbers
+from tinsmith.types.buffers import Memory, Numbers, finite
 from tinsmith.types.record import (
     Frozen,
     Record,
@@ -34,7 +34,6 @@ from tinsmith.wire.protobuf import Parts
 
 T = TypeVar("T")
 
-FLOAT32_MAX = 3.4028234663852886e38
 _VALUE_BYTES = 96
 """A bound on what one JSON value takes as a Python object, its text aside."""
 _TEXT_FACTOR = 4
@@ -195,13 +194,4 @@ def _write_list(numbers: Numbers) -> list[Any]:
     # A sum is finite only if each number is.
     if numbers.kind != "float32" or math.isfinite(sum(values)):
         return values
-    if any(map(math.isnan, values)):
-        raise ValidationError(
-            "an array holds NaN, which JSON cannot hold", remedy="ask for protobuf instead"
-        )
-    return [json_number(value) for value in values]
-
-
-def json_number(value: float) -> float:
-    """The number, or the largest float32 of its sign where it is infinite."""
-    return max(-FLOAT32_MAX, min(FLOAT32_MAX, value))
+    return [finite(value) for value in values]

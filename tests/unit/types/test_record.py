@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import datetime
 import enum
+import json
 import pickle
 from typing import Annotated, Any, Literal
 
@@ -12,8 +13,17 @@ import pytest
 import torch
 
 from tests.unit.wire import corpus
+from tinsmith import types as t
 from tinsmith.errors import UnknownFieldError, ValidationError
-from tinsmith.types.record import UNSET, Frozen, Record, Request, Tagged, UnsetType, to_plain
+from tinsmith.types.record import (
+    UNSET,
+    FrozenModel,
+    Record,
+    Request,
+    Tagged,
+    UnsetType,
+    to_plain,
+)
 from tinsmith.wire import json_format
 
 
@@ -302,8 +312,38 @@ def test_what_json_cannot_hold_is_refused_with_a_remedy(value: Any) -> None:
 
 
 def test_a_type_without_a_plain_form_says_so() -> None:
-    class Bare(Frozen):
+    class Bare(FrozenModel):
         __slots__ = ()
 
     with pytest.raises(NotImplementedError):
         Bare().model_dump()
+
+
+@pytest.mark.parametrize("cls", [t.LoraConfig, t.AdamParams, t.SampleRequest])
+def test_a_request_made_from_a_dict_refuses_unknown_fields(cls: type[Request]) -> None:
+    with pytest.raises(UnknownFieldError, match="rnk"):
+        cls.model_validate({"rnk": 3})
+    with pytest.raises(UnknownFieldError, match="rnk"):
+        cls.model_validate_json('{"rnk": 3}')
+
+
+def test_an_answer_made_from_a_dict_ignores_unknown_fields() -> None:
+    assert t.AuthTokenResponse.model_validate({"jwt": "x", "new": 1}).jwt == "x"
+    assert t.AuthTokenResponse.model_validate_json('{"jwt": "x", "new": 1}').jwt == "x"
+
+
+def test_a_dump_shares_no_list_with_what_was_dumped() -> None:
+    params = t.SamplingParams(stop=["a"])
+
+    params.model_dump()["stop"].append("b")
+
+    assert params.stop == ["a"]
+
+
+@pytest.mark.parametrize(
+    "value", [t.ModelInput.from_ints([1, 2]), t.EncodedTextChunk([3]), t.AdamOptimizerConfig()]
+)
+def test_models_that_are_no_structs_have_the_methods_of_models(value: Any) -> None:
+    assert type(value).model_validate(value.model_dump()) == value
+    assert type(value).model_validate(value) is value
+    assert json.loads(value.model_dump_json()) == value.model_dump()

@@ -33,7 +33,7 @@ def test_a_pass_survives_pickling_and_copying(
         assert again == request
         assert again.seq_id == seq_id
         assert again.forward_only == request.forward_only
-        assert again.model_dump() == request.model_dump()
+        assert to_plain(again) == to_plain(request)
 
 
 def test_a_forward_pass_is_a_pass_without_gradients() -> None:
@@ -51,8 +51,8 @@ def test_a_forward_pass_is_a_pass_without_gradients() -> None:
 def test_older_releases_send_the_two_directions_under_two_names() -> None:
     forward, both = ForwardRequest(GIVEN, "m", 1), ForwardBackwardRequest(GIVEN, "m")
 
-    assert set(forward.model_dump()) == {"forward_input", "model_id", "seq_id"}
-    assert set(both.model_dump()) == {"forward_backward_input", "model_id"}
+    assert set(to_plain(forward)) == {"forward_input", "model_id", "seq_id"}
+    assert set(to_plain(both)) == {"forward_backward_input", "model_id"}
     for request in (forward, both):
         body = json_format.encode(request)
         assert json_format.decode(body, ForwardBackwardRequest) == request

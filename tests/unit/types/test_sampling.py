@@ -13,7 +13,10 @@ from tests.unit.wire import corpus
 from tinsmith import SampledSequence, SampleResponse, SamplingParams, TensorData
 from tinsmith.errors import UnknownFieldError, ValidationError
 from tinsmith.types import PromptAltTokens, TopkLogprobs
+from tinsmith.types.buffers import FLOAT32_MAX
+from tinsmith.types.record import to_plain
 from tinsmith.types.sampling import EMPTY_LOGPROB, TopkRows
+from tinsmith.wire import json_format
 
 IDS = [[5, 6, 7], [8, 0, 0], [0, 0, 0]]
 LOGPROBS = [[-0.5, -1.0, -2.0], [-0.25, EMPTY_LOGPROB, EMPTY_LOGPROB], [EMPTY_LOGPROB] * 3]
@@ -330,7 +333,7 @@ def test_a_response_of_older_releases_is_read() -> None:
         [(1, -0.5), (2, -1.5)],
         [(3, pytest.approx(-0.1))],
     ]
-    assert json.loads(json.dumps(response.model_dump()))["prompt_logprobs"] == [None, -1.5]
+    assert json.loads(json.dumps(to_plain(response)))["prompt_logprobs"] == [None, -1.5]
 
 
 @pytest.mark.parametrize(
@@ -367,3 +370,18 @@ def test_top_k_rows_of_one_length_may_be_mostly_none() -> None:
     response = SampleResponse._from_plain({"sequences": [], "topk_prompt_logprobs": rows})
 
     assert response.topk_prompt_logprobs == [*[None] * 1000, [(1, -0.5)] * 20]
+
+
+def test_infinite_logprobs_are_written_as_the_largest_number_and_read_back() -> None:
+    response = SampleResponse(
+        [SampledSequence("stop", tokens=[1], logprobs=[-math.inf])],
+        prompt_logprobs=[None, -math.inf, -0.5],
+        topk_prompt_logprobs_np=TopkLogprobs([[1, 2]], [[-0.5, -math.inf]]),
+    )
+
+    written = json_format.encode(response)
+    read = json_format.decode(written, SampleResponse)
+
+    assert json.loads(written)["prompt_logprobs"] == [None, -FLOAT32_MAX, -0.5]
+    assert read.topk_prompt_logprobs == [[(1, -0.5), (2, pytest.approx(-FLOAT32_MAX))]]
+    assert read.sequences[0].logprobs == [-FLOAT32_MAX]

@@ -243,3 +243,19 @@ def test_a_checkpoint_has_a_page_in_the_console() -> None:
     )
     with pytest.raises(ValueError, match="not a checkpoint path"):
         SaveWeightsResponse(path="elsewhere").get_console_url()
+
+
+def test_data_that_is_no_datum_is_refused_by_its_place() -> None:
+    with pytest.raises(TypeError, match=r"data\[1\] must be a Datum, not str"):
+        ForwardBackwardInput([Datum(ModelInput.empty()), "x"], "cross_entropy")  # type: ignore[list-item]
+
+
+def test_numpy_scalars_are_taken_for_numbers_in_a_loss_s_settings() -> None:
+    given = ForwardBackwardInput([], "ppo", {"clip_low_threshold": np.float32(0.5)})  # type: ignore[dict-item]
+
+    assert given.loss_fn_config == {"clip_low_threshold": 0.5}
+
+
+def test_settings_of_an_optimizer_family_must_be_finite() -> None:
+    with pytest.raises(ValidationError, match="rate must be finite"):
+        OptimParamsBase(type="own", rate=float("nan"))

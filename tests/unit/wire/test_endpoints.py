@@ -78,11 +78,6 @@ def test_path_fields_are_read_from_the_path() -> None:
     assert ENDPOINTS["healthz"].path_fields == ()
 
 
-def test_only_reads_are_idempotent_by_nature() -> None:
-    assert ENDPOINTS["healthz"].is_idempotent_read
-    assert not ENDPOINTS["delete_checkpoint"].is_idempotent_read
-
-
 def test_what_must_never_wait_for_samples_has_connections_of_its_own() -> None:
     pools = {name: ENDPOINTS[name].pool for name in ("asample", "session_heartbeat", "optim_step")}
 

@@ -218,3 +218,13 @@ def test_a_failure_keeps_its_remedy() -> None:
     assert failed == RequestFailedResponse(
         error="rank is 0; use 1 or more", category=e.RequestErrorCategory.User
     )
+
+
+def test_headers_of_a_refusal_are_found_in_any_case_and_hold_no_cookies() -> None:
+    error = error_from_reply(429, {"Retry-After": "3", "Set-Cookie": "id=secret"}, b"")
+
+    for copy in (error, pickle.loads(pickle.dumps(error))):
+        assert copy.response.headers["RETRY-AFTER"] == copy.response.headers.get("retry-after")
+        assert "Retry-after" in copy.response.headers
+        assert "set-cookie" not in copy.response.headers
+        assert copy.response.headers.get("missing", "none") == "none"

@@ -15,9 +15,9 @@ from hypothesis.extra import numpy as hnp
 from tests.unit.wire import corpus
 from tinsmith import types as t
 from tinsmith.errors import BodyTooLargeError, DecodeError, ValidationError
-from tinsmith.types.buffers import Numbers
+from tinsmith.types.buffers import FLOAT32_MAX, Numbers
 from tinsmith.wire import json_format
-from tinsmith.wire.json_format import FLOAT32_MAX, decode, decode_any, encode, unknown_fields
+from tinsmith.wire.json_format import decode, decode_any, encode, unknown_fields
 from tinsmith.wire.limits import DecodeLimits
 
 
@@ -175,3 +175,47 @@ print(encode(TensorData([1.5, float("inf")], "float32")).decode())
         '{"chunks":[{"tokens":[1,2],"type":"encoded_text"}]}',
         '{"data":[1.5,3.4028234663852886e38],"dtype":"float32"}',
     ]
+
+
+@pytest.mark.parametrize("writer", ["orjson", "blocks"])
+@pytest.mark.parametrize("count", [0, 1, 4095, 4096, 4097, 20_000])
+def test_long_arrays_are_parts_of_their_own_and_the_same_text(
+    count: int, writer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = t.TensorData([n - 7 for n in range(count)], "int64")
+    if writer == "blocks":
+        monkeypatch.setattr(json_format, "array_writer", lambda: json_format._write_list)
+
+    parts = json_format.encode_parts(tensor)
+
+    assert json.loads(b"".join(parts)) == {"data": tensor.tolist(), "dtype": "int64"}
+    assert (len(parts) > 1) == (count >= 4096)
+
+
+@pytest.mark.parametrize("writer", ["orjson", "blocks"])
+def test_text_with_nul_bytes_does_not_disturb_the_parts(
+    writer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if writer == "blocks":
+        monkeypatch.setattr(json_format, "array_writer", lambda: json_format._write_list)
+    request = t.SampleRequest(
+        prompt=t.ModelInput.from_ints(list(range(5000))).append(
+            t.EncodedTextChunk(list(range(9000)))
+        ),
+        sampling_params=t.SamplingParams(stop=["\0", "a\0b"]),
+        sampling_session_id="\0",
+    )
+
+    body = b"".join(json_format.encode_parts(request))
+
+    assert json_format.decode(body, t.SampleRequest) == request
+
+
+def test_infinities_in_a_long_array_are_written_as_the_largest_number() -> None:
+    tensor = t.TensorData([math.inf] + [0.5] * 9000 + [-math.inf], "float32")
+
+    data = json.loads(json_format.encode(tensor))["data"]
+
+    assert data[0] == FLOAT32_MAX
+    assert data[-1] == -FLOAT32_MAX
+    assert data[1:-1] == [0.5] * 9000
