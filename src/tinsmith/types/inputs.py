@@ -65,19 +65,14 @@ class EncodedTextChunk(FrozenModel):
         """How many tokens this chunk takes."""
         return len(self._numbers)
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, EncodedTextChunk):
-            return NotImplemented
-        return self._numbers == other._numbers
+    def _parts(self) -> tuple[Any, ...]:
+        return (self._numbers,)
 
     def __hash__(self) -> int:
         return hash(self._numbers)
 
     def __repr__(self) -> str:
         return f"EncodedTextChunk(tokens={shortened(self._numbers)}, type='encoded_text')"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return EncodedTextChunk, (self._numbers,)
 
     def _to_plain(self, write_array: ArrayWriter) -> dict[str, Any]:
         return {"tokens": write_array(self._numbers), "type": self.type}
@@ -233,19 +228,14 @@ class ModelInput(FrozenModel):
         """How many tokens the input takes."""
         return sum(chunk.length for chunk in self.chunks)
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, ModelInput):
-            return NotImplemented
-        return self.chunks == other.chunks
+    def _parts(self) -> tuple[Any, ...]:
+        return (self.chunks,)
 
     def __hash__(self) -> int:
         return hash(tuple(self.chunks))
 
     def __repr__(self) -> str:
         return f"ModelInput(chunks={self.chunks!r})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ModelInput, (self.chunks,)
 
     def _to_plain(self, write_array: ArrayWriter) -> dict[str, Any]:
         return {"chunks": [to_plain(chunk, write_array=write_array) for chunk in self.chunks]}
@@ -362,19 +352,9 @@ class Datum(Frozen):
             self.loss_fn_input_spans,
         )
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Datum):
-            return NotImplemented
-        return self._parts() == other._parts()
-
-    __hash__ = None  # type: ignore[assignment]  # its tensors may share memory that changes
-
     def __repr__(self) -> str:
         spans = "" if self.model_input_spans is None else ", with provenance"
         return f"Datum({self.model_input!r}, loss_fn_inputs={self.loss_fn_inputs!r}{spans})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Datum, self._parts()
 
     def _to_plain(self, write_array: ArrayWriter) -> dict[str, Any]:
         """The JSON form of SDK 0.24 and older, which knows no provenance."""

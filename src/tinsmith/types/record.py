@@ -201,10 +201,27 @@ set_once = object.__setattr__
 class Frozen:
     """A value that holds arrays and so is no struct: it cannot be changed once made.
 
-    Subclasses write and read their own plain form with `_to_plain` and `_from_plain`.
+    Subclasses say what they are made of with `_parts`, in the order of their constructor: by it
+    they are compared, pickled and copied. They write and read their own plain form with
+    `_to_plain` and `_from_plain`.
     """
 
     __slots__ = ()
+
+    def _parts(self) -> tuple[Any, ...]:
+        raise NotImplementedError
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Frozen) or type(other) is not type(self):
+            return NotImplemented
+        return self._parts() == other._parts()
+
+    def __hash__(self) -> int:
+        # Most share memory with arrays that may change.
+        raise TypeError(f"unhashable type: {type(self).__name__!r}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._parts()
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(

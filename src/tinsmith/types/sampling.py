@@ -52,9 +52,7 @@ class TopkLogprobs(Frozen):
     _logprobs: Numbers
     _shape: tuple[int, int]
 
-    def __init__(
-        self, token_ids: Any, logprobs: Any, *, shape: tuple[int, int] | None = None
-    ) -> None:
+    def __init__(self, token_ids: Any, logprobs: Any, shape: tuple[int, int] | None = None) -> None:
         ids, ids_shape = pack(token_ids, "int32", "token_ids")
         values, values_shape = pack(logprobs, "float32", "logprobs")
         if shape is None:
@@ -103,29 +101,17 @@ class TopkLogprobs(Frozen):
         """The log-probabilities in memory, row by row."""
         return self._logprobs
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, TopkLogprobs):
-            return NotImplemented
-        mine = (self._shape, self._ids, self._logprobs)
-        return mine == (other._shape, other._ids, other._logprobs)
-
-    __hash__ = None  # type: ignore[assignment]  # may share memory that changes
+    def _parts(self) -> tuple[Any, ...]:
+        return self._ids, self._logprobs, self._shape
 
     def __repr__(self) -> str:
         return f"TopkLogprobs(length={self.length}, k={self.k})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild_topk, (self._ids, self._logprobs, self._shape)
 
     def _to_plain(self, write_array: ArrayWriter) -> list[Any]:  # noqa: ARG002 - pairs, not arrays
         return [
             None if row is None else [[token, finite(logprob)] for token, logprob in row]
             for row in TopkRows(self)
         ]
-
-
-def _rebuild_topk(ids: Numbers, logprobs: Numbers, shape: tuple[int, int]) -> TopkLogprobs:
-    return TopkLogprobs(ids, logprobs, shape=shape)
 
 
 class TopkRows(Sequence[TopkRow]):
@@ -293,21 +279,11 @@ class SampledSequence(Frozen):
     def _parts(self) -> tuple[Any, ...]:
         return self.stop_reason, self.sequence_id, self._tokens, self._logprobs, self._topk
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, SampledSequence):
-            return NotImplemented
-        return self._parts() == other._parts()
-
-    __hash__ = None  # type: ignore[assignment]  # may share memory that changes
-
     def __repr__(self) -> str:
         return (
             f"SampledSequence(stop_reason={self.stop_reason!r}, "
             f"sequence_id={self.sequence_id!r}, {len(self._tokens)} tokens)"
         )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return SampledSequence, self._parts()
 
     def _to_plain(self, write_array: ArrayWriter) -> dict[str, Any]:
         """The JSON form of SDK 0.24 and older, which knows no ids."""
@@ -342,18 +318,11 @@ class PromptAltTokens(Frozen):
         set_once(self, "tokens", tokens)
         set_once(self, "logprobs", logprobs)
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, PromptAltTokens):
-            return NotImplemented
-        return (self.tokens, self.logprobs) == (other.tokens, other.logprobs)
-
-    __hash__ = None  # type: ignore[assignment]  # may share memory that changes
+    def _parts(self) -> tuple[Any, ...]:
+        return self.tokens, self.logprobs
 
     def __repr__(self) -> str:
         return f"PromptAltTokens(tokens={self.tokens!r}, logprobs={self.logprobs!r})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return PromptAltTokens, (self.tokens, self.logprobs)
 
 
 class SampleResponse(Frozen):
@@ -462,18 +431,8 @@ class SampleResponse(Frozen):
             self.prompt_alt_tokens,
         )
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, SampleResponse):
-            return NotImplemented
-        return self._parts() == other._parts()
-
-    __hash__ = None  # type: ignore[assignment]  # may share memory that changes
-
     def __repr__(self) -> str:
         return f"SampleResponse(sequences={list(self.sequences)!r})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return SampleResponse, self._parts()
 
     def _to_plain(self, write_array: ArrayWriter) -> dict[str, Any]:
         """The JSON form of SDK 0.24 and older."""

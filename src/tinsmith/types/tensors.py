@@ -264,30 +264,14 @@ class TensorData(Frozen):
                 cells[columns[index]] = values[index]
         return dense
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, TensorData):
-            return NotImplemented
-        return self._parts() == other._parts()
-
-    __hash__ = None  # type: ignore[assignment]  # memory may be shared with an array that changes
-
     def _parts(self) -> tuple[Any, ...]:
-        return self.dtype, self.shape, self._numbers, self._row_starts, self._columns
+        return self._numbers, self.dtype, self.shape, self._row_starts, self._columns
 
     def __repr__(self) -> str:
         sparse = f", {len(self._numbers)} cells stored" if self.is_sparse else ""
         return (
             f"TensorData(dtype={self.dtype!r}, shape={self.shape}{sparse}, "
             f"data={shortened(self._numbers)})"
-        )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return TensorData, (
-            self._numbers,
-            self.dtype,
-            self.shape,
-            self._row_starts,
-            self._columns,
         )
 
     def _to_plain(self, write_array: ArrayWriter) -> dict[str, Any]:

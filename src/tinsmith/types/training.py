@@ -236,25 +236,14 @@ class ForwardBackwardInput(Frozen):
         set_once(self, "loss_fn", loss_fn)
         set_once(self, "loss_fn_config", config)
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, ForwardBackwardInput):
-            return NotImplemented
-        return (self.data, self.loss_fn, self.loss_fn_config or {}) == (
-            other.data,
-            other.loss_fn,
-            other.loss_fn_config or {},
-        )
-
-    __hash__ = None  # type: ignore[assignment]  # its tensors may share memory that changes
+    def _parts(self) -> tuple[Any, ...]:
+        return self.data, self.loss_fn, self.loss_fn_config or None
 
     def __repr__(self) -> str:
         return (
             f"ForwardBackwardInput(data=[{len(self.data)} datums], loss_fn={self.loss_fn!r}, "
             f"loss_fn_config={self.loss_fn_config!r})"
         )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ForwardBackwardInput, (self.data, self.loss_fn, self.loss_fn_config)
 
     def _to_plain(self, write_array: ArrayWriter) -> dict[str, Any]:
         plain: dict[str, Any] = {
@@ -314,26 +303,14 @@ class ForwardBackwardOutput(Frozen):
             return math.nan
         return self.metrics["loss:sum"] / len(self.loss_fn_outputs)
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, ForwardBackwardOutput):
-            return NotImplemented
-        return (self.loss_fn_output_type, self.loss_fn_outputs, self.metrics) == (
-            other.loss_fn_output_type,
-            other.loss_fn_outputs,
-            other.metrics,
-        )
-
-    __hash__ = None  # type: ignore[assignment]  # metrics may be added to
+    def _parts(self) -> tuple[Any, ...]:
+        return self.loss_fn_output_type, self.loss_fn_outputs, self.metrics
 
     def __repr__(self) -> str:
         return (
             f"ForwardBackwardOutput({self.loss_fn_output_type!r}, "
             f"loss_fn_outputs=[{len(self.loss_fn_outputs)} outputs], metrics={self.metrics!r})"
         )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        parts = (self.loss_fn_output_type, self.loss_fn_outputs, self.metrics)
-        return ForwardBackwardOutput, parts
 
     def _to_plain(self, write_array: ArrayWriter) -> dict[str, Any]:
         return {
