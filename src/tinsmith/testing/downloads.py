@@ -1,0 +1,75 @@
+"""Files behind plain addresses: exported weights, archives and traces.
+
+They are fetched without a credential, whole or from a byte on. Knows nothing of what the files
+hold; `checkpoint_files` writes those of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import struct
+import tarfile
+from collections.abc import Callable
+
+import msgspec
+
+from tinsmith.errors import NotFoundError
+from tinsmith.testing.http_reading import Incoming
+from tinsmith.wire.exchange import HttpReply
+
+FOLDER = "/downloads/"
+_RANGE = re.compile(r"bytes=([0-9]{1,15})-([0-9]{0,15})")
+
+
+class Downloads:
+    """Files by path."""
+
+    def __init__(self, base_url: Callable[[], str]) -> None:
+        self._base_url = base_url
+        self._files: dict[str, bytes] = {}
+
+    def put(self, path: str, content: bytes) -> str:
+        """Keep a file; returns its address."""
+        self._files[path] = content
+        return f"{self._base_url()}{FOLDER}{path}"
+
+    def get(self, path: str, incoming: Incoming) -> HttpReply:
+        """Answer with a file, or with the part of it that was asked for."""
+        content = self._files.get(path.removeprefix(FOLDER))
+        if content is None:
+            raise NotFoundError(f"there is no file {path!r}")
+        headers = {"Content-Type": "application/octet-stream", "Accept-Ranges": "bytes"}
+        wanted = _RANGE.fullmatch(incoming.headers.get("range", ""))
+        if wanted is None:
+            return HttpReply(200, headers, [content])
+        start, stop = int(wanted[1]), int(wanted[2] or len(content) - 1) + 1
+        if start >= len(content):
+            return HttpReply(416, {"Content-Range": f"bytes */{len(content)}"}, [])
+        stop = min(stop, len(content))
+        headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
+        return HttpReply(206, headers, [content[start:stop]])
+
+
+def checkpoint_files(base_model: str, rank: int) -> dict[str, bytes]:
+    """An adapter as other programs read it: its settings and one small tensor of zeros."""
+    config = {"base_model_name_or_path": base_model, "peft_type": "LORA", "r": rank}
+    size_bytes = 4 * 4 * rank
+    tensor = {"dtype": "F32", "shape": [rank, 4], "data_offsets": [0, size_bytes]}
+    header = msgspec.json.encode({"lora_A.weight": tensor})
+    header += b" " * (-len(header) % 8)
+    return {
+        "adapter_config.json": msgspec.json.encode(config),
+        "adapter_model.safetensors": struct.pack("<Q", len(header)) + header + bytes(size_bytes),
+    }
+
+
+def archive(files: dict[str, bytes]) -> bytes:
+    """The files as one tar, the same bytes each time."""
+    written = io.BytesIO()
+    with tarfile.open(fileobj=written, mode="w") as tar:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+    return written.getvalue()

@@ -1,0 +1,86 @@
+"""What a test may choose about the service: its key, its patience, its limits and its flags.
+
+`split_options` sorts the options that were given into settings of the service and flags that it
+answers to `client/config` and `client/dynamic_config`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+import msgspec
+
+from tinsmith.errors import UnknownFieldError
+from tinsmith.types.record import Request
+from tinsmith.types.service import ClientConfigResponse, ClientDynamicConfigResponse
+
+
+class ServiceSettings(Request):
+    """How the service behaves; each is an option of `running_service`."""
+
+    api_key: str = "tml-test"
+    """The one credential that is accepted, beside the tokens exchanged for it."""
+    path_prefix: str = ""
+    """What `base_url` has after its port, such as `/services/test`."""
+    port: int = 0
+    """0 lets the system choose."""
+    long_poll_s: float = 30.0
+    """How long a poll is held before it is answered with 408."""
+    gap_wait_s: float = 2.0
+    """How long a model's command waits for a number before it that is missing."""
+    inline_bytes: int = 1024 * 1024
+    """A larger result is answered by its size alone, where the poll allows that."""
+    poller_reports_sizes: bool = True
+    """Whether `retrieve_futures` says how large each result is."""
+    result_lifetime_s: float | None = None
+    """How long results are kept; 410 after that. None keeps them."""
+    session_lifetime_s: float | None = None
+    """How long a session lives without a heartbeat. None lets it live."""
+    token_lifetime_s: float = 3600.0
+    """How long an exchanged credential is good for."""
+    base_models: list[str] = msgspec.field(
+        default_factory=lambda: ["Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B"]
+    )
+    """What `get_server_capabilities` lists; other names are taken too."""
+    vocabulary_size: int = 1000
+    """Sampled tokens are below this."""
+    eos_token: int = 0
+    """Ends a sample that was given no stop of its own."""
+    max_tokens: int = 16
+    """For samples that do not say how long they may be."""
+    learning_speed: float = 10_000.0
+    """How much a step of learning rate 1 teaches; see `arithmetic.py`."""
+    max_body_bytes: int = 256 * 1024 * 1024
+    kept_requests: int = 100_000
+    """How many of the newest requests are kept for assertions."""
+    extra_flags: dict[str, Any] = {}
+    """Answered by `client/config` beside the flags that clients know."""
+
+
+def split_options(
+    options: dict[str, Any],
+) -> tuple[ServiceSettings, dict[str, Any], dict[str, Any]]:
+    """Settings, flags of `client/config` and flags of `client/dynamic_config`.
+
+    A flag that was not given is left out of the answer, so that clients use their default.
+
+    Raises:
+        UnknownFieldError: An option is none of these.
+    """
+    kinds = (ServiceSettings, ClientConfigResponse, ClientDynamicConfigResponse)
+    known = {name for kind in kinds for name in kind.__struct_fields__}
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else None
+            raise UnknownFieldError(f"the service has no option {name!r}", remedy=hint)
+    settings, flags, dynamic_flags = (
+        {name: value for name, value in options.items() if name in kind.__struct_fields__}
+        for kind in kinds
+    )
+    # Made once, so that a flag of the wrong type is told now and not by a client's parser.
+    msgspec.convert(flags, ClientConfigResponse)
+    msgspec.convert(dynamic_flags, ClientDynamicConfigResponse)
+    made = ServiceSettings(**settings)
+    return made, {**flags, **made.extra_flags}, dynamic_flags
