@@ -1,13 +1,11 @@
 """Every error tinsmith raises, one tree, branched by who can act on it.
 
     TinkerError                          (also named TinsmithError)
-    ├── ValidationError                  the caller gave a value that does not fit; also a
-        ValueError
-    │   └── UnknownFieldError            ... or a field that the type does not have; also a
-        TypeError
-    ├── DecodeError                      bytes from the other side are not what they claim; also a
-        ValueError
+    ├── ValidationError                  a value does not fit its field (a ValueError)
+    │   └── UnknownFieldError            the type has no such field (also a TypeError)
+    ├── DecodeError                      bytes are not what they claim to be (a ValueError)
     │   └── BodyTooLargeError            they would take more memory than allowed
+    ├── TokenizerError                   no tokenizer was found for a model (a RuntimeError)
     ├── RequestFailedError               the server accepted the work and could not finish it
     └── APIError                         an HTTP exchange went wrong
         ├── APIResponseValidationError   the reply arrived and could not be understood
@@ -114,6 +112,10 @@ class DecodeError(TinkerError, ValueError):
 
 class BodyTooLargeError(DecodeError):
     """Decoding would take more memory than the receiver allows."""
+
+
+class TokenizerError(TinkerError, RuntimeError):
+    """The tokenizer of a model could not be found or loaded."""
 
 
 class RequestFailedError(TinkerError):

@@ -1,0 +1,206 @@
+"""Which tokenizer belongs to a model's name: a table, and the rules for reading it.
+
+The server's own word comes first. Without it the name is looked up: what stands after a `:` does
+not count, `org/model/variant` is `org/model`, and `DEFAULT_TABLE` holds the exceptions. A directory
+on this machine with the name as it was given beats all of that.
+
+Users put their own entries before ours, as an argument or in `TINSMITH_TOKENIZERS`, which holds a
+JSON object or the path of a file with one. An entry is a tokenizer's id, or the fields that differ:
+
+    {"meta-llama/Llama-3*": "/models/llama-3-tokenizer",
+     "my-org/my-model": {"id": "my-org/tokenizer", "revision": "v2", "kind": "transformers"}}
+
+Knows nothing of how a tokenizer is loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from tinsmith.errors import TokenizerError, ValidationError, shown
+
+TABLE_VARIABLE = "TINSMITH_TOKENIZERS"
+
+Kind: TypeAlias = Literal["tokenizers", "transformers"]
+Entry: TypeAlias = str | Mapping[str, object]
+Table: TypeAlias = Mapping[str, Entry]
+
+_RUNS_ITS_OWN_CODE = {"kind": "transformers", "trust_remote_code": True}
+_NOT_PUBLIC = {
+    "refusal": "it is not a public tokenizer; map it to one you have with " + TABLE_VARIABLE
+}
+
+# Names and their patterns. Only what is exactly pinned here may run code from the hub.
+DEFAULT_TABLE: Table = {
+    "meta-llama/Llama-3*": "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer",
+    "moonshotai/Kimi-K2.5-Text-Only": "moonshotai/Kimi-K2.5",
+    "moonshotai/Kimi-K2-Thinking": {
+        "revision": "612681931a8c906ddb349f8ad0f582cb552189cd",
+        **_RUNS_ITS_OWN_CODE,
+    },
+    "moonshotai/Kimi-K2.5": {
+        "revision": "4d01dfe0332d63057c186e0b262165819efb6611",
+        **_RUNS_ITS_OWN_CODE,
+    },
+    "moonshotai/Kimi-K2.6": {
+        "revision": "b5aabbfb20227ed42becbf5541dbffd213942c58",
+        **_RUNS_ITS_OWN_CODE,
+    },
+    "moonshotai/Kimi-K3": {
+        "revision": "f831ab66814297da540d832a5235f8e904f29d06",
+        **_RUNS_ITS_OWN_CODE,
+    },
+    "TML/*": _NOT_PUBLIC,
+    "thinkingmachines/*": _NOT_PUBLIC,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizerSource:
+    """Exactly which tokenizer, and how it is loaded; also the key under which it is kept.
+
+    `id` is a name on the hub or the absolute path of a directory.
+    """
+
+    id: str
+    revision: str | None = None
+    kind: Kind = "tokenizers"
+    trust_remote_code: bool = False
+
+
+class _Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One entry of a table; `None` is for what it leaves open."""
+
+    id: str | None = None
+    revision: str | None = None
+    kind: Kind | None = None
+    trust_remote_code: bool | None = None
+    refusal: str | None = None
+
+
+def resolve(
+    model_name: str | None,
+    tokenizer_id: str | None = None,
+    *,
+    revision: str | None = None,
+    kind: Kind | None = None,
+    table: Table | None = None,
+) -> TokenizerSource:
+    """Find out which tokenizer a model needs.
+
+    Args:
+        model_name: The model's name, a tokenizer's, or a directory.
+        tokenizer_id: What the server says the tokenizer is; the name is not looked at then.
+        revision: Instead of the table's.
+        kind: Instead of the table's.
+        table: The caller's entries. They come before those of the environment, and these before
+            `DEFAULT_TABLE`.
+
+    Raises:
+        TokenizerError: There is no name, or the table says that it cannot be loaded.
+        ValidationError: A table cannot be read.
+    """
+    asked = tokenizer_id or model_name
+    if not asked:
+        raise TokenizerError("the model has no name from which its tokenizer could be found")
+    rule = _Rule(id=asked)
+    if directory_of(asked) is None:
+        own = {**_environment_table(), **(table or {})}
+        rule = _looked_up(asked, own, is_servers_word=bool(tokenizer_id))
+    if rule.refusal is not None:
+        raise TokenizerError(f"tokenizer {asked!r} cannot be loaded", remedy=rule.refusal)
+    return _source(rule, revision, kind)
+
+
+def directory_of(name: str) -> Path | None:
+    """The directory of this name, if there is one and it holds a tokenizer."""
+    directory = Path(name).expanduser()
+    files = ("tokenizer.json", "tokenizer_config.json")
+    return directory.resolve() if any((directory / file).is_file() for file in files) else None
+
+
+def without_suffix(name: str) -> str:
+    """The name up to its first colon: `Qwen/Qwen3-8B:tiny` is a `Qwen/Qwen3-8B`."""
+    return name.partition(":")[0]
+
+
+def _looked_up(asked: str, own: Table, *, is_servers_word: bool) -> _Rule:
+    name = without_suffix(asked)
+    chosen = _match(own, asked) or _match(own, name) or _Rule()
+    target = chosen.id or name
+    if chosen.id is None and directory_of(name) is None:
+        renamed = None if is_servers_word else _match(DEFAULT_TABLE, name)
+        target = _without_variant((renamed and renamed.id) or name)
+    pinned = _match(DEFAULT_TABLE, target) or _Rule()
+    # The server's word, or a user's entry, is final: of our own entry only the pins are taken.
+    return _filled(msgspec.structs.replace(chosen, id=target), pinned)
+
+
+def _filled(rule: _Rule, defaults: _Rule) -> _Rule:
+    given = {
+        name: value for name, value in msgspec.structs.asdict(rule).items() if value is not None
+    }
+    return msgspec.structs.replace(defaults, **given)
+
+
+def _without_variant(name: str) -> str:
+    if name.startswith(("/", ".", "~")):
+        return name
+    return "/".join(name.split("/")[:2])
+
+
+def _source(rule: _Rule, revision: str | None, kind: Kind | None) -> TokenizerSource:
+    assert rule.id is not None
+    directory = directory_of(rule.id)
+    return TokenizerSource(
+        id=str(directory) if directory else rule.id,
+        revision=None if directory else revision or rule.revision,
+        kind=kind or rule.kind or "tokenizers",
+        trust_remote_code=bool(rule.trust_remote_code),
+    )
+
+
+def _match(table: Table, name: str) -> _Rule | None:
+    """The entry of just this name, else the first whose pattern fits."""
+    if name in table:
+        return _rule(name, table[name])
+    for pattern, entry in table.items():
+        if fnmatch.fnmatchcase(name, pattern):
+            return _rule(pattern, entry)
+    return None
+
+
+def _rule(pattern: str, entry: Entry) -> _Rule:
+    if isinstance(entry, str):
+        return _Rule(id=entry)
+    if not isinstance(entry, Mapping):
+        raise ValidationError(
+            f"tokenizer table, {pattern!r}: {shown(entry)} is no id and no object"
+        )
+    try:
+        return msgspec.convert(dict(entry), _Rule)
+    except msgspec.ValidationError as exc:
+        raise ValidationError(f"tokenizer table, {pattern!r}: {exc}") from exc
+
+
+def _environment_table() -> Table:
+    text = os.environ.get(TABLE_VARIABLE, "").strip()
+    if not text:
+        return {}
+    try:
+        if not text.startswith("{"):
+            text = Path(text).expanduser().read_text(encoding="utf-8")
+        table = json.loads(text)
+    except (OSError, ValueError) as exc:
+        raise ValidationError(f"{TABLE_VARIABLE} cannot be read: {exc}") from exc
+    if not isinstance(table, dict):
+        raise ValidationError(f"{TABLE_VARIABLE} holds no JSON object")
+    return table
