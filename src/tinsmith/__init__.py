@@ -12,6 +12,18 @@ TYPE_CHECKING = False  # `typing` would be the heaviest import of this module
 if TYPE_CHECKING:
     from tinsmith import types as types
     from tinsmith._version import __version__ as __version__
+    from tinsmith.as_tinker import as_tinker as as_tinker
+    from tinsmith.client.composed_loss import LossTerm as LossTerm
+    from tinsmith.client.composed_loss import compose_losses as compose_losses
+    from tinsmith.client.custom_loss import GradientLoss as GradientLoss
+    from tinsmith.client.futures import APIFuture as APIFuture
+    from tinsmith.client.loss_graph import LossHandle as LossHandle
+    from tinsmith.client.loss_graph import PerDatumLossFn as PerDatumLossFn
+    from tinsmith.client.rest import RestClient as RestClient
+    from tinsmith.client.retry import RetryBudget as RetryBudget
+    from tinsmith.client.sampling import SamplingClient as SamplingClient
+    from tinsmith.client.service import ServiceClient as ServiceClient
+    from tinsmith.client.training import TrainingClient as TrainingClient
     from tinsmith.errors import APIConnectionError as APIConnectionError
     from tinsmith.errors import APIError as APIError
     from tinsmith.errors import APIResponseValidationError as APIResponseValidationError
@@ -32,6 +44,7 @@ if TYPE_CHECKING:
     from tinsmith.errors import RequestFailedError as RequestFailedError
     from tinsmith.errors import TinkerError as TinkerError
     from tinsmith.errors import TinsmithError as TinsmithError
+    from tinsmith.errors import TokenizerError as TokenizerError
     from tinsmith.errors import UnknownFieldError as UnknownFieldError
     from tinsmith.errors import UnprocessableEntityError as UnprocessableEntityError
     from tinsmith.errors import ValidationError as ValidationError
@@ -68,6 +81,18 @@ if TYPE_CHECKING:
 _MODULE_OF = {
     "__version__": "tinsmith._version",
     "types": "tinsmith.types",
+    "as_tinker": "tinsmith.as_tinker",
+    "ServiceClient": "tinsmith.client.service",
+    "TrainingClient": "tinsmith.client.training",
+    "SamplingClient": "tinsmith.client.sampling",
+    "RestClient": "tinsmith.client.rest",
+    "APIFuture": "tinsmith.client.futures",
+    "LossHandle": "tinsmith.client.loss_graph",
+    "PerDatumLossFn": "tinsmith.client.loss_graph",
+    "GradientLoss": "tinsmith.client.custom_loss",
+    "LossTerm": "tinsmith.client.composed_loss",
+    "compose_losses": "tinsmith.client.composed_loss",
+    "RetryBudget": "tinsmith.client.retry",
     "APIConnectionError": "tinsmith.errors",
     "APIError": "tinsmith.errors",
     "APIResponseValidationError": "tinsmith.errors",
@@ -88,6 +113,7 @@ _MODULE_OF = {
     "RequestFailedError": "tinsmith.errors",
     "TinkerError": "tinsmith.errors",
     "TinsmithError": "tinsmith.errors",
+    "TokenizerError": "tinsmith.errors",
     "UnknownFieldError": "tinsmith.errors",
     "UnprocessableEntityError": "tinsmith.errors",
     "ValidationError": "tinsmith.errors",

@@ -11,10 +11,11 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# backports.zstd is in the standard library from Python 3.14 on.
-CORE_PACKAGES = {"tinsmith", "msgspec"} | (
-    {"backports-zstd"} if sys.version_info < (3, 14) else set()
-)
+# aiohttp brings the second line; backports.zstd is in the standard library from Python 3.14 on.
+CORE_PACKAGES = {"tinsmith", "msgspec", "aiohttp"}
+CORE_PACKAGES |= {"aiohappyeyeballs", "aiosignal", "attrs", "frozenlist", "idna", "multidict"}
+CORE_PACKAGES |= {"propcache", "typing-extensions", "yarl"}
+CORE_PACKAGES |= {"backports-zstd"} if sys.version_info < (3, 14) else set()
 
 WHAT_TO_DO = (
     "the core install has changed. Every user pays for each of its packages, so prefer an extra. "

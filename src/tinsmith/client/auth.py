@@ -1,0 +1,210 @@
+"""Credentials: where they come from, and the short-lived ones that a service may ask for.
+
+In order: the `api_key` argument, `TINKER_API_KEY`, the command in `TINKER_CREDENTIAL_CMD`, the
+default key of `~/.tinker/credentials.json`. A key begins with `tml-`, or with `eyJ` if it is a
+JWT; what the command prints is taken as it is.
+
+Where the service says so (`pjwt_auth_enabled`) the credential is exchanged for a JWT, which is
+renewed well before it expires; a renewal that fails leaves the old one in use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import json
+import logging
+import pathlib
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from tinsmith.client.settings import ClientSettings, Secret
+from tinsmith.errors import APIError, AuthenticationError, DecodeError, TinkerError
+from tinsmith.types.service import WhoamiResponse
+from tinsmith.wire import json_format
+
+_log = logging.getLogger(__name__)
+
+COMMAND_TIMEOUT_S = 60.0
+RENEW_BEFORE_S = 300.0
+USABLE_BEFORE_S = 60.0
+RENEWAL_PAUSE_S = 60.0
+
+CREDENTIALS_FILE = pathlib.Path("~/.tinker/credentials.json")
+
+Exchange = Callable[[Secret], Awaitable[str]]
+"""Trades a credential for a JWT."""
+
+
+def static_key(settings: ClientSettings, file: pathlib.Path = CREDENTIALS_FILE) -> Secret | None:
+    """The key that is at hand without running a command, if there is one.
+
+    Raises:
+        TinkerError: There is one, and it is not of the form of a key.
+    """
+    if settings.api_key is not None:
+        if _is_key(settings.api_key.reveal()):
+            return settings.api_key
+        if settings.credential_command is not None:
+            return None
+        raise TinkerError(
+            "the API key is not one",
+            remedy="a key begins with tml-, or with eyJ if it is a JWT; see TINKER_API_KEY",
+        )
+    return None if settings.credential_command is not None else stored_key(file)
+
+
+def stored_key(file: pathlib.Path = CREDENTIALS_FILE) -> Secret | None:
+    """The default key of the credentials file, if there is one that can be read."""
+    try:
+        stored = json.loads(file.expanduser().read_text())
+        return Secret(str(stored["keys"][stored["default"]]["key"]))
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def _is_key(text: str) -> bool:
+    return text.startswith(("tml-", "eyJ"))
+
+
+async def command_output(command: str, timeout_s: float = COMMAND_TIMEOUT_S) -> Secret:
+    """What the user's credential command prints.
+
+    Raises:
+        TinkerError: It failed, printed nothing, or did not end in time.
+    """
+    process = await asyncio.create_subprocess_shell(
+        command, stdout=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL
+    )
+    try:
+        async with asyncio.timeout(timeout_s):
+            output, _ = await process.communicate()
+    except TimeoutError as exc:
+        raise TinkerError(
+            f"the command in TINKER_CREDENTIAL_CMD did not end within {timeout_s:g} s"
+        ) from exc
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    text = output.decode("utf-8", "replace").strip()
+    if process.returncode or not text:
+        raise TinkerError(
+            f"the command in TINKER_CREDENTIAL_CMD ended with {process.returncode} and printed "
+            f"{'something' if text else 'nothing'}",
+            remedy="it should print the credential and end with 0",
+        )
+    return Secret(text)
+
+
+class Credentials:
+    """The credential that a client sends with each request."""
+
+    def __init__(self, settings: ClientSettings, *, clock: Callable[[], float] = time.time) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._static = static_key(settings)
+        self._raw = self._static
+        self._token: str | None = None
+        self._renewal: asyncio.Lock | None = None
+        self._failed_at = float("-inf")
+        if self._static is None and settings.credential_command is None:
+            raise AuthenticationError(
+                "no credential was found",
+                remedy="pass api_key, or set TINKER_API_KEY",
+            )
+
+    def current(self) -> str:
+        """What to send now: the JWT if there is one, else the credential that `open` found."""
+        if self._token is not None:
+            return self._token
+        return "" if self._raw is None else self._raw.reveal()
+
+    async def open(self) -> Secret:
+        """Find the credential to introduce ourselves with, by running the command if need be."""
+        if self._raw is None:
+            self._raw = await self.underlying()
+        return self._raw
+
+    @property
+    def has_key(self) -> bool:
+        """Whether there is a key, which works for services that exchange none."""
+        return self._static is not None
+
+    async def underlying(self, default_source: str = "api_key") -> Secret:
+        """The long-lived credential; `default_source` may ask for the command's."""
+        wants_command = default_source == "credential_cmd"
+        is_jwt = self._static is not None and self._static.reveal().startswith("eyJ")
+        if self._static is not None and (is_jwt or not wants_command):
+            return self._static
+        if self._settings.credential_command is None:
+            raise AuthenticationError(
+                "the service wants the credential of a command",
+                remedy="set TINKER_CREDENTIAL_CMD to one that prints it",
+            )
+        return await command_output(self._settings.credential_command)
+
+    async def renew(self, exchange: Exchange, default_source: str = "api_key") -> None:
+        """Get a JWT if there is none, or if it is about to expire.
+
+        The first exchange must succeed; when a later one fails the old token stays in use.
+        """
+        if self._renewal is None:
+            self._renewal = asyncio.Lock()
+        async with self._renewal:
+            if not self._should_renew():
+                return
+            try:
+                self._token = await exchange(await self.underlying(default_source))
+            except APIError:
+                if self._token is None:
+                    raise
+                self._failed_at = self._clock()
+                _log.warning("the credential could not be renewed; the old one stays in use")
+
+    def _should_renew(self) -> bool:
+        if self._token is None:
+            return True
+        just_failed = self._clock() - self._failed_at < RENEWAL_PAUSE_S
+        return self._remaining_s() <= RENEW_BEFORE_S and not just_failed
+
+    def _remaining_s(self) -> float:
+        expires_at = claims_of(self._token or "").get("exp")
+        return expires_at - self._clock() if isinstance(expires_at, int | float) else 0.0
+
+    def next_renewal_s(self) -> float:
+        """How long the token can be left alone; at least a minute, whatever its lifetime."""
+        return max(USABLE_BEFORE_S, self._remaining_s() - RENEW_BEFORE_S)
+
+    def whoami(self) -> WhoamiResponse:
+        """Who the credential belongs to, as its JWT says.
+
+        Raises:
+            TinkerError: The credential is a plain key, which says nothing.
+        """
+        claims = claims_of(self.current())
+        try:
+            return WhoamiResponse(
+                user_urn=str(claims["sub"]),
+                org_urn=f"tml:organization:{claims['org_id']}",
+                email=str(claims["email"]) if claims.get("email") else None,
+            )
+        except KeyError as exc:
+            raise TinkerError("this credential does not say who it belongs to") from exc
+
+
+def claims_of(token: str) -> dict[str, Any]:
+    """What a JWT says, without checking its signature; empty if it is none."""
+    parts = token.split(".")
+    if len(parts) != 3:
+        return {}
+    try:
+        text = base64.urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4))
+        claims = json_format.decode_any(text)
+    except (binascii.Error, ValueError, DecodeError, msgspec.MsgspecError):
+        return {}
+    return claims if isinstance(claims, dict) else {}

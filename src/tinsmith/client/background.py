@@ -1,0 +1,176 @@
+"""The thread on which all of the client's I/O happens, and the way over to it.
+
+One thread per process runs one event loop, uvloop where it is installed, from the first call on.
+`start` hands a coroutine over from any thread or event loop and returns a future at once:
+coroutines wait in one queue, and a burst of them wakes the loop once.
+
+A forked child begins with a thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import collections
+import concurrent.futures
+import logging
+import os
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from tinsmith.client.futures import APIFuture
+
+T = TypeVar("T")
+
+STOP_TIMEOUT_S = 5.0
+WIND_DOWN_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+class Background:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.loop = _new_loop()
+        self._queue: collections.deque[tuple[Coroutine[Any, Any, Any], APIFuture[Any]]] = (
+            collections.deque()
+        )
+        self._is_woken = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._stopping: asyncio.Task[None] | None = None
+        self._thread = threading.Thread(target=self._run, name="tinsmith-loop", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    def start(self, work: Coroutine[Any, Any, T], what: str = "call") -> APIFuture[T]:
+        """Run a coroutine on the loop; returns at once.
+
+        Coroutines of one thread begin in the order in which they are handed over. Cancelling the
+        future cancels the coroutine.
+        """
+        future: APIFuture[T] = APIFuture(what)
+        # Append, then look at the flag; the loop clears the flag, then drains: nothing is missed.
+        self._queue.append((work, future))
+        if not self._is_woken:
+            self._is_woken = True
+            self.loop.call_soon_threadsafe(self._drain)
+        return future
+
+    def run(
+        self, work: Coroutine[Any, Any, T], what: str = "call", timeout: float | None = None
+    ) -> T:
+        """Run a coroutine on the loop and wait for it.
+
+        Raises:
+            RuntimeError: Called on the loop's own thread, which would wait for itself.
+        """
+        if threading.current_thread() is self._thread:
+            work.close()
+            raise RuntimeError(f"{what}: a blocking call on tinsmith's own thread would never end")
+        return self.start(work, what).result(timeout)
+
+    def call_soon(self, fn: Callable[..., object], *args: Any) -> None:
+        """Call `fn` on the loop's thread."""
+        self.loop.call_soon_threadsafe(fn, *args)
+
+    def _drain(self) -> None:
+        self._is_woken = False
+        while self._queue:
+            work, future = self._queue.popleft()
+            if future.cancelled():
+                work.close()
+                continue
+            task = self.loop.create_task(_settle(work, future))
+            self._tasks.add(task)  # a loop holds its tasks weakly
+            task.add_done_callback(self._tasks.discard)
+            future.stop_work_with(lambda task=task: self.call_soon(task.cancel))  # type: ignore[misc]
+
+    def stop(self) -> None:
+        """End the loop and its thread. Work under way is cancelled, and its futures with it."""
+        self.call_soon(self._begin_to_stop)
+        self._thread.join(STOP_TIMEOUT_S)
+        if not self._thread.is_alive():
+            self.loop.close()
+
+    def _begin_to_stop(self) -> None:
+        for work, future in self._queue:
+            work.close()
+            future.cancel()
+        self._queue.clear()
+        self._stopping = self.loop.create_task(self._wind_down())
+
+    async def _wind_down(self) -> None:
+        """Cancel all tasks, give them a moment to end in order, and stop the loop."""
+        tasks = asyncio.all_tasks() - {self._stopping}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=WIND_DOWN_S)
+        self.loop.stop()
+
+    @property
+    def task_count(self) -> int:
+        """How many handed-over coroutines are under way."""
+        return len(self._tasks)
+
+
+async def _settle(work: Coroutine[Any, Any, T], future: APIFuture[T]) -> None:
+    try:
+        value = await work
+    except asyncio.CancelledError:
+        if not future.cancel():
+            raise
+    except (Exception, concurrent.futures.CancelledError) as error:  # noqa: BLE001 - handed on whole
+        future.fail(error)
+    else:
+        future.settle(value)
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
+
+
+class _Holder:
+    """The background loop of this process, or none yet."""
+
+    def __init__(self) -> None:
+        self.current: Background | None = None
+        self.lock = threading.Lock()
+
+    def forget(self) -> None:
+        """Begin anew: a child has none of its parent's threads, and one may have held the lock."""
+        self.current = None
+        self.lock = threading.Lock()
+
+    def stop(self) -> None:
+        """End the loop when the interpreter exits."""
+        if self.current is not None:
+            self.current.stop()
+            self.current = None
+
+
+_holder = _Holder()
+atexit.register(_holder.stop)
+
+
+def background() -> Background:
+    """The background loop of this process, started if it is not running."""
+    if _holder.current is None:
+        with _holder.lock:
+            if _holder.current is None:
+                _holder.current = Background()
+    return _holder.current
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_holder.forget)

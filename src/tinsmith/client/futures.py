@@ -1,0 +1,204 @@
+"""What a call returns: a result that is on its way, for threads and for coroutines alike.
+
+`APIFuture` is a `concurrent.futures.Future` that can also be awaited, on any event loop. It is
+settled on the background loop's thread; user callbacks run on a thread of their own, so that one
+which waits for another result holds up nobody's traffic.
+
+Knows nothing of how results are made or fetched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import concurrent.futures
+import functools
+import logging
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Generator
+from typing import Any, Generic, TypeVar
+
+from tinsmith.errors import APITimeoutError
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+
+class APIFuture(concurrent.futures.Future[T], Generic[T]):
+    """A result that is on its way.
+
+    Ask with `result()` from a thread and with `await` from a coroutine, as often as you like: the
+    answer is the same object each time, and an error the same error.
+    """
+
+    def __init__(self, what: str = "call") -> None:
+        super().__init__()
+        self._what = what
+        self._stop_work: Callable[[], object] | None = None
+
+    def result(self, timeout: float | None = None) -> T:
+        """Wait for the result.
+
+        Args:
+            timeout: Seconds to wait. When they are over the work goes on, and can be waited for
+                again.
+
+        Raises:
+            TimeoutError: It did not come in time.
+        """
+        try:
+            return super().result(timeout)
+        except concurrent.futures.TimeoutError as exc:
+            if self.done():
+                raise  # the work itself ended with this error
+            raise TimeoutError(f"{self._what}: no result within {timeout:g} s") from exc
+
+    async def result_async(self, timeout: float | None = None) -> T:  # noqa: ASYNC109 - API name
+        """Wait for the result in a coroutine. A timeout or cancellation gives the work up.
+
+        Raises:
+            APITimeoutError: It did not come in time.
+        """
+        try:
+            async with asyncio.timeout(timeout):
+                return await self._settled()
+        except TimeoutError as exc:
+            if self.cancelled() or not self.done():
+                self.cancel()
+                raise APITimeoutError(f"{self._what}: no result within {timeout} s") from exc
+            raise
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self.result_async().__await__()
+
+    def future(self) -> APIFuture[T]:
+        """This future, which is a `concurrent.futures.Future` itself."""
+        return self
+
+    def add_done_callback(self, fn: Callable[[concurrent.futures.Future[T]], object]) -> None:
+        """Call `fn` with this future once it is settled, on a thread kept for callbacks.
+
+        If it is settled already, `fn` is called at once, here.
+        """
+        if self.done():
+            super().add_done_callback(fn)
+        else:
+            super().add_done_callback(functools.partial(_callbacks.run, fn))
+
+    def when_settled(self, fn: Callable[[APIFuture[T]], object]) -> None:
+        """As `add_done_callback`, on the thread that settles it: `fn` must not block."""
+        super().add_done_callback(fn)  # type: ignore[arg-type]  # it is called with this future
+
+    def cancel(self) -> bool:
+        """Give the work up, here and where possible on the server; False if it was settled."""
+        if not super().cancel():
+            return False
+        if self._stop_work is not None:
+            self._stop_work()
+        return True
+
+    def stop_work_with(self, stop: Callable[[], object]) -> None:
+        """Have `stop` called if the future is cancelled; at once if it was already."""
+        self._stop_work = stop
+        if self.cancelled():
+            stop()
+
+    def settle(self, value: T) -> None:
+        """Give it its result, unless it was cancelled meanwhile."""
+        try:
+            self.set_result(value)
+        except concurrent.futures.InvalidStateError:
+            _log.debug("%s: its result came after it was settled", self._what)
+
+    def fail(self, error: BaseException) -> None:
+        """Give it its error, unless it was cancelled meanwhile."""
+        try:
+            self.set_exception(error)
+        except concurrent.futures.InvalidStateError:
+            _log.debug("%s: it failed after it was settled: %r", self._what, error)
+
+    async def _settled(self) -> T:
+        if not self.done():
+            loop = asyncio.get_running_loop()
+            waiter = loop.create_future()
+            inbox = _inbox_of(loop)
+            self.when_settled(lambda _: inbox.put(waiter))
+            await waiter
+        if self.cancelled():
+            raise asyncio.CancelledError(f"{self._what} was cancelled")
+        return super().result()
+
+
+class _Inbox:
+    """Waiters of one event loop that can go on; a burst of them costs one wake-up."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = weakref.ref(loop)
+        self._ready: collections.deque[asyncio.Future[None]] = collections.deque()
+        self._is_woken = False
+
+    def put(self, waiter: asyncio.Future[None]) -> None:
+        # Append, then look at the flag; the loop clears the flag, then drains: nothing is missed.
+        self._ready.append(waiter)
+        loop = self._loop()
+        if not self._is_woken and loop is not None:
+            self._is_woken = True
+            try:
+                loop.call_soon_threadsafe(self._drain)
+            except RuntimeError:  # the loop is closed, and so nobody waits
+                _log.debug("a result came for an event loop that is closed")
+
+    def _drain(self) -> None:
+        self._is_woken = False
+        while self._ready:
+            waiter = self._ready.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+
+
+_inboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Inbox] = weakref.WeakKeyDictionary()
+_inboxes_lock = threading.Lock()
+
+
+def _inbox_of(loop: asyncio.AbstractEventLoop) -> _Inbox:
+    with _inboxes_lock:
+        inbox = _inboxes.get(loop)
+        if inbox is None:
+            inbox = _inboxes[loop] = _Inbox(loop)
+        return inbox
+
+
+class _CallbackThread:
+    """Runs user callbacks one after another, on a thread that is started for the first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: queue.SimpleQueue[tuple[Callable[[Any], object], Any]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def run(self, fn: Callable[[Any], object], future: Any) -> None:
+        self._waiting.put((fn, future))
+        with self._lock:
+            if self._thread is None or not self._thread.is_alive():  # also after a fork
+                self._thread = threading.Thread(
+                    target=self._work, name="tinsmith-callbacks", daemon=True
+                )
+                self._thread.start()
+
+    def _work(self) -> None:
+        while True:
+            fn, future = self._waiting.get()
+            try:
+                fn(future)
+            except Exception:  # noqa: BLE001 - a callback is user code; its error is told, not raised
+                _log.exception("a callback of a future raised an error")
+            del fn, future  # or the last one would be kept alive until the next comes
+
+
+_callbacks = _CallbackThread()

@@ -1,0 +1,206 @@
+"""When the next sample may be sent: pauses that the server asked for, seen by every sender at once.
+
+A 429 pauses all samples of its key, whichever client object or thread sends them; a queue state of
+`paused_…` seen while polling holds back new samples and lets polls go on. `Limiter.wait` is what
+each sender awaits before it sends.
+
+One `Limiter` stands for a base URL and a key, and every client of the process that uses both shares
+it (`shared_limiter`): staging and production never do. It is kept as long as a client holds it.
+
+**After a pause** the waiters do not all send at once. The k-th to leave waits `RAMP_STEP_S` ·
+log2(1 + k / `RAMP_SENDS`) after the pause's end: `RAMP_SENDS` leave in the first step, twice as
+many in the next, so that a server that is still full says so to a few and not to all. A fixed gap
+between sends would make a long queue wait for ever; a random delay has no bound on the first
+sends.
+
+Times are those of a monotonic clock, so that a jump of the wall clock changes nothing. Knows
+nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import threading
+import time
+import weakref
+from collections.abc import Awaitable, Callable
+from typing import Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
+RAMP_SENDS = 10
+RAMP_STEP_S = 0.1
+DEFAULT_QUEUE_PAUSE_S = 1.0
+"""How long a paused queue holds back samples where the server does not say."""
+
+Clock = Callable[[], float]
+Sleep = Callable[[float], Awaitable[object]]
+PauseState = Literal["open", "rate_limited", "queue_paused"]
+
+
+class Pause(msgspec.Struct, frozen=True):
+    """Whether samples may be sent, until when not, and why not."""
+
+    state: PauseState
+    until: float
+    """On the limiter's clock; in the past if the state is `open`."""
+    reason: str
+
+
+class _Deadlines(msgspec.Struct, frozen=True):
+    """All that a limiter knows, replaced as a whole so that readers need no lock."""
+
+    rate_limited_until: float = -math.inf
+    rate_limit_reason: str = ""
+    queue_paused_until: float = -math.inf
+    queue_reason: str = ""
+    queue_paused_at: float = -math.inf
+
+    @property
+    def until(self) -> float:
+        return max(self.rate_limited_until, self.queue_paused_until)
+
+
+class Limiter:
+    """The pauses of one base URL and key, for senders on any thread and event loop."""
+
+    def __init__(self, *, clock: Clock = time.monotonic, sleep: Sleep = asyncio.sleep) -> None:
+        self._clock = clock
+        self._sleep = sleep
+        self._lock = threading.Lock()  # held for a few assignments, never across a wait
+        self._deadlines = _Deadlines()
+        self._left_since_pause = 0
+        self._waiters: set[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = set()
+
+    def pause(self) -> Pause:
+        """What holds samples back now. Any thread may ask; nothing is waited for."""
+        known, now = self._deadlines, self._clock()
+        if now < known.rate_limited_until and known.until == known.rate_limited_until:
+            return Pause("rate_limited", known.rate_limited_until, known.rate_limit_reason)
+        if now < known.queue_paused_until:
+            return Pause("queue_paused", known.queue_paused_until, known.queue_reason)
+        return Pause("open", known.until, "")
+
+    def rate_limited(self, delay_s: float, reason: str = "") -> None:
+        """A sample was refused with 429: none may be sent for `delay_s` from now.
+
+        Only time ends this pause. Of several, the latest end counts.
+        """
+        until = self._clock() + max(0.0, delay_s)
+        with self._lock:
+            if until > self._deadlines.rate_limited_until:
+                self._replace(rate_limited_until=until, rate_limit_reason=reason)
+
+    def queue_paused(self, delay_s: float | None, reason: str = "") -> None:
+        """A poll said that the queue is paused: hold new samples back for so long.
+
+        Args:
+            delay_s: What the server asked for; None for a default.
+            reason: What it said why.
+        """
+        now = self._clock()
+        until = now + max(0.0, DEFAULT_QUEUE_PAUSE_S if delay_s is None else delay_s)
+        with self._lock:
+            if until > self._deadlines.queue_paused_until:
+                self._replace(queue_paused_until=until, queue_reason=reason, queue_paused_at=now)
+
+    def queue_active(self, asked_at: float) -> None:
+        """A poll said that the queue moves, or brought a result: its pause is over.
+
+        Args:
+            asked_at: When that poll was sent; one sent before the pause was seen says nothing of
+                it.
+        """
+        known = self._deadlines
+        if known.queue_paused_until <= self._clock() or asked_at <= known.queue_paused_at:
+            return
+        with self._lock:
+            if asked_at > self._deadlines.queue_paused_at:
+                self._replace(queue_paused_until=self._clock())
+        self._wake_waiters()
+
+    def _replace(self, **changes: float | str) -> None:
+        self._deadlines = msgspec.structs.replace(self._deadlines, **changes)
+        self._left_since_pause = 0
+
+    async def wait(self) -> float:
+        """Return once a sample may be sent, at once if nothing holds it back.
+
+        Whoever was asleep looks again when it wakes, for the pause may have grown meanwhile. Slots
+        and bytes should be taken after this, so that nobody holds any while asleep.
+
+        Returns:
+            The limiter's time at which leave was given.
+        """
+        while True:
+            now = self._clock()
+            leave_at = self._deadlines.until
+            if now >= leave_at:
+                leave_at = self._take_turn(now)
+                if now >= leave_at:
+                    return now
+                await self._sleep(leave_at - now)
+                if self._deadlines.until <= self._clock():
+                    return self._clock()
+            else:
+                await self._sleep_until_changed(leave_at - now)
+
+    def _take_turn(self, now: float) -> float:
+        """When this sender may leave, as one of those that a pause held up."""
+        with self._lock:
+            ended_at = self._deadlines.until
+            if ended_at == -math.inf:
+                return now
+            turn = self._left_since_pause
+            self._left_since_pause += 1
+        return ended_at + RAMP_STEP_S * math.log2(1 + turn / RAMP_SENDS)
+
+    async def _sleep_until_changed(self, delay_s: float) -> None:
+        """Sleep, or less if the pause ends early."""
+        loop = asyncio.get_running_loop()
+        ended = loop.create_future()
+        entry = (loop, ended)
+        self._waiters.add(entry)
+        asleep = asyncio.ensure_future(self._sleep(delay_s))
+        try:
+            await asyncio.wait({asleep, ended}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._waiters.discard(entry)
+            ended.cancel()
+            asleep.cancel()
+
+    def _wake_waiters(self) -> None:
+        for loop, ended in list(self._waiters):
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_end, ended)
+
+
+def _end(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+_shared: weakref.WeakValueDictionary[tuple[str, str], Limiter] = weakref.WeakValueDictionary()
+_shared_lock = threading.Lock()
+
+
+def shared_limiter(base_url: str, api_key: str) -> Limiter:
+    """The one limiter for this address and key in the process, made if there is none.
+
+    The address counts with scheme, host, port and path; of the key only a digest is kept.
+    """
+    key = (_address(base_url), hashlib.sha256(api_key.encode()).hexdigest())
+    with _shared_lock:
+        limiter = _shared.get(key)
+        if limiter is None:
+            limiter = _shared[key] = Limiter()
+        return limiter
+
+
+def _address(base_url: str) -> str:
+    parts = urlsplit(base_url)
+    port = parts.port or {"http": 80, "https": 443}.get(parts.scheme, 0)
+    return f"{parts.scheme}://{parts.hostname}:{port}{parts.path.rstrip('/')}"

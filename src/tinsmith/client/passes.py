@@ -1,0 +1,60 @@
+"""A training pass in two halves: its bytes, made where the data is, and its way to a result.
+
+`pass_bodies` may run on any thread; `run_pass` runs on the background loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from tinsmith.client import chunking
+from tinsmith.client.dispatch import Place
+from tinsmith.client.submission import Submitter, frozen_body
+from tinsmith.errors import ValidationError
+from tinsmith.types.inputs import Datum
+from tinsmith.types.requests import ForwardBackwardRequest
+from tinsmith.types.training import ForwardBackwardInput, ForwardBackwardOutput, LossFnType
+from tinsmith.wire.protobuf import Parts
+
+
+def pass_bodies(
+    submitter: Submitter,
+    data: Sequence[Datum],
+    loss_fn: LossFnType,
+    loss_fn_config: Mapping[str, float | str] | None = None,
+    *,
+    forward_only: bool = False,
+) -> list[Parts]:
+    """The requests of one pass, cut as the server wants them, without their numbers.
+
+    Raises:
+        ValidationError: There is no data.
+    """
+    flags = submitter.session.flags
+    chunks = chunking.split(
+        data,
+        max_datums=flags.fwdbwd_max_chunk_len,
+        max_bytes=flags.fwdbwd_max_chunk_bytes_count,
+    )
+    if not chunks:
+        raise ValidationError("data is empty", remedy="pass at least one Datum")
+    return [
+        frozen_body(
+            ForwardBackwardRequest(
+                ForwardBackwardInput(chunk, loss_fn, loss_fn_config),
+                submitter.model_id,
+                forward_only=forward_only,
+            )
+        )
+        for chunk in chunks
+    ]
+
+
+async def run_pass(
+    submitter: Submitter, place: Place, bodies: Sequence[Parts], kind: str
+) -> ForwardBackwardOutput:
+    """Send a pass in its turn, and wait for its whole result."""
+    acknowledged = await submitter.submit_chunks(place, bodies)
+    outputs = await asyncio.gather(*(submitter.result(ack, kind) for ack in acknowledged))
+    return chunking.join(outputs)

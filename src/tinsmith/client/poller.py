@@ -1,0 +1,272 @@
+"""Fetching results: asking until the work is done, at a pace that suits both sides.
+
+`retrieve` asks for one result with long polls. Pending answers carry the queue's state, which goes
+to the limiter, so that a paused queue holds back new samples, and to the log, so that a long wait
+is never silent. A result that is large is first announced by its size and fetched when there is
+room for it.
+
+However fast the server answers "not yet" or fails, polls keep a distance, and failures in a row are
+given up on when the session's retry budget is used up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from tinsmith.client.budgets import Budget
+from tinsmith.client.retry import BILLING_PAUSE_S
+from tinsmith.client.session import Session
+from tinsmith.client.transport import ExchangeReply
+from tinsmith.errors import (
+    APIConnectionError,
+    APIError,
+    APIResponseValidationError,
+    APIStatusError,
+    BadRequestError,
+    BillingError,
+    DecodeError,
+)
+from tinsmith.types.requests import FutureRetrieveRequest
+from tinsmith.wire import exchange, json_format
+from tinsmith.wire.content import is_protobuf
+from tinsmith.wire.endpoints import ENDPOINTS, FUTURE_RESULTS, Format, FutureResult
+from tinsmith.wire.failures import error_from_failed, is_retried
+
+_log = logging.getLogger(__name__)
+
+SHORTEST_POLL_S = 0.05
+LONGEST_PAUSE_S = 1.0
+"""Polls that are answered at once are spaced out, from the first of these up to the second."""
+TOLD_AFTER_S = 10.0
+TOLD_EVERY_S = 60.0
+MOST_BAD_REQUESTS = 3
+REQUEST_TIMEOUT = 408
+
+
+class Poll:
+    """The fetching of one result."""
+
+    def __init__(
+        self,
+        session: Session,
+        request_id: str,
+        kind: str,
+        *,
+        submit_s: float = 0.0,
+        room: Budget | None = None,
+        is_size_known: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    ) -> None:
+        self._session = session
+        self._request_id = request_id
+        self._kind = kind
+        self._result: FutureResult = FUTURE_RESULTS[kind]
+        self._submit_s = submit_s
+        self._room = room
+        self._takes_size_alone = room is not None and not is_size_known
+        self._clock = clock
+        self._sleep = sleep
+        self._iteration = 0
+        self._quick_answers = 0
+        self._bad_requests = 0
+        self._failing_since: float | None = None
+        self._failures = 0
+        self._began = clock()
+        self._told_at = self._began + TOLD_AFTER_S - TOLD_EVERY_S
+
+    async def result(self) -> Any:
+        """Ask until there is a result.
+
+        Raises:
+            RequestFailedError: The server could not do the work.
+            APIStatusError: The server does not give the result out; 410 if it no longer has it.
+            APIConnectionError: The server could not be reached for too long.
+        """
+        while True:
+            asked_at = self._clock()
+            try:
+                reply = await self._ask()
+            except APIError as error:
+                await self._after_error(error, asked_at)
+                continue
+            self._failing_since, self._failures = None, 0
+            answer = self._read(reply)
+            if isinstance(answer, _Pending):
+                await self._after_pending(answer, asked_at)
+            elif isinstance(answer, _Size):
+                return await self._fetch(answer.size_bytes)
+            else:
+                self._session.limiter.queue_active(asked_at)
+                return answer
+
+    async def _fetch(self, size_bytes: int) -> Any:
+        """Ask for a large result once there is room for it."""
+        self._takes_size_alone = False
+        async with room_for(self._room, size_bytes):
+            return await self.result()
+
+    async def _ask(self) -> ExchangeReply:
+        endpoint = ENDPOINTS["retrieve_future"]
+        headers = {
+            "X-Tinker-Request-Iteration": str(self._iteration),
+            "X-Tinker-Request-Type": self._kind,
+        }
+        if self._iteration == 0:
+            headers["X-Tinker-Create-Promise-Roundtrip-Time"] = f"{self._submit_s:.6f}"
+        self._iteration += 1
+        request = FutureRetrieveRequest(
+            request_id=self._request_id, allow_metadata_only=self._takes_size_alone
+        )
+        sent = exchange.to_http(endpoint, request, accept=self._result.format)
+        return await self._session.send(endpoint, sent, headers=headers)
+
+    # Answers
+
+    def _read(self, reply: ExchangeReply) -> Any:
+        try:
+            if is_protobuf(reply.headers.get("content-type")):
+                return exchange.decode_body(reply.body, self._result.type, Format.PROTOBUF)
+            plain = json_format.decode_any(reply.body)
+            if not isinstance(plain, dict):
+                raise DecodeError("not an object")
+            return self._read_plain(plain, reply)
+        except DecodeError as exc:
+            raise APIResponseValidationError(
+                reply,
+                bytes(reply.body[:1000]),
+                message=f"the result of {self._what()} cannot be read: {exc}",
+                request_id=self._request_id,
+            ) from exc
+
+    def _read_plain(self, plain: dict[str, Any], reply: ExchangeReply) -> Any:
+        if plain.get("type") == "try_again":
+            return _Pending(plain)
+        if plain.get("status") == "complete_metadata" and self._takes_size_alone:
+            return _Size(plain)
+        if "error" in plain:
+            raise error_from_failed(plain, self._request_id)
+        return exchange.decode_body(reply.body, self._result.type, Format.JSON)
+
+    async def _after_pending(self, pending: _Pending, asked_at: float) -> None:
+        limiter = self._session.limiter
+        if pending.is_paused:
+            limiter.queue_paused(pending.retry_after_s, pending.reason)
+        elif pending.queue_state == "active":
+            limiter.queue_active(asked_at)
+        self._tell(pending)
+        await self._keep_distance(self._clock() - asked_at)
+
+    async def _keep_distance(self, answered_in_s: float) -> None:
+        """A server that holds polls open sets the pace; others are asked less often."""
+        if answered_in_s >= LONGEST_PAUSE_S:
+            self._quick_answers = 0
+            return
+        pause_s = min(SHORTEST_POLL_S * 2.0**self._quick_answers, LONGEST_PAUSE_S)
+        self._quick_answers = min(self._quick_answers + 1, 16)
+        await self._sleep(pause_s)
+
+    def _tell(self, pending: _Pending) -> None:
+        now = self._clock()
+        if now - self._told_at < TOLD_EVERY_S:
+            return
+        self._told_at = now
+        level = logging.WARNING if pending.is_paused else logging.INFO
+        waited_s = now - self._began
+        _log.log(
+            level,
+            "%s: waiting for %.0f s; queue %s%s",
+            self._what(),
+            waited_s,
+            pending.queue_state,
+            f": {pending.reason}" if pending.reason else "",
+        )
+
+    # Failures
+
+    async def _after_error(self, error: APIError, asked_at: float) -> None:
+        """Wait before asking again, or raise if that will not help."""
+        pending = _pending_of(error)
+        if pending is not None:
+            self._failing_since = None
+            self._bad_requests = 0
+            await self._after_pending(pending, asked_at)
+            return
+        if self._failing_since is None:
+            self._failing_since = asked_at
+        failing_s = self._clock() - self._failing_since
+        delay_s = self._delay_after(error, failing_s)
+        if delay_s is None:
+            error.request_id = error.request_id or self._request_id
+            error.add_note(f"while waiting for {self._what()}, for {failing_s:.1f} s")
+            raise error
+        self._failures += 1
+        level = logging.WARNING if failing_s > TOLD_AFTER_S else logging.DEBUG
+        _log.log(level, "%s: %s; asking again in %.1f s", self._what(), error, delay_s)
+        await self._sleep(delay_s)
+
+    def _delay_after(self, error: APIError, failing_s: float) -> float | None:
+        budget = self._session.retrier.budget
+        if isinstance(error, BillingError):
+            return BILLING_PAUSE_S if failing_s < budget.billing_s else None
+        if isinstance(error, BadRequestError):
+            self._bad_requests += 1
+            is_last = self._bad_requests > MOST_BAD_REQUESTS
+            return None if is_last else budget.delay_s(self._bad_requests - 1)
+        is_passing = isinstance(error, APIConnectionError) or (
+            # 409 is final here: a result has no state that could change to let it through.
+            isinstance(error, APIStatusError)
+            and is_retried(error.status_code)
+            and error.status_code != 409
+        )
+        if not is_passing or failing_s > budget.total_s:
+            return None
+        asked_s = getattr(error, "retry_after_s", None)
+        return budget.delay_s(self._failures) if asked_s is None else float(asked_s)
+
+    def _what(self) -> str:
+        return f"{self._kind} {self._request_id}"
+
+
+class _Pending:
+    """The work is not done."""
+
+    def __init__(self, plain: dict[str, Any]) -> None:
+        self.queue_state = str(plain.get("queue_state", "active"))
+        self.reason = str(plain.get("queue_state_reason") or "")
+        delay_ms = plain.get("retry_after_ms")
+        self.retry_after_s = delay_ms / 1000 if isinstance(delay_ms, int | float) else None
+
+    @property
+    def is_paused(self) -> bool:
+        return self.queue_state in ("paused_capacity", "paused_rate_limit")
+
+
+class _Size:
+    """The work is done, and its result takes this many bytes."""
+
+    def __init__(self, plain: dict[str, Any]) -> None:
+        size = plain.get("response_payload_size")
+        self.size_bytes = size if isinstance(size, int) and size > 0 else 1
+
+
+def _pending_of(error: APIError) -> _Pending | None:
+    """What a 408 says; its body is that of a pending answer."""
+    if isinstance(error, APIStatusError) and error.status_code == REQUEST_TIMEOUT:
+        return _Pending(error.body if isinstance(error.body, dict) else {})
+    return None
+
+
+@contextlib.asynccontextmanager
+async def room_for(room: Budget | None, size_bytes: int) -> AsyncIterator[None]:
+    """Hold room for a result while the block lasts; without a budget there is always room."""
+    if room is None:
+        yield
+        return
+    async with room.taken(size_bytes):
+        yield

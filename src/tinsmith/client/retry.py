@@ -1,0 +1,171 @@
+"""Second tries: what is tried again, after how long, and for how long in all.
+
+A failure is worth another try if it may pass: 408, 409, 429, 500 and above, a lost connection, a
+timeout. What the server said of the delay counts before our own backoff. One budget covers a call
+from its first try; when it is used up the last error is raised and says how often and how long it
+was tried.
+
+A server that was never reached is given up on within seconds: the address is wrong, or nothing runs
+there. One that was reached before is waited for, since it may be restarting.
+
+Knows nothing of HTTP beyond statuses. Clock, sleep and chance are parameters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import msgspec
+
+from tinsmith.errors import (
+    APIConnectionError,
+    APIError,
+    APIStatusError,
+    APITimeoutError,
+    BillingError,
+    ValidationError,
+)
+from tinsmith.wire.failures import is_retried
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+TOLD_AFTER_S = 10.0
+"""A wait that makes the whole last longer than this is told in the log."""
+BILLING_PAUSE_S = 5.0
+
+
+class RetryBudget(msgspec.Struct, frozen=True, kw_only=True):
+    """How patient a call is."""
+
+    total_s: float = 300.0
+    """How long after its first try a call may still be tried again."""
+    first_contact_s: float = 5.0
+    """The same, while the server has never been reached."""
+    billing_s: float = 3600.0
+    """How long 402 is taken for a pause."""
+    delay_base_s: float = 0.5
+    delay_max_s: float = 10.0
+    jitter: float = 0.25
+    """Each delay is varied by up to this part of it, so that many clients do not come back at
+    once."""
+
+    def __post_init__(self) -> None:
+        numbers = (self.total_s, self.first_contact_s, self.billing_s, self.delay_base_s)
+        if min(numbers) < 0 or self.delay_max_s <= 0 or not 0 <= self.jitter < 1:
+            raise ValidationError(f"a retry budget needs times of 0 or more: {self}")
+
+    def delay_s(self, attempt: int, chance: Callable[[], float] = random.random) -> float:
+        """The delay after the given attempt, counted from 0, where the server named none."""
+        delay = min(self.delay_base_s * 2.0 ** min(attempt, 32), self.delay_max_s)
+        return delay * (1 + self.jitter * (2 * chance() - 1))
+
+
+DEFAULT_BUDGET = RetryBudget()
+NO_RETRIES = RetryBudget(total_s=0.0, first_contact_s=0.0, billing_s=0.0)
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether the same call may succeed if it is made again."""
+    if isinstance(error, APIStatusError):
+        if _server_forbids(error):
+            return False
+        return is_retried(error.status_code) or isinstance(error, BillingError)
+    return isinstance(error, APIConnectionError)
+
+
+def _server_forbids(error: APIStatusError) -> bool:
+    headers = getattr(error.response, "headers", None) or {}
+    return str(headers.get("x-should-retry", "")).lower() == "false"
+
+
+class Retrier:
+    """Tries calls to one server again, and remembers whether it was ever reached."""
+
+    def __init__(
+        self,
+        budget: RetryBudget = DEFAULT_BUDGET,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
+        self.budget = budget
+        self._clock = clock
+        self._sleep = sleep
+        self._chance = chance
+        self._was_reached = False
+
+    async def call(
+        self,
+        attempt: Callable[[int], Awaitable[T]],
+        what: str,
+        *,
+        final: tuple[type[APIError], ...] = (),
+    ) -> T:
+        """Make a call until it succeeds, fails for good, or its budget is used up.
+
+        Args:
+            attempt: Makes the call once; it is given the number of the attempt, from 0.
+            what: What the call is, for errors and the log.
+            final: Errors that are raised at once although they may pass.
+
+        Raises:
+            APIError: The last attempt's, with the number of attempts and the time in its notes.
+        """
+        began = self._clock()
+        number = 0
+        while True:
+            try:
+                result = await attempt(number)
+            except APIError as error:
+                self._was_reached |= not isinstance(error, APIConnectionError) or isinstance(
+                    error, APITimeoutError
+                )
+                is_final = isinstance(error, final)
+                elapsed_s = self._clock() - began
+                delay_s = None if is_final else self._next_delay_s(error, number, elapsed_s)
+                number += 1
+                if delay_s is None:
+                    _tell_effort(error, what, number, self._clock() - began)
+                    raise
+                self._log_wait(error, what, number, delay_s, self._clock() - began)
+                await self._sleep(delay_s)
+            else:
+                self._was_reached = True
+                return result
+
+    def _next_delay_s(self, error: APIError, number: int, elapsed_s: float) -> float | None:
+        """How long to wait before the next attempt; None if there should be none."""
+        if not may_pass(error):
+            return None
+        if isinstance(error, BillingError):
+            return BILLING_PAUSE_S if elapsed_s < self.budget.billing_s else None
+        total_s = self.budget.total_s if self._was_reached else self.budget.first_contact_s
+        asked_s = getattr(error, "retry_after_s", None)
+        delay_s = self.budget.delay_s(number, self._chance) if asked_s is None else asked_s
+        return delay_s if elapsed_s + delay_s <= total_s else None
+
+    def _log_wait(
+        self, error: APIError, what: str, number: int, delay_s: float, elapsed_s: float
+    ) -> None:
+        level = logging.WARNING if elapsed_s + delay_s > TOLD_AFTER_S else logging.DEBUG
+        _log.log(
+            level,
+            "%s: attempt %d failed after %.1f s (%s); next in %.1f s",
+            what,
+            number,
+            elapsed_s,
+            error,
+            delay_s,
+        )
+
+
+def _tell_effort(error: APIError, what: str, attempts: int, elapsed_s: float) -> None:
+    error.add_note(f"{what}: given up after {attempts} attempt(s) and {elapsed_s:.1f} s")

@@ -1,0 +1,434 @@
+"""A client's stay with one service: its calls, flags, session and heartbeats.
+
+`Session` lives on the background loop. `call` makes one call of the API with second tries; `ready`
+and `session_id` do what must be done before the first, once, however many ask. What users hold
+refers to it through a `SessionLease`: when the last lease is gone, so is the session, its tasks
+and its connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+import logging
+import sys
+import uuid
+import weakref
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+from tinsmith._version import __version__
+from tinsmith.client.auth import Credentials
+from tinsmith.client.background import background
+from tinsmith.client.heartbeat import keep_alive
+from tinsmith.client.limits import Limiter, shared_limiter
+from tinsmith.client.retry import Retrier
+from tinsmith.client.settings import ClientSettings, Secret
+from tinsmith.client.transport import ExchangeReply, Transport, TransportSettings
+from tinsmith.errors import (
+    APIConnectionError,
+    APIError,
+    APIResponseValidationError,
+    AuthenticationError,
+    BillingError,
+    DecodeError,
+    NotFoundError,
+    RateLimitError,
+    TinkerError,
+)
+from tinsmith.types import requests as r
+from tinsmith.types.record import Frozen, Record
+from tinsmith.types.runs import (
+    ClientSessionFinishErrored,
+    ClientSessionFinishReason,
+    ClientSessionFinishSuccess,
+    CreateSessionResponse,
+)
+from tinsmith.types.service import (
+    AuthTokenResponse,
+    ClientConfigResponse,
+    ClientDynamicConfigResponse,
+)
+from tinsmith.wire.endpoints import ENDPOINTS, Endpoint, RetryClass
+from tinsmith.wire.exchange import HttpRequest, read_reply, to_http
+from tinsmith.wire.failures import error_from_reply
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+SDK_VERSION = "0.36.0"
+"""The release of the official SDK whose protocol we speak, which servers choose their answers
+by."""
+EMPTY_400_BUDGET = 16
+"""How many 400s without a body are taken for a broken proxy before one is believed."""
+
+
+EXIT_TIMEOUT_S = 3.0
+"""How long the interpreter's exit may wait for sessions to be finished."""
+
+
+class ClosedError(TinkerError, RuntimeError):
+    """The client was closed."""
+
+
+class Session:
+    """See the top of the module. Every method is for the background loop."""
+
+    def __init__(self, settings: ClientSettings, transport: Transport | None = None) -> None:
+        self.settings = settings
+        self.credentials = Credentials(settings)
+        self.retrier = Retrier(settings.retry)
+        self.limiter = self._limiter()
+        self.flags = ClientConfigResponse()
+        self.dynamic_flags = ClientDynamicConfigResponse()
+        self._transport = transport
+        self._empty_400s_left = EMPTY_400_BUDGET
+        self._starting: asyncio.Task[ClientConfigResponse] | None = None
+        self._opening: asyncio.Task[str] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing: asyncio.Task[None] | None = None
+        self._counters: dict[str, int] = {}
+        self._adopted_id: str | None = None
+
+    def adopt(
+        self, session_id: str, flags: ClientConfigResponse, dynamic: ClientDynamicConfigResponse
+    ) -> None:
+        """Take part in a session that another process opened; it is not ours to finish."""
+        self._adopted_id = session_id
+        self.flags, self.dynamic_flags = flags, dynamic
+
+    def _limiter(self) -> Limiter:
+        if self.settings.limiter_scope == "client":
+            return Limiter()
+        key = self.settings.api_key
+        return shared_limiter(self.settings.base_url, key.reveal() if key is not None else "")
+
+    # Calls
+
+    async def call(
+        self,
+        name: str,
+        request: Record | Frozen,
+        *,
+        headers: Mapping[str, str] | None = None,
+        credential: Secret | None = None,
+    ) -> Any:
+        """Make one call of the API, trying again as its kind allows.
+
+        Returns:
+            What the endpoint answers, decoded; None where it answers nothing.
+
+        Raises:
+            APIError: It failed for good.
+        """
+        endpoint = ENDPOINTS[name]
+        sent = to_http(endpoint, request)
+        return await self.call_with(endpoint, sent, headers=headers, credential=credential)
+
+    async def call_with(
+        self,
+        endpoint: Endpoint,
+        sent: HttpRequest,
+        *,
+        headers: Mapping[str, str] | None = None,
+        credential: Secret | None = None,
+    ) -> Any:
+        """As `call`, for a request that is bytes already."""
+        key = f"tinsmith-{uuid.uuid4()}"  # the same for every try of this call
+
+        async def attempt(number: int) -> Any:
+            reply = await self.send(
+                endpoint,
+                sent,
+                headers={**(headers or {}), "x-stainless-retry-count": str(number)},
+                idempotency_key=key,
+                credential=credential,
+            )
+            return self._decoded(endpoint, reply)
+
+        return await self._with_retries(endpoint, attempt)
+
+    async def _with_retries(self, endpoint: Endpoint, attempt: Callable[[int], Awaitable[T]]) -> T:
+        if endpoint.retry is RetryClass.OWN:
+            return await attempt(0)
+        return await self.retrier.call(attempt, endpoint.name, final=_final_errors(endpoint))
+
+    async def exchange(
+        self,
+        endpoint: Endpoint,
+        request: Record | Frozen,
+        *,
+        headers: Mapping[str, str] | None = None,
+        idempotency_key: str | None = None,
+        credential: Secret | None = None,
+    ) -> ExchangeReply:
+        """Send a call once and return its reply, which is not a refusal.
+
+        Raises:
+            APIStatusError: The reply refuses.
+            APIConnectionError: There was none.
+        """
+        sent = to_http(endpoint, request)
+        return await self.send(
+            endpoint, sent, headers=headers, idempotency_key=idempotency_key, credential=credential
+        )
+
+    async def send(
+        self,
+        endpoint: Endpoint,
+        sent: HttpRequest,
+        *,
+        headers: Mapping[str, str] | None = None,
+        idempotency_key: str | None = None,
+        credential: Secret | None = None,
+    ) -> ExchangeReply:
+        """As `exchange`, for a request that is bytes already."""
+        if self._closing is not None and endpoint.name not in _AFTER_CLOSE:
+            raise ClosedError("the client is closed", remedy="make a new one")
+        sent.headers.update(self._own_headers(endpoint))
+        sent.headers.update(headers or {})
+        reply = await self._carrier().send(
+            sent,
+            pool=endpoint.pool,
+            timeout_s=endpoint.timeout_s,
+            idempotency_key=idempotency_key,
+            credential=None if credential is None else credential.reveal(),
+        )
+        self._tell_deprecation(reply)
+        if 200 <= reply.status < 300:
+            self._empty_400s_left = min(EMPTY_400_BUDGET, self._empty_400s_left + 1)
+            return reply
+        self._check_empty_400(endpoint, reply)
+        raise error_from_reply(
+            reply.status, reply.headers, reply.body, request_id=reply.headers.get("x-request-id")
+        )
+
+    def _own_headers(self, endpoint: Endpoint) -> dict[str, str]:
+        headers = {
+            "User-Agent": f"tinsmith/{__version__}",
+            "X-Stainless-Package-Version": SDK_VERSION,
+            "x-stainless-read-timeout": f"{endpoint.timeout_s:g}",
+        }
+        if endpoint.is_management:
+            headers |= {"x-sdk-version": SDK_VERSION, "x-sdk-method": endpoint.name}
+        return headers
+
+    def _carrier(self) -> Transport:
+        if self._transport is None:
+            from tinsmith.client.http_transport import HttpTransport  # its library takes 0.2 s
+
+            settings = self.settings
+            self._transport = HttpTransport(
+                TransportSettings(
+                    base_url=settings.base_url,
+                    headers=settings.default_headers,
+                    unix_socket=settings.unix_socket,
+                    ca_file=settings.ca_file,
+                    proxy=settings.proxy,
+                ),
+                self.credentials.current,
+            )
+        return self._transport
+
+    def _check_empty_400(self, endpoint: Endpoint, reply: ExchangeReply) -> None:
+        """A 400 without a body comes from a broken proxy, not from the service."""
+        is_empty = reply.status == 400 and reply.headers.get("content-length", "0") == "0"
+        if is_empty and self._empty_400s_left > 0:
+            self._empty_400s_left -= 1
+            raise APIConnectionError(
+                f"{endpoint.name}: a 400 without a body, as broken proxies give"
+            )
+
+    def _tell_deprecation(self, reply: ExchangeReply) -> None:
+        note = reply.headers.get("x-deprecation-note")
+        if note:
+            is_error = reply.headers.get("x-deprecation-level") == "error"
+            _log.log(logging.ERROR if is_error else logging.WARNING, "the service says: %s", note)
+
+    def _decoded(self, endpoint: Endpoint, reply: ExchangeReply) -> Any:
+        try:
+            return read_reply(endpoint, reply.body)
+        except DecodeError as exc:
+            raise APIResponseValidationError(
+                reply, bytes(reply.body[:1000]), message=f"{endpoint.name}: {exc}"
+            ) from exc
+
+    def _own_session_id(self) -> str | None:
+        """The session that we opened and so have to finish, if there is one."""
+        opening = self._opening
+        if opening is None or not opening.done() or _failed(opening) or self._adopted_id:
+            return None
+        return opening.result()
+
+    # Start and session
+
+    async def ready(self) -> ClientConfigResponse:
+        """Introduce ourselves and learn the service's flags; done once."""
+        self._starting = _once(self._starting, self._start)
+        return await asyncio.shield(self._starting)
+
+    async def _start(self) -> ClientConfigResponse:
+        raw = await self.credentials.open()
+        if self._adopted_id is not None:
+            if self.flags.pjwt_auth_enabled:
+                await self._renew_credential()
+                self.spawn(self._keep_renewing())
+            return self.flags
+        about = r.ClientConfigRequest(sdk_version=SDK_VERSION)
+        self.flags = await self.call("client_config", about, credential=raw)
+        if self.flags.pjwt_auth_enabled:
+            await self._renew_credential()
+            self.spawn(self._keep_renewing())
+        elif not self.credentials.has_key:
+            raise AuthenticationError(
+                "this service takes API keys alone", remedy="set TINKER_API_KEY"
+            )
+        self.dynamic_flags = await self._fetch_dynamic_flags()
+        return self.flags
+
+    async def _fetch_dynamic_flags(self) -> ClientDynamicConfigResponse:
+        about = r.ClientConfigRequest(sdk_version=SDK_VERSION)
+        endpoint = ENDPOINTS["client_dynamic_config"]
+
+        async def attempt(_: int) -> ClientDynamicConfigResponse:
+            reply = await self.exchange(endpoint, about)
+            flags: ClientDynamicConfigResponse = self._decoded(endpoint, reply)
+            return flags
+
+        try:
+            return await self.retrier.call(attempt, endpoint.name)
+        except NotFoundError:  # older services do not have it
+            return ClientDynamicConfigResponse()
+
+    async def _renew_credential(self) -> None:
+        source = self.flags.credential_default_source
+        await self.credentials.renew(self._exchange_credential, source)
+
+    async def _exchange_credential(self, credential: Secret) -> str:
+        answer: AuthTokenResponse = await self.call(
+            "auth_token", r.AuthTokenRequest(), credential=credential
+        )
+        return answer.jwt
+
+    async def _keep_renewing(self) -> None:
+        while True:
+            await asyncio.sleep(self.credentials.next_renewal_s())
+            await self._renew_credential()
+
+    async def session_id(self) -> str:
+        """The id of our session, opened on first use and kept alive from then on."""
+        self._opening = _once(self._opening, self._open)
+        return await asyncio.shield(self._opening)
+
+    async def _open(self) -> str:
+        await self.ready()
+        if self._adopted_id is not None:
+            self.spawn(keep_alive(self.call, self._adopted_id))
+            return self._adopted_id
+        settings = self.settings
+        opened: CreateSessionResponse = await self.call(
+            "create_session",
+            r.CreateSessionRequest(
+                tags=list(settings.tags),
+                user_metadata=settings.user_metadata or {},
+                sdk_version=SDK_VERSION,
+                project_id=settings.project_id,
+                display_name=settings.display_name,
+            ),
+        )
+        for level, message in (
+            (logging.INFO, opened.info_message),
+            (logging.WARNING, opened.warning_message),
+            (logging.ERROR, opened.error_message),
+        ):
+            if message:
+                _log.log(level, "the service says: %s", message)
+        self.spawn(keep_alive(self.call, opened.session_id))
+        return opened.session_id
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run something beside the calls, for as long as the session lasts."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)  # a loop holds its tasks weakly
+        task.add_done_callback(self._tasks.discard)
+
+    def next_number(self, counter: str) -> int:
+        """The next number of a counter, from 0: models, samplers and losses are numbered by us."""
+        number = self._counters.get(counter, 0)
+        self._counters[counter] = number + 1
+        return number
+
+    # End
+
+    async def close(self, reason: ClientSessionFinishReason, detail: str | None = None) -> None:
+        """Finish the session, if one was opened, and let go of everything. Done once."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close(reason, detail))
+        await asyncio.shield(self._closing)
+
+    async def _close(self, reason: ClientSessionFinishReason, detail: str | None) -> None:
+        try:
+            session_id = self._own_session_id()
+            if session_id is not None:
+                request = r.FinishSessionRequest(
+                    session_id=session_id, reason=reason, detail=detail
+                )
+                await self.call("finish_session", request)
+        finally:
+            for task in (*self._tasks, self._starting, self._opening):
+                if task is not None:
+                    task.cancel()
+            if self._transport is not None:
+                await self._transport.close()
+
+
+_AFTER_CLOSE = frozenset({"finish_session"})
+
+
+def _final_errors(endpoint: Endpoint) -> tuple[type[APIError], ...]:
+    """Errors that somebody else deals with, though another try might help."""
+    if endpoint.retry is RetryClass.EXCHANGE:
+        return (BillingError,)  # to make something is not paused for want of funds, but refused
+    return (RateLimitError,) if endpoint.name == "asample" else ()  # the limiter's
+
+
+def _once(task: asyncio.Task[T] | None, work: Callable[[], Any]) -> asyncio.Task[T]:
+    """The task that does something once; begun anew if it failed."""
+    if task is None or (task.done() and _failed(task)):
+        return asyncio.create_task(work())
+    return task
+
+
+def _failed(task: asyncio.Task[Any]) -> bool:
+    return task.cancelled() or task.exception() is not None
+
+
+class SessionLease:
+    """A user's hold on a session; when the last one is dropped, the session is closed."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        finalizer = weakref.finalize(self, _close_dropped, session)
+        finalizer.atexit = False  # at exit `_finish_all` does it, while the loop still runs
+        _open_sessions.add(session)
+
+
+_open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def _finish_all() -> None:
+    """At the interpreter's exit, tell the service how it went; but do not keep the user waiting."""
+    has_failed = getattr(sys, "last_value", None) is not None
+    reason = ClientSessionFinishErrored() if has_failed else ClientSessionFinishSuccess()
+    closing = [background().start(s.close(reason), "close") for s in list(_open_sessions)]
+    concurrent.futures.wait(closing, timeout=EXIT_TIMEOUT_S)
+
+
+# Registered after the background loop's own, and so run before it.
+atexit.register(_finish_all)
+
+
+def _close_dropped(session: Session) -> None:
+    _ = background().start(session.close(ClientSessionFinishSuccess()), "close")

@@ -1,0 +1,146 @@
+"""What a client was told when it was made; nothing read later changes it (S40).
+
+Arguments count before the environment, and the environment is read once. Secrets never show: not in
+`repr`, logs, tracebacks or pickles.
+"""
+
+from __future__ import annotations
+
+import os
+import urllib.request
+from collections.abc import Mapping
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
+from tinsmith.client.retry import DEFAULT_BUDGET, RetryBudget
+from tinsmith.errors import ValidationError
+
+HOSTED_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
+LimiterScope = Literal["key", "client"]
+
+
+class Secret:
+    """Text that is used and never shown. It cannot be pickled."""
+
+    __slots__ = ("_text",)
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def reveal(self) -> str:
+        """The text itself, for the one place that sends it."""
+        return self._text
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Secret) and self._text == other._text
+
+    def __hash__(self) -> int:
+        return hash((Secret, self._text))
+
+    def __repr__(self) -> str:
+        return "Secret(***)"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a secret is not pickled; give the credential again on the other side")
+
+
+class Headers(dict[str, str]):
+    """Headers for every request; their values may be secrets and are not shown."""
+
+    def __repr__(self) -> str:
+        return f"Headers({', '.join(f'{name}: ***' for name in self)})"
+
+
+class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a client needs to know of its service and of how to behave."""
+
+    base_url: str
+    api_key: Secret | None = None
+    credential_command: str | None = None
+    default_headers: Headers = msgspec.field(default_factory=Headers)
+    project_id: str | None = None
+    tags: tuple[str, ...] = ()
+    user_metadata: dict[str, str] | None = None
+    display_name: str | None = None
+    retry: RetryBudget = DEFAULT_BUDGET
+    limiter_scope: LimiterScope = "key"
+    """Whether a pause holds for all clients of a key, or, as in the official SDK, for one
+    client."""
+    parallel_chunks: bool = True
+    """Send the chunks of one training call at the same time; False sends one after another."""
+    proxy: str | None = None
+    """An HTTP proxy; the one of the environment where none was given."""
+    ca_file: str | None = None
+    unix_socket: str | None = None
+    telemetry: bool = False
+
+
+def settings_from(
+    *,
+    base_url: str | None = None,
+    api_key: str | None = None,
+    default_headers: Mapping[str, str] | None = None,
+    project_id: str | None = None,
+    environment: Mapping[str, str] | None = None,
+    **rest: Any,
+) -> ClientSettings:
+    """Settings from arguments, then from the environment, then by default.
+
+    Args:
+        base_url: Where the service is; else `TINKER_BASE_URL`, else the hosted service.
+        api_key: The credential; else `TINKER_API_KEY`.
+        default_headers: Sent with every request.
+        project_id: For new sessions; else `TINKER_PROJECT_ID`.
+        environment: What stands for the environment; the process's own by default.
+        rest: Further fields of `ClientSettings`.
+
+    Raises:
+        ValidationError: The base URL is not one.
+    """
+    env = os.environ if environment is None else environment
+    url = _checked_url(base_url or env.get("TINKER_BASE_URL") or HOSTED_URL)
+    tags = tuple(tag for tag in env.get("TINKER_TAGS", "").split(",") if tag)
+    key = api_key or env.get("TINKER_API_KEY") or None
+    return ClientSettings(
+        base_url=url,
+        api_key=None if key is None else Secret(key),
+        credential_command=env.get("TINKER_CREDENTIAL_CMD") or None,
+        default_headers=Headers({**_access_headers(env), **(default_headers or {})}),
+        project_id=project_id or env.get("TINKER_PROJECT_ID") or None,
+        tags=tags,
+        **{"proxy": _proxy_for(url), **rest},
+    )
+
+
+def _checked_url(text: str) -> str:
+    url = text.rstrip("/")
+    try:
+        parts = urlsplit(url)
+        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and not parts.query
+        _ = parts.port  # raises where it is no number
+    except ValueError:
+        is_good = False
+    if not is_good:
+        raise ValidationError(
+            f"base_url {text!r:.200} is not an http or https address",
+            remedy="give one like http://127.0.0.1:8000",
+        )
+    return url
+
+
+def _proxy_for(url: str) -> str | None:
+    """The proxy that the environment names for an address, as other programs would use it."""
+    parts = urlsplit(url)
+    if not parts.hostname or urllib.request.proxy_bypass(parts.hostname):
+        return None
+    return urllib.request.getproxies().get(parts.scheme)
+
+
+def _access_headers(env: Mapping[str, str]) -> dict[str, str]:
+    pairs = {
+        "CF-Access-Client-Id": env.get("CLOUDFLARE_ACCESS_CLIENT_ID"),
+        "CF-Access-Client-Secret": env.get("CLOUDFLARE_ACCESS_CLIENT_SECRET"),
+    }
+    return {name: value for name, value in pairs.items() if value}

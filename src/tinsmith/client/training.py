@@ -1,0 +1,449 @@
+"""Training a model: the calls of `TrainingClient`, each of which returns a future at once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from tinsmith.client.background import background
+from tinsmith.client.custom_loss import CustomLoss, start_custom_pass
+from tinsmith.client.futures import APIFuture
+from tinsmith.client.passes import pass_bodies, run_pass
+from tinsmith.client.sampling import SamplingClient
+from tinsmith.client.session import SessionLease
+from tinsmith.client.submission import Submitter
+from tinsmith.client.tokenizers import TokenizerOfModel
+from tinsmith.errors import DecodeError, ValidationError
+from tinsmith.types import requests as r
+from tinsmith.types.inputs import Datum
+from tinsmith.types.record import Frozen, Record
+from tinsmith.types.training import (
+    AdamParams,
+    ForwardBackwardOutput,
+    GetInfoResponse,
+    LoadWeightsResponse,
+    LossFnType,
+    OptimParams,
+    OptimParamsBase,
+    OptimStepResponse,
+    SaveWeightsExternalResponse,
+    SaveWeightsForSamplerResponse,
+    SaveWeightsResponse,
+)
+
+T = TypeVar("T")
+
+LossConfig = Mapping[str, float | str]
+
+
+class TrainingClient:
+    """One model in training.
+
+    Calls run on the server in the order in which they are made here, whoever waits for which
+    result. The `_async` twin of a call submits it just the same and gives the same future: await
+    it twice, once to submit and once for the result.
+    """
+
+    def __init__(self, lease: SessionLease, model_id: str) -> None:
+        self._lease = lease
+        self._submitter = Submitter(lease.session, model_id)
+        self.model_id = model_id
+        self._tokenizer = TokenizerOfModel()
+
+    # Passes
+
+    def forward(
+        self, data: Sequence[Datum], loss_fn: LossFnType, loss_fn_config: LossConfig | None = None
+    ) -> APIFuture[ForwardBackwardOutput]:
+        """Run data through the model and take the loss, without gradients.
+
+        Args:
+            data: At least one datum. Arrays are read now: later changes to them are not sent.
+            loss_fn: The loss's name.
+            loss_fn_config: The loss's settings.
+
+        Raises:
+            ValueError: There is no data.
+            RequestFailedError: From the future, if the server could not run it.
+        """
+        return self._pass(data, loss_fn, loss_fn_config, forward_only=True)
+
+    async def forward_async(
+        self, data: Sequence[Datum], loss_fn: LossFnType, loss_fn_config: LossConfig | None = None
+    ) -> APIFuture[ForwardBackwardOutput]:
+        """As `forward`."""
+        return self.forward(data, loss_fn, loss_fn_config)
+
+    def forward_backward(
+        self, data: Sequence[Datum], loss_fn: LossFnType, loss_fn_config: LossConfig | None = None
+    ) -> APIFuture[ForwardBackwardOutput]:
+        """Run data through the model and add up the gradients of the loss; else as `forward`.
+
+        Losses are sums over tokens: a batch in two calls gives the same gradients as in one.
+        """
+        return self._pass(data, loss_fn, loss_fn_config, forward_only=False)
+
+    async def forward_backward_async(
+        self, data: Sequence[Datum], loss_fn: LossFnType, loss_fn_config: LossConfig | None = None
+    ) -> APIFuture[ForwardBackwardOutput]:
+        """As `forward_backward`."""
+        return self.forward_backward(data, loss_fn, loss_fn_config)
+
+    def forward_backward_custom(
+        self, data: Sequence[Datum], loss_fn: CustomLoss, *, loss_type_input: str | None = None
+    ) -> APIFuture[ForwardBackwardOutput]:
+        """Run data through the model and add up the gradients of a loss of your own.
+
+        Returns at once. The loss runs on a thread of its own, once, when the log-probabilities
+        have come; calls made later run after its gradients have arrived. It must not wait for a
+        call of this client, which would wait for it.
+
+        Args:
+            data: At least one datum with `target_tokens`. They are read now; the loss gets `data`
+                itself.
+            loss_fn: A function `(data, logprobs) -> (loss, metrics)` of one tensor of
+                log-probabilities per datum; or an object whose `gradients(data, logprobs)` gives
+                `(loss, gradients, metrics)` in lists or arrays, without torch; or a handle of
+                `ServiceClient.create_custom_loss`.
+            loss_type_input: Deprecated, and ignored.
+
+        Returns:
+            The metrics of the loss, with `loss:sum` its own value, and `surrogate_loss:sum` that
+            of the pass which carried its gradient.
+
+        Raises:
+            ValueError: A datum lacks an input; from the future, if it has no gradient.
+            ImportError: The loss needs torch, which is not there.
+            Exception: From the future, whatever the loss raised.
+        """
+        return start_custom_pass(self._submitter, data, loss_fn, loss_type_input)
+
+    async def forward_backward_custom_async(
+        self, data: Sequence[Datum], loss_fn: CustomLoss, *, loss_type_input: str | None = None
+    ) -> APIFuture[ForwardBackwardOutput]:
+        """As `forward_backward_custom`."""
+        return start_custom_pass(self._submitter, data, loss_fn, loss_type_input)
+
+    def _pass(
+        self,
+        data: Sequence[Datum],
+        loss_fn: LossFnType,
+        loss_fn_config: LossConfig | None,
+        *,
+        forward_only: bool,
+    ) -> APIFuture[ForwardBackwardOutput]:
+        kind = "Forward" if forward_only else "ForwardBackward"
+        submitter = self._submitter
+        bodies = pass_bodies(submitter, data, loss_fn, loss_fn_config, forward_only=forward_only)
+        place = submitter.line.take_place()
+        work = run_pass(submitter, place, bodies, kind)
+        return submitter.start(work, place, f"{kind} of {self.model_id}")
+
+    def optim_step(
+        self, optim_params: OptimParams | None = None, *, adam_params: AdamParams | None = None
+    ) -> APIFuture[OptimStepResponse]:
+        """Apply the gathered gradients, then clear them. Runs after every call made earlier.
+
+        Args:
+            optim_params: Settings for this step alone.
+            adam_params: The same, under the name that older programs use.
+        """
+        if optim_params is not None and adam_params is not None:
+            raise ValidationError("give optim_params or adam_params, not both")
+        params = adam_params if optim_params is None else optim_params
+        if not isinstance(params, AdamParams | OptimParamsBase):
+            raise TypeError(f"optim_step needs AdamParams or the like, not {type(params).__name__}")
+        return self._submit(
+            "optim_step",
+            "OptimStep",
+            lambda number: r.OptimStepRequest(
+                model_id=self.model_id, seq_id=number, optim_params=params
+            ),
+        )
+
+    async def optim_step_async(
+        self, optim_params: OptimParams | None = None, *, adam_params: AdamParams | None = None
+    ) -> APIFuture[OptimStepResponse]:
+        """As `optim_step`."""
+        return self.optim_step(optim_params, adam_params=adam_params)
+
+    # Checkpoints
+
+    def save_state(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        overwrite: bool = False,
+        user_metadata: dict[str, str] | None = None,
+    ) -> APIFuture[SaveWeightsResponse]:
+        """Save weights and optimizer state, to go on training from.
+
+        Args:
+            name: What to call the checkpoint within this run.
+            ttl_seconds: When it expires; None means never.
+            overwrite: Replace a checkpoint of that name.
+            user_metadata: Kept with it.
+        """
+        return self._submit(
+            "save_weights",
+            "SaveWeights",
+            lambda number: r.SaveWeightsRequest(
+                model_id=self.model_id,
+                path=name,
+                seq_id=number,
+                ttl_seconds=ttl_seconds,
+                overwrite=overwrite,
+                user_metadata=user_metadata,
+            ),
+        )
+
+    async def save_state_async(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        overwrite: bool = False,
+        user_metadata: dict[str, str] | None = None,
+    ) -> APIFuture[SaveWeightsResponse]:
+        """As `save_state`."""
+        return self.save_state(name, ttl_seconds, overwrite, user_metadata)
+
+    def save_weights_for_sampler(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        user_metadata: dict[str, str] | None = None,
+    ) -> APIFuture[SaveWeightsForSamplerResponse]:
+        """Save weights to sample from; arguments as in `save_state`."""
+        return self._submit(
+            "save_weights_for_sampler",
+            "SaveWeightsForSampler",
+            lambda number: r.SaveWeightsForSamplerRequest(
+                model_id=self.model_id,
+                path=name,
+                seq_id=number,
+                ttl_seconds=ttl_seconds,
+                user_metadata=user_metadata,
+            ),
+            lambda saved: SaveWeightsForSamplerResponse(path=_present(saved.path, "path")),
+        )
+
+    async def save_weights_for_sampler_async(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        user_metadata: dict[str, str] | None = None,
+    ) -> APIFuture[SaveWeightsForSamplerResponse]:
+        """As `save_weights_for_sampler`."""
+        return self.save_weights_for_sampler(name, ttl_seconds, user_metadata)
+
+    def save_weights_external(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        age_encryption_recipients: list[str] | None = None,
+    ) -> APIFuture[SaveWeightsExternalResponse]:
+        """Save weights for other programs, encrypted if there are recipients."""
+        return self._submit(
+            "save_weights_external",
+            "SaveWeightsExternal",
+            lambda number: r.SaveWeightsExternalRequest(
+                model_id=self.model_id,
+                path=name,
+                seq_id=number,
+                ttl_seconds=ttl_seconds,
+                age_encryption_recipients=age_encryption_recipients,
+            ),
+            lambda saved: SaveWeightsExternalResponse(path=_present(saved.path, "path")),
+        )
+
+    async def save_weights_external_async(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        age_encryption_recipients: list[str] | None = None,
+    ) -> APIFuture[SaveWeightsExternalResponse]:
+        """As `save_weights_external`."""
+        return self.save_weights_external(name, ttl_seconds, age_encryption_recipients)
+
+    def load_state(
+        self, path: str, weights_access_token: str | None = None
+    ) -> APIFuture[LoadWeightsResponse]:
+        """Load a checkpoint's weights into this model.
+
+        Deprecated: make a client with `ServiceClient.create_training_client_from_state` instead.
+        """
+        return self._load(path, weights_access_token, with_optimizer=False)
+
+    async def load_state_async(
+        self, path: str, weights_access_token: str | None = None
+    ) -> APIFuture[LoadWeightsResponse]:
+        """As `load_state`."""
+        return self.load_state(path, weights_access_token)
+
+    def load_state_with_optimizer(
+        self, path: str, weights_access_token: str | None = None
+    ) -> APIFuture[LoadWeightsResponse]:
+        """Load a checkpoint's weights and optimizer state; deprecated as `load_state` is."""
+        return self._load(path, weights_access_token, with_optimizer=True)
+
+    async def load_state_with_optimizer_async(
+        self, path: str, weights_access_token: str | None = None
+    ) -> APIFuture[LoadWeightsResponse]:
+        """As `load_state_with_optimizer`."""
+        return self.load_state_with_optimizer(path, weights_access_token)
+
+    def _load(
+        self, path: str, token: str | None, *, with_optimizer: bool
+    ) -> APIFuture[LoadWeightsResponse]:
+        warnings.warn(
+            "load_state is deprecated; use ServiceClient.create_training_client_from_state",
+            FutureWarning,
+            stacklevel=3,
+        )
+        return self.load_weights(path, token, with_optimizer=with_optimizer)
+
+    def load_weights(
+        self, path: str, token: str | None = None, *, with_optimizer: bool
+    ) -> APIFuture[LoadWeightsResponse]:
+        """Load a checkpoint, as `create_training_client_from_state` does."""
+        return self._submit(
+            "load_weights",
+            "LoadWeights",
+            lambda number: r.LoadWeightsRequest(
+                model_id=self.model_id,
+                seq_id=number,
+                path=path,
+                optimizer=with_optimizer,
+                weights_access_token=token,
+            ),
+        )
+
+    # Sampling from what was trained
+
+    def save_weights_and_get_sampling_client(
+        self, name: str | None = None, retry_config: Any = None, record_stability_info: bool = False
+    ) -> SamplingClient:
+        """Save the weights as they are now and wait for a client that samples from them.
+
+        Args:
+            name: Kept for older programs; the weights are saved without one.
+            retry_config: Settings of the client's retries.
+            record_stability_info: Have the server keep what `stable_reinforce` needs.
+        """
+        del name
+        saved = self._save_for_sampling().result()
+        return SamplingClient(
+            self._lease,
+            _present(saved.sampling_session_id, "sampling_session_id"),
+            retry_config=retry_config,
+            record_stability_info=record_stability_info,
+        )
+
+    async def save_weights_and_get_sampling_client_async(
+        self, name: str | None = None, retry_config: Any = None, record_stability_info: bool = False
+    ) -> SamplingClient:
+        """As `save_weights_and_get_sampling_client`, without blocking."""
+        del name
+        saved = await self._save_for_sampling()
+        return SamplingClient(
+            self._lease,
+            _present(saved.sampling_session_id, "sampling_session_id"),
+            retry_config=retry_config,
+            record_stability_info=record_stability_info,
+        )
+
+    def _save_for_sampling(self) -> APIFuture[Any]:
+        session = self._lease.session
+        sampler_number = session.next_number("sampling_session")
+        return self._submit(
+            "save_weights_for_sampler",
+            "SaveWeightsForSampler",
+            lambda number: r.SaveWeightsForSamplerRequest(
+                model_id=self.model_id, sampling_session_seq_id=sampler_number, seq_id=number
+            ),
+        )
+
+    def create_sampling_client(
+        self, model_path: str, retry_config: Any = None, record_stability_info: bool = False
+    ) -> SamplingClient:
+        """A client that samples from a saved checkpoint."""
+        return background().run(
+            SamplingClient.open(
+                self._lease,
+                model_path=model_path,
+                retry_config=retry_config,
+                record_stability_info=record_stability_info,
+            ),
+            "create_sampling_client",
+        )
+
+    async def create_sampling_client_async(
+        self, model_path: str, retry_config: Any = None, record_stability_info: bool = False
+    ) -> SamplingClient:
+        """As `create_sampling_client`, without blocking."""
+        return await background().start(
+            SamplingClient.open(
+                self._lease,
+                model_path=model_path,
+                retry_config=retry_config,
+                record_stability_info=record_stability_info,
+            ),
+            "create_sampling_client",
+        )
+
+    # About the model
+
+    def get_info(self) -> GetInfoResponse:
+        """What the model is; blocks for one call."""
+        return background().run(self._get_info(), "get_info")
+
+    async def get_info_async(self) -> GetInfoResponse:
+        """As `get_info`, without blocking."""
+        return await background().start(self._get_info(), "get_info")
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer; asks the service once which one it is, and loads it once.
+
+        Raises:
+            TokenizerError: It could not be found or loaded.
+        """
+        return background().run(self._tokenizer.get_async(self._get_info), "get_tokenizer")
+
+    async def get_tokenizer_async(self) -> Any:
+        """As `get_tokenizer`, without blocking."""
+        return await background().start(self._tokenizer.get_async(self._get_info), "get_tokenizer")
+
+    async def _get_info(self) -> GetInfoResponse:
+        info: GetInfoResponse = await self._lease.session.call(
+            "get_info", r.GetInfoRequest(model_id=self.model_id)
+        )
+        return info
+
+    def _submit(
+        self,
+        name: str,
+        kind: str,
+        make: Callable[[int], Record | Frozen],
+        finish: Callable[[Any], Any] | None = None,
+    ) -> APIFuture[Any]:
+        """Take a place in the line now, and send the call when its turn comes."""
+        submitter = self._submitter
+        make(1)  # a mistake in the arguments is told here, not from the future
+        place = submitter.line.take_place()
+
+        async def work() -> Any:
+            acknowledged = await submitter.submit(place, name, make)
+            result = await submitter.result(acknowledged, kind)
+            return result if finish is None else finish(result)
+
+        return submitter.start(work(), place, f"{name} of {self.model_id}")
+
+    def __repr__(self) -> str:
+        return f"TrainingClient(model_id={self.model_id!r})"
+
+
+def _present(value: T | None, what: str) -> T:
+    if value is None:
+        raise DecodeError(f"the service's answer has no {what}")
+    return value

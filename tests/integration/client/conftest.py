@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tinsmith.client.service import ServiceClient
+from tinsmith.client.training import TrainingClient
+from tinsmith.testing import ScriptedService, running_service
+
+
+@pytest.fixture
+def service() -> Iterator[ScriptedService]:
+    """A service whose polls and gaps are short."""
+    with running_service(long_poll_s=0.5, gap_wait_s=20.0) as service:
+        yield service
+
+
+@pytest.fixture
+def client(service: ScriptedService) -> Iterator[ServiceClient]:
+    """A client of that service."""
+    with ServiceClient(base_url=service.base_url, api_key=service.api_key) as client:
+        yield client
+
+
+@pytest.fixture
+def training(client: ServiceClient) -> TrainingClient:
+    """A model of that client."""
+    return client.create_lora_training_client("Qwen/Qwen3-8B", rank=4)
+
+
+@pytest.fixture
+def eager_switching() -> Iterator[None]:
+    """Threads give way after every few instructions, so that races show (S44)."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)

@@ -1,0 +1,126 @@
+"""Samplers in other processes: handles without credentials, pickles, and numbers of their own."""
+
+from __future__ import annotations
+
+import base64
+import concurrent.futures
+import multiprocessing
+import pickle
+
+import pytest
+
+from tinsmith.client.sampler_handle import NUMBERS_PER_CLONE, SamplerHandle, shareable_headers
+from tinsmith.client.sampling import SamplingClient
+from tinsmith.client.service import ServiceClient
+from tinsmith.errors import ValidationError
+from tinsmith.testing import ScriptedService, running_service
+from tinsmith.types import ModelInput, SamplingParams
+
+WAIT_S = 60.0
+PROMPT = ModelInput.from_ints([5, 6, 7])
+PARAMS = SamplingParams(max_tokens=4, seed=1)
+
+
+def sample_with(sampler: SamplingClient) -> int:
+    return len(sampler.sample(PROMPT, 2, PARAMS).result(WAIT_S).sequences)
+
+
+def test_a_handle_holds_no_credential(client: ServiceClient, service: ScriptedService) -> None:
+    sampler = client.create_sampling_client(base_model="m")
+
+    handle = sampler.get_sampler_handle()
+
+    assert service.api_key.encode() not in base64.urlsafe_b64decode(handle)
+    assert service.api_key.encode() not in pickle.dumps(SamplerHandle.from_text(handle))
+
+
+def test_s40_a_pickled_client_holds_no_credential_and_uses_that_of_its_process(
+    client: ServiceClient, service: ScriptedService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = client.create_sampling_client(base_model="m")
+    pickled = pickle.dumps(sampler)
+    monkeypatch.setenv("TINKER_API_KEY", service.api_key)
+
+    clone = pickle.loads(pickled)
+
+    assert service.api_key.encode() not in pickled
+    assert sample_with(clone) == 2
+
+
+def test_a_client_works_in_a_spawned_process(
+    client: ServiceClient, service: ScriptedService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", service.api_key)
+    sampler = client.create_sampling_client(base_model="m")
+    context = multiprocessing.get_context("spawn")
+
+    with concurrent.futures.ProcessPoolExecutor(2, mp_context=context) as pool:
+        counts = [pool.submit(sample_with, sampler).result(WAIT_S) for _ in range(3)]
+
+    assert counts == [2, 2, 2]
+    assert len(service.requests("create_session")) == 1
+
+
+def test_a_clone_counts_from_a_number_of_its_own(
+    client: ServiceClient, service: ScriptedService
+) -> None:
+    sampler = client.create_sampling_client(base_model="m")
+    handle = sampler.get_sampler_handle()
+
+    clones = [SamplingClient.from_sampler_handle(handle, api_key=service.api_key) for _ in range(3)]
+    for one in (sampler, *clones):
+        sample_with(one)
+        sample_with(one)
+
+    numbers = [received.request.seq_id for received in service.requests("asample")]
+    assert numbers[:2] == [0, 1]
+    assert len(set(numbers)) == 8
+    assert all(number >= NUMBERS_PER_CLONE for number in numbers[2:])
+
+
+def test_the_service_numbers_clones_where_it_offers_to() -> None:
+    with (
+        running_service(sample_join_sampling_session=True) as service,
+        ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
+    ):
+        handle = client.create_sampling_client(base_model="m").get_sampler_handle()
+        clone = SamplingClient.from_sampler_handle(handle, api_key=service.api_key)
+
+        sample_with(clone)
+        sample_with(clone)
+
+        assert len(service.requests("join_sampling_session")) == 1
+        numbers = [received.request.seq_id for received in service.requests("asample")]
+        assert [number // NUMBERS_PER_CLONE for number in numbers] == [1, 1]
+
+
+def test_a_clone_that_is_dropped_does_not_finish_the_session_of_others(
+    client: ServiceClient, service: ScriptedService
+) -> None:
+    sampler = client.create_sampling_client(base_model="m")
+    clone = SamplingClient.from_sampler_handle(
+        sampler.get_sampler_handle(), api_key=service.api_key
+    )
+    sample_with(clone)
+
+    del clone
+
+    assert sample_with(sampler) == 2
+    assert service.requests("finish_session") == []
+
+
+@pytest.mark.parametrize("text", ["", "nonsense", "e30=", "%%%", "bm90IGpzb24="])
+def test_what_is_no_handle_is_refused_with_a_remedy(text: str) -> None:
+    with pytest.raises(ValidationError, match="get_sampler_handle"):
+        SamplingClient.from_sampler_handle(text, api_key="tml-test")
+
+
+def test_headers_that_sound_like_secrets_are_not_shared() -> None:
+    headers = {
+        "X-Team": "blue",
+        "Authorization": "x",
+        "CF-Access-Client-Secret": "y",
+        "Cookie": "z",
+    }
+
+    assert shareable_headers(headers) == {"X-Team": "blue"}

@@ -1,0 +1,274 @@
+"""Sampling against a service: pace, refusals, lost results, and thousands at once."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import itertools
+import time
+
+import pytest
+
+from tinsmith.client.sampling import SamplingClient
+from tinsmith.client.service import ServiceClient
+from tinsmith.errors import BadRequestError, NotFoundError, ValidationError
+from tinsmith.testing import ScriptedService, running_service
+from tinsmith.types import ModelInput, SamplingParams, TensorData
+
+WAIT_S = 60.0
+PROMPT = ModelInput.from_ints([5, 6, 7])
+PARAMS = SamplingParams(max_tokens=4, seed=1)
+
+
+@pytest.fixture
+def sampler(client: ServiceClient) -> SamplingClient:
+    return client.create_sampling_client(base_model="Qwen/Qwen3-8B")
+
+
+def test_a_sample_has_tokens_logprobs_and_ids_of_its_own(sampler: SamplingClient) -> None:
+    response = sampler.sample(PROMPT, 3, PARAMS).result(WAIT_S)
+
+    assert len(response.sequences) == 3
+    assert len({sequence.sequence_id for sequence in response.sequences}) == 3
+    for sequence in response.sequences:
+        assert sequence.logprobs is not None
+        assert len(sequence.tokens) == len(sequence.logprobs)
+
+
+def test_the_async_face_gives_the_result_itself(sampler: SamplingClient) -> None:
+    response = asyncio.run(sampler.sample_async(PROMPT, 1, PARAMS))
+
+    assert len(response.sequences) == 1
+
+
+def test_logprobs_of_a_prompt_have_none_for_the_first_token(sampler: SamplingClient) -> None:
+    logprobs = sampler.compute_logprobs(PROMPT).result(WAIT_S)
+
+    assert logprobs[0] is None
+    assert all(isinstance(value, float) for value in logprobs[1:])
+    assert asyncio.run(sampler.compute_logprobs_async(PROMPT)) == logprobs
+
+
+def test_every_option_reaches_the_wire(sampler: SamplingClient, service: ScriptedService) -> None:
+    target = TensorData([[1, 2], [3, -1]], "int64")
+
+    response = sampler.sample(
+        PROMPT,
+        1,
+        PARAMS,
+        include_prompt_logprobs=True,
+        topk_prompt_logprobs=2,
+        topk_sample_logprobs=3,
+        target_prompt_logprobs=target,
+        prompt_alt_tokens_k=2,
+        prompt_logprobs_last_n=1,
+    ).result(WAIT_S)
+
+    sent = service.requests("asample")[0].request
+    assert sent.target_prompt_logprobs == target
+    assert (sent.topk_prompt_logprobs, sent.prompt_alt_tokens_k) == (2, 2)
+    assert response.prompt_logprobs is not None
+    assert response.prompt_logprobs[:2] == [None, None]
+    assert response.prompt_alt_tokens is not None
+
+
+def test_options_that_do_not_fit_are_refused_before_anything_is_sent(
+    sampler: SamplingClient, service: ScriptedService
+) -> None:
+    with pytest.raises(ValidationError):
+        _ = sampler.sample(PROMPT, 1, PARAMS, prompt_logprobs_last_n=1)
+    with pytest.raises(ValidationError):
+        _ = sampler.sample(PROMPT, 1, PARAMS, prompt_alt_tokens_k=-1)
+    with pytest.raises(ValidationError):
+        _ = sampler.sample(PROMPT, 1, PARAMS, target_prompt_logprobs=TensorData([1.0], "float32"))
+
+    assert service.requests("asample") == []
+
+
+def test_s1_four_hundred_samples_from_threads_are_all_in_flight_at_once(
+    sampler: SamplingClient, service: ScriptedService
+) -> None:
+    held = service.faults.hold("asample")
+
+    with concurrent.futures.ThreadPoolExecutor(64) as pool:
+        futures = list(pool.map(lambda _: sampler.sample(PROMPT, 1, PARAMS), range(400)))
+        held.wait_held(400, timeout_s=60)
+        in_flight = service.in_flight("asample")
+        held.release()
+
+    assert in_flight == 400
+    assert all(len(future.result(WAIT_S).sequences) == 1 for future in futures)
+
+
+def test_s1_four_hundred_samples_from_coroutines_are_all_in_flight_at_once(
+    sampler: SamplingClient, service: ScriptedService
+) -> None:
+    held = service.faults.hold("asample")
+
+    async def scenario() -> int:
+        tasks = [asyncio.create_task(sampler.sample_async(PROMPT, 1, PARAMS)) for _ in range(400)]
+        await held.wait_held_async(400, timeout_s=60)
+        held.release()
+        return len(await asyncio.gather(*tasks))
+
+    assert asyncio.run(scenario()) == 400
+
+
+def test_s3_a_429_pauses_the_samples_of_every_client_of_its_key(
+    service: ScriptedService, sampler: SamplingClient
+) -> None:
+    with ServiceClient(base_url=service.base_url, api_key=service.api_key) as other_client:
+        other = other_client.create_sampling_client(base_model="Qwen/Qwen3-8B")
+        service.faults.add("asample", times=1, status=429, headers={"retry-after-ms": "1500"})
+        refused = sampler.sample(PROMPT, 1, PARAMS)
+        refused_at = service.wait_requests("asample", 1)[0].arrived_at
+        deadline = time.monotonic() + 10
+        while sampler.limiter.pause().state == "open" and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+        later = [client.sample(PROMPT, 1, PARAMS) for client in (sampler, other) * 5]
+        for future in (refused, *later):
+            future.result(WAIT_S)
+
+    arrivals = [received.arrived_at for received in service.requests("asample")[1:]]
+    assert len(arrivals) == 11
+    assert min(arrivals) - refused_at >= 1.5
+
+
+def test_s3_a_refused_sample_keeps_its_number(
+    sampler: SamplingClient, service: ScriptedService
+) -> None:
+    service.faults.add("asample", times=2, status=429, headers={"retry-after-ms": "10"})
+
+    sampler.sample(PROMPT, 1, PARAMS).result(WAIT_S)
+
+    assert [received.request.seq_id for received in service.requests("asample")] == [0, 0, 0]
+
+
+def test_s8_a_paused_queue_holds_back_new_samples_and_lets_polls_go_on(
+    sampler: SamplingClient, service: ScriptedService
+) -> None:
+    paused = service.faults.pause(
+        "asample",
+        queue_state="paused_capacity",
+        reason="no room",
+        retry_after_ms=60_000,
+        poll_after_s=0.05,
+        times=1,
+    )
+    first = sampler.sample(PROMPT, 1, PARAMS)
+    deadline = time.monotonic() + 20
+    while sampler.limiter.pause().state == "open" and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+    second = sampler.sample(PROMPT, 1, PARAMS)
+    polls = len(service.requests("retrieve_future"))
+    service.wait_requests("retrieve_future", polls + 2)
+    assert len(service.requests("asample")) == 1
+    assert sampler.limiter.pause().reason == "no room"
+    paused.release()
+
+    first.result(WAIT_S)
+    second.result(WAIT_S)  # the first one's result ended the hold, long before its minute
+
+
+def test_s6_a_result_that_the_server_lost_is_sampled_again(
+    sampler: SamplingClient, service: ScriptedService
+) -> None:
+    service.faults.expire_results("asample", times=1)
+
+    sampler.sample(PROMPT, 1, PARAMS).result(WAIT_S)
+
+    assert [received.request.seq_id for received in service.requests("asample")] == [0, 1]
+
+
+def test_s6_a_refusal_that_will_not_pass_is_raised_at_once(
+    sampler: SamplingClient, service: ScriptedService
+) -> None:
+    service.faults.add("asample", times=None, status=400, body={"detail": "too long"})
+
+    with pytest.raises(BadRequestError, match="too long"):
+        _ = sampler.sample(PROMPT, 1, PARAMS).result(WAIT_S)
+
+    assert len(service.requests("asample")) == 1
+
+
+def test_an_abandoned_sample_is_cancelled_on_the_server() -> None:
+    with (
+        running_service(long_poll_s=5.0, sample_cancel_enabled=True) as service,
+        ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
+    ):
+        sampler = client.create_sampling_client(base_model="m")
+        service.faults.hold_commands("asample")
+        sample = sampler.sample(PROMPT, 1, PARAMS)
+        service.wait_requests("retrieve_future", 1)
+
+        sample.cancel()
+
+        cancelled = service.wait_requests("cancel_future", 1)
+        assert cancelled[0].request.request_id
+
+
+def test_a_thousand_samples_all_come_back(sampler: SamplingClient) -> None:
+    futures = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(1000)]
+
+    answers = [future.result(WAIT_S) for future in futures]
+
+    ids = [answer.sequences[0].sequence_id for answer in answers]
+    assert len(set(ids)) == 1000
+
+
+def test_s22_with_four_hundred_hung_samples_everything_else_works(
+    client: ServiceClient, sampler: SamplingClient, service: ScriptedService
+) -> None:
+    held = service.faults.hold("asample")
+    hung = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(400)]
+    held.wait_held(400, timeout_s=60)
+
+    training = client.create_lora_training_client("m", rank=4)
+    path = training.save_state("beside").result(WAIT_S).path
+
+    assert path.endswith("beside")
+    held.release()
+    for sample in hung:
+        sample.result(WAIT_S)
+
+
+def test_a_sampler_of_saved_weights_samples_from_them(client: ServiceClient) -> None:
+    training = client.create_lora_training_client("m", rank=4)
+    saved = training.save_weights_for_sampler("s1").result(WAIT_S)
+
+    by_path = client.create_sampling_client(model_path=saved.path)
+    by_training = training.create_sampling_client(saved.path)
+    ephemeral = training.save_weights_and_get_sampling_client()
+
+    for sampler in (by_path, by_training, ephemeral):
+        assert len(sampler.sample(PROMPT, 1, PARAMS).result(WAIT_S).sequences) == 1
+    assert by_path.get_base_model() == "m"
+
+
+def test_what_to_sample_from_must_be_said(client: ServiceClient) -> None:
+    with pytest.raises(ValidationError):
+        client.create_sampling_client()
+    with pytest.raises(ValidationError, match="tinker://"):
+        client.create_sampling_client(model_path="/tmp/weights")
+
+
+def test_an_unknown_checkpoint_is_not_found(client: ServiceClient) -> None:
+    with pytest.raises(NotFoundError):
+        client.create_sampling_client(model_path="tinker://none/sampler_weights/none")
+
+
+def test_s4_waiters_of_a_pause_do_not_stampede(
+    sampler: SamplingClient, service: ScriptedService
+) -> None:
+    sampler.limiter.rate_limited(0.5, "full")
+    futures = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(100)]
+    for future in futures:
+        future.result(WAIT_S)
+
+    arrivals = sorted(received.arrived_at for received in service.requests("asample"))
+    in_first_step = sum(arrival - arrivals[0] < 0.05 for arrival in arrivals)
+    assert len(arrivals) == 100
+    assert in_first_step < 50
+    assert all(later >= earlier for earlier, later in itertools.pairwise(arrivals))

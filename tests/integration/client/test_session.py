@@ -1,0 +1,343 @@
+"""Start, life and end of a client: what is sent, what is kept, and what is let go."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import pathlib
+import pickle
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from tinsmith.client import session as sessions
+from tinsmith.client.background import background
+from tinsmith.client.retry import RetryBudget
+from tinsmith.client.service import ServiceClient
+from tinsmith.client.session import ClosedError
+from tinsmith.client.settings import Secret, settings_from
+from tinsmith.errors import (
+    APIConnectionError,
+    AuthenticationError,
+    BillingError,
+    TinkerError,
+    ValidationError,
+)
+from tinsmith.testing import ScriptedService, running_service
+from tinsmith.types import ModelInput, SamplingParams
+
+WAIT_S = 30.0
+PROMPT = ModelInput.from_ints([1])
+PARAMS = SamplingParams(max_tokens=1)
+
+
+def test_making_a_client_sends_nothing(service: ScriptedService) -> None:
+    ServiceClient(base_url=service.base_url, api_key=service.api_key)
+
+    assert service.requests() == []
+
+
+def test_the_first_use_introduces_itself_and_opens_one_session(
+    client: ServiceClient, service: ScriptedService
+) -> None:
+    client.create_sampling_client(base_model="m")
+    client.create_sampling_client(base_model="m")
+
+    names = [received.endpoint for received in service.requests()]
+    assert names == [
+        "client_config",
+        "client_dynamic_config",
+        "create_session",
+        "create_sampling_session",
+        "create_sampling_session",
+    ]
+
+
+def test_many_threads_that_start_at_once_open_one_session(
+    client: ServiceClient, service: ScriptedService
+) -> None:
+    threads = [
+        threading.Thread(target=client.create_sampling_client, kwargs={"base_model": "m"})
+        for _ in range(16)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert len(service.requests("create_session")) == 1
+    assert len(service.requests("create_sampling_session")) == 16
+
+
+def test_looking_around_opens_no_session(client: ServiceClient, service: ScriptedService) -> None:
+    models = client.get_server_capabilities().supported_models
+
+    assert models
+    assert service.requests("create_session") == []
+
+
+def test_an_async_creator_does_not_block_the_caller_s_loop(
+    client: ServiceClient, service: ScriptedService
+) -> None:
+    service.faults.add("client_config", delay_s=0.5)
+
+    async def scenario() -> int:
+        creating = asyncio.create_task(client.create_sampling_client_async(base_model="m"))
+        ticks = 0
+        while not creating.done():
+            await asyncio.sleep(0.01)
+            ticks += 1
+        await creating
+        return ticks
+
+    assert asyncio.run(scenario()) > 10
+
+
+@pytest.mark.parametrize("status", ["success", "errored", "interrupted"])
+def test_closing_finishes_the_session_and_says_how_it_went(
+    service: ScriptedService, status: str
+) -> None:
+    client = ServiceClient(base_url=service.base_url, api_key=service.api_key)
+    client.create_sampling_client(base_model="m")
+
+    client.close(status, "a word").result(WAIT_S)  # type: ignore[arg-type]
+    client.close("success").result(WAIT_S)
+
+    finished = service.requests("finish_session")
+    assert len(finished) == 1
+    assert (finished[0].request.reason.type, finished[0].request.detail) == (status, "a word")
+
+
+def test_a_with_block_says_how_it_ended(service: ScriptedService) -> None:
+    def run(ending: type[BaseException] | None) -> None:
+        with ServiceClient(base_url=service.base_url, api_key=service.api_key) as client:
+            client.create_sampling_client(base_model="m")
+            if ending is not None:
+                raise ending
+
+    run(None)
+    for ending in (KeyError, KeyboardInterrupt):
+        with pytest.raises(ending):
+            run(ending)
+
+    reasons = [received.request.reason.type for received in service.requests("finish_session")]
+    assert reasons == ["success", "errored", "interrupted"]
+
+
+def test_s2_a_call_on_a_closed_client_is_refused_at_once_and_sends_nothing(
+    service: ScriptedService,
+) -> None:
+    client = ServiceClient(base_url=service.base_url, api_key=service.api_key)
+    sampler = client.create_sampling_client(base_model="m")
+    client.close("success").result(WAIT_S)
+    service.forget_requests()
+
+    with pytest.raises(ClosedError):
+        sampler.sample(PROMPT, 1, PARAMS).result(WAIT_S)
+    with pytest.raises(ClosedError):
+        client.create_sampling_client(base_model="m")
+
+    assert service.requests() == []
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_s2_clients_that_come_and_go_leave_nothing_behind(
+    service: ScriptedService, is_closed: bool
+) -> None:
+    def one_client() -> None:
+        client = ServiceClient(base_url=service.base_url, api_key=service.api_key)
+        client.create_sampling_client(base_model="m").sample(PROMPT, 1, PARAMS).result(WAIT_S)
+        if is_closed:
+            client.close("success").result(WAIT_S)
+
+    def settled() -> tuple[int, int, int]:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            gc.collect()
+            if not background().task_count and not sessions._open_sessions:
+                break
+            time.sleep(0.01)
+        files = len(list(pathlib.Path("/proc/self/fd").iterdir()))
+        return threading.active_count(), len(sessions._open_sessions), files
+
+    one_client()
+    before = settled()
+    for _ in range(40):
+        one_client()
+
+    after = settled()
+    assert after[:2] == before[:2]
+    assert after[2] <= before[2] + 4
+    assert len(service.wait_requests("finish_session", 41, 30)) == 41
+
+
+def test_a_program_that_just_ends_finishes_its_session(service: ScriptedService) -> None:
+    program = (
+        "from tinsmith.client.service import ServiceClient\n"
+        f"client = ServiceClient(base_url={service.base_url!r}, api_key={service.api_key!r})\n"
+        "sampler = client.create_sampling_client(base_model='m')\n"
+    )
+
+    for ending, reason in (("", "success"), ("raise KeyError('oops')", "errored")):
+        subprocess.run(
+            [sys.executable, "-W", "error", "-c", program + ending], timeout=60, check=False
+        )
+        assert service.requests("finish_session")[-1].request.reason.type == reason
+
+
+def test_a_child_made_by_fork_can_make_clients_of_its_own(service: ScriptedService) -> None:
+    program = f"""
+import os
+from tinsmith.client.service import ServiceClient
+client = ServiceClient(base_url={service.base_url!r}, api_key={service.api_key!r})
+client.create_sampling_client(base_model='m')
+child = os.fork()
+if child == 0:
+    own = ServiceClient(base_url={service.base_url!r}, api_key={service.api_key!r})
+    own.create_sampling_client(base_model='m')
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+"""
+    result = subprocess.run([sys.executable, "-c", program], timeout=60, check=False)
+
+    assert result.returncode == 0
+    assert len(service.requests("create_session")) == 2
+
+
+def test_a_closed_port_fails_in_seconds_with_a_remedy() -> None:
+    client = ServiceClient(base_url="http://127.0.0.1:9", api_key="tml-test")
+    began = time.monotonic()
+
+    with pytest.raises(APIConnectionError, match="check the base URL"):
+        client.get_server_capabilities()
+
+    assert time.monotonic() - began < 30.0
+
+
+def test_a_start_that_failed_is_tried_anew_by_the_next_call(service: ScriptedService) -> None:
+    client = ServiceClient(
+        base_url=service.base_url, api_key=service.api_key, retry=RetryBudget(total_s=0)
+    )
+    service.faults.add("client_config", times=1, status=500)
+
+    with pytest.raises(TinkerError):
+        client.get_server_capabilities()
+
+    assert client.get_server_capabilities().supported_models
+
+
+def test_402_when_a_session_is_opened_is_told_at_once(
+    client: ServiceClient, service: ScriptedService
+) -> None:
+    service.faults.add("create_session", times=None, status=402)
+
+    with pytest.raises(BillingError):
+        client.create_sampling_client(base_model="m")
+
+
+def test_an_empty_400_is_taken_for_a_broken_proxy(
+    client: ServiceClient, service: ScriptedService
+) -> None:
+    service.faults.add("create_sampling_session", times=2, empty_400=True)
+
+    client.create_sampling_client(base_model="m")
+
+    assert len(service.requests("create_sampling_session")) == 3
+
+
+def test_a_wrong_key_is_an_authentication_error(service: ScriptedService) -> None:
+    client = ServiceClient(base_url=service.base_url, api_key="tml-wrong")
+
+    with pytest.raises(AuthenticationError):
+        client.get_server_capabilities()
+
+
+def test_a_key_is_exchanged_for_a_token_where_the_service_says_so() -> None:
+    with (
+        running_service(pjwt_auth_enabled=True) as service,
+        ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
+    ):
+        client.create_sampling_client(base_model="m")
+
+        exchanged = service.requests("auth_token")
+        used = service.requests("create_session")[0].headers["x-api-key"]
+        assert exchanged[0].headers["x-api-key"] == service.api_key
+        assert used.startswith("eyJ") or used != service.api_key
+
+
+def test_s12_s39_two_tenants_in_one_process_never_mix() -> None:
+    with (
+        running_service(api_key="tml-a") as one,
+        running_service(api_key="tml-b") as two,
+        ServiceClient(base_url=one.base_url, api_key="tml-a") as first,
+        ServiceClient(base_url=two.base_url, api_key="tml-b") as second,
+    ):
+        samplers = [c.create_sampling_client(base_model="m") for c in (first, second)]
+        futures = [samplers[n % 2].sample(PROMPT, 1, PARAMS) for n in range(64)]
+        for future in futures:
+            future.result(WAIT_S)
+
+        for service, key in ((one, "tml-a"), (two, "tml-b")):
+            assert {r.headers["x-api-key"] for r in service.requests()} == {key}
+            assert len(service.requests("asample")) == 32
+        samplers[0].limiter.rate_limited(60.0)
+        samplers[1].sample(PROMPT, 1, PARAMS).result(WAIT_S)
+
+
+def test_s40_settings_are_fixed_when_the_client_is_made(
+    service: ScriptedService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_BASE_URL", service.base_url)
+    monkeypatch.setenv("TINKER_API_KEY", service.api_key)
+    with ServiceClient() as client:
+        monkeypatch.setenv("TINKER_BASE_URL", "http://127.0.0.1:9")
+        monkeypatch.setenv("TINKER_API_KEY", "tml-other")
+
+        assert client.get_server_capabilities().supported_models
+
+
+def test_s40_no_secret_shows_in_repr_or_pickle() -> None:
+    settings = settings_from(
+        base_url="http://host", api_key="tml-secret", default_headers={"X-Token": "hidden"}
+    )
+    client = ServiceClient(base_url="http://127.0.0.1:9", api_key="tml-secret")
+
+    for shown in (repr(settings), repr(client), repr(settings.api_key)):
+        assert "tml-secret" not in shown
+        assert "hidden" not in shown
+    with pytest.raises(TypeError):
+        pickle.dumps(Secret("tml-secret"))
+
+
+def test_s40_no_secret_shows_in_an_error(service: ScriptedService) -> None:
+    client = ServiceClient(base_url=service.base_url, api_key="tml-secret-key")
+
+    with pytest.raises(AuthenticationError) as caught:
+        client.get_server_capabilities()
+
+    assert "tml-secret-key" not in repr(caught.value)
+    assert "tml-secret-key" not in repr(caught.value.__dict__)
+
+
+def test_without_a_credential_the_client_says_where_to_put_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.delenv("TINKER_API_KEY", raising=False)
+    monkeypatch.delenv("TINKER_CREDENTIAL_CMD", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    with pytest.raises(AuthenticationError, match="TINKER_API_KEY"):
+        ServiceClient(base_url="http://127.0.0.1:9")
+
+
+def test_a_base_url_that_is_none_is_refused() -> None:
+    with pytest.raises(ValidationError, match="http"):
+        ServiceClient(base_url="localhost:8000", api_key="tml-test")
+
+
+def test_an_option_that_is_not_known_is_warned_of(service: ScriptedService) -> None:
+    with pytest.warns(FutureWarning, match="colour"):
+        ServiceClient(base_url=service.base_url, api_key=service.api_key, colour="red")

@@ -1,0 +1,414 @@
+"""Training against a service: order, chunks, and calls that fail or give up."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from tinsmith.client.retry import RetryBudget
+from tinsmith.client.service import ServiceClient
+from tinsmith.client.training import TrainingClient
+from tinsmith.errors import (
+    APIConnectionError,
+    APIStatusError,
+    APITimeoutError,
+    InternalServerError,
+    RequestErrorCategory,
+    RequestFailedError,
+    UnprocessableEntityError,
+    ValidationError,
+)
+from tinsmith.testing import ScriptedService, running_service
+from tinsmith.types import AdamParams, Datum, ModelInput
+
+WAIT_S = 30.0
+TRAINING = ("forward_backward", "optim_step", "save_weights", "save_weights_for_sampler")
+
+
+def a_datum(token: int = 1) -> Datum:
+    return Datum(
+        ModelInput.from_ints([token, 2, 3]),
+        {"target_tokens": [2, 3, 4], "weights": [0.0, 1.0, 1.0]},
+    )
+
+
+def sent_numbers(service: ScriptedService) -> list[int]:
+    """The numbers of all training requests, in order of arrival."""
+    return [
+        received.request.seq_id
+        for received in service.requests()
+        if received.endpoint in TRAINING and received.request is not None
+    ]
+
+
+def test_a_loop_trains_and_its_loss_falls(training: TrainingClient) -> None:
+    losses = []
+
+    for _ in range(3):
+        output = training.forward_backward([a_datum()], "cross_entropy")
+        step = training.optim_step(AdamParams(learning_rate=1e-3))
+        losses.append(output.result(WAIT_S).metrics["loss:sum"])
+        step.result(WAIT_S)
+
+    assert losses[0] > losses[1] > losses[2]
+
+
+def test_both_faces_submit_at_once_and_give_the_result_when_awaited(
+    training: TrainingClient,
+) -> None:
+    async def scenario() -> tuple[float, Any]:
+        output = await training.forward_backward_async([a_datum()], "cross_entropy")
+        step = await training.optim_step_async(AdamParams())
+        return (await output).loss, await step
+
+    loss, step = asyncio.run(scenario())
+
+    assert loss > 0
+    assert step.metrics is not None
+
+
+def test_s14_numbers_on_the_wire_rise_by_exactly_1(
+    training: TrainingClient, service: ScriptedService
+) -> None:
+    pending: list[Any] = []
+    for _ in range(5):
+        pending.append(training.forward_backward([a_datum()], "cross_entropy"))
+        pending.append(training.optim_step(AdamParams()))
+    pending.append(training.save_weights_for_sampler("s"))
+    pending.append(training.optim_step(AdamParams()))
+    for future in pending:
+        future.result(WAIT_S)
+
+    assert sent_numbers(service) == list(range(1, 13))
+    assert [r.endpoint for r in service.requests() if r.endpoint in TRAINING][-2:] == [
+        "save_weights_for_sampler",
+        "optim_step",
+    ]
+
+
+def test_s16_chunks_travel_in_parallel_with_the_first_last() -> None:
+    with (
+        running_service(long_poll_s=0.5, fwdbwd_max_chunk_len=2) as service,
+        ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
+    ):
+        training = client.create_lora_training_client("m", rank=4)
+        others = service.faults.hold("forward_backward", when=lambda r: _number(r) in (2, 3, 4))
+
+        output = training.forward_backward([a_datum() for _ in range(8)], "cross_entropy")
+        others.wait_held(3)
+        assert sorted(sent_numbers(service)) == [2, 3, 4]
+        others.release()
+
+        assert len(output.result(WAIT_S).loss_fn_outputs) == 8
+        assert sent_numbers(service)[-1] == 1
+
+
+def test_s16_a_serial_mode_sends_one_chunk_after_another() -> None:
+    with (
+        running_service(long_poll_s=0.5, fwdbwd_max_chunk_len=2) as service,
+        ServiceClient(
+            base_url=service.base_url, api_key=service.api_key, parallel_chunks=False
+        ) as client,
+    ):
+        training = client.create_lora_training_client("m", rank=4)
+
+        training.forward_backward([a_datum() for _ in range(8)], "cross_entropy").result(WAIT_S)
+
+        assert sent_numbers(service) == [1, 2, 3, 4]
+
+
+def _number(received: Any) -> int:
+    return int(getattr(received.request, "seq_id", 0) or 0)
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("failing", [1, 2, 3])
+@pytest.mark.parametrize("status", [422, 500])
+def test_s17_a_failing_chunk_leaves_the_client_usable(
+    failing: int, status: int, parallel: bool
+) -> None:
+    retry = RetryBudget(total_s=0.2, delay_base_s=0.01)
+    with (
+        running_service(long_poll_s=0.5, gap_wait_s=20.0, fwdbwd_max_chunk_len=1) as service,
+        ServiceClient(
+            base_url=service.base_url,
+            api_key=service.api_key,
+            retry=retry,
+            parallel_chunks=parallel,
+        ) as client,
+    ):
+        training = client.create_lora_training_client("m", rank=4)
+        service.faults.add(
+            "forward_backward",
+            times=None,
+            status=status,
+            when=lambda r: _number(r) == failing and len(_data(r)) == 1 and not _is_filler(r),
+        )
+
+        broken = training.forward_backward([a_datum(i) for i in (1, 2, 3)], "cross_entropy")
+        with pytest.raises((UnprocessableEntityError, InternalServerError)) as caught:
+            broken.result(WAIT_S)
+        began = time.monotonic()
+        training.optim_step(AdamParams()).result(WAIT_S)
+
+        assert "of 3 chunks the server has" in caught.value.__notes__[-1]
+        # Far below gap_wait_s: the server did not have to wait for a number.
+        assert time.monotonic() - began < 10.0
+
+
+def _data(received: Any) -> list[Datum]:
+    data: list[Datum] = received.request.forward_backward_input.data
+    return data
+
+
+def _is_filler(received: Any) -> bool:
+    return bool(received.request.forward_only)
+
+
+def test_s17_a_call_cancelled_in_the_line_leaves_no_number_behind(
+    training: TrainingClient, service: ScriptedService
+) -> None:
+    first_reply = service.faults.hold("forward_backward", times=1)
+    first = training.forward_backward([a_datum()], "cross_entropy")
+    first_reply.wait_held(1)
+    queued = training.forward_backward([a_datum()], "cross_entropy")
+    last = training.optim_step(AdamParams())
+
+    queued.cancel()
+    first_reply.release()
+
+    first.result(WAIT_S)
+    last.result(WAIT_S)
+    assert sent_numbers(service) == [1, 2]
+
+
+def test_s17_a_call_cancelled_while_it_is_sent_leaves_the_client_usable(
+    training: TrainingClient, service: ScriptedService
+) -> None:
+    held = service.faults.hold("optim_step", times=1)
+    sending = training.optim_step(AdamParams())
+    held.wait_held(1)
+
+    sending.cancel()
+    output = training.forward_backward([a_datum()], "cross_entropy")
+
+    assert output.result(WAIT_S).loss > 0
+    held.release()
+
+
+def test_a_lost_reply_is_sent_again_under_the_same_number_and_runs_once(
+    training: TrainingClient, service: ScriptedService
+) -> None:
+    service.faults.add("optim_step", times=2, lose_reply=True)
+
+    training.optim_step(AdamParams()).result(WAIT_S)
+    training.optim_step(AdamParams()).result(WAIT_S)
+
+    numbers = [_number(received) for received in service.requests("optim_step")]
+    assert set(numbers) == {1, 2}
+    keys = {
+        received.headers["x-idempotency-key"]
+        for received in service.requests("optim_step")
+        if _number(received) == 1
+    }
+    assert len(keys) == 1
+
+
+def test_s15_results_keep_coming_and_info_answers_while_a_long_send_is_under_way(
+    training: TrainingClient, service: ScriptedService
+) -> None:
+    early = training.forward_backward([a_datum()], "cross_entropy")
+    early.result(WAIT_S)
+    held = service.faults.hold("forward_backward", times=1)
+    stuck = training.forward_backward([a_datum()], "cross_entropy")
+    held.wait_held(1)
+
+    info = training.get_info()
+
+    assert info.model_id == training.model_id
+    held.release()
+    stuck.result(WAIT_S)
+
+
+@pytest.mark.usefixtures("eager_switching")
+def test_s14_many_threads_with_calls_of_many_chunks_lose_no_number() -> None:
+    with (
+        running_service(long_poll_s=0.5, fwdbwd_max_chunk_len=2, gap_wait_s=30.0) as service,
+        ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
+    ):
+        training = client.create_lora_training_client("m", rank=4)
+        errors: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                pending: list[Any] = []
+                for number in range(12):
+                    data = [a_datum() for _ in range(1 + number % 5)]
+                    pending.append(training.forward_backward(data, "cross_entropy"))
+                    pending.append(training.optim_step(AdamParams()))
+                for future in pending:
+                    future.result(60)
+            except BaseException as error:  # noqa: BLE001 - told by the assertion below
+                errors.append(error)
+
+        threads = [threading.Thread(target=work) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+        numbers = sent_numbers(service)
+        assert errors == []
+        assert sorted(numbers) == list(range(1, len(numbers) + 1))
+
+
+def test_arrays_are_read_when_the_call_is_made(
+    training: TrainingClient, service: ScriptedService
+) -> None:
+    np = pytest.importorskip("numpy")
+    weights = np.ones(3, np.float32)
+    datum = Datum(ModelInput.from_ints([1, 2, 3]), {"target_tokens": [2, 3, 4], "weights": weights})
+    held = service.faults.hold("optim_step", times=1)
+    step = training.optim_step(AdamParams())
+    held.wait_held(1)
+
+    queued = training.forward_backward([datum], "cross_entropy")
+    weights[:] = 99.0
+    held.release()
+    step.result(WAIT_S)
+    queued.result(WAIT_S)
+
+    arrived = service.requests("forward_backward")[0].request.forward_backward_input.data[0]
+    assert arrived.loss_fn_inputs["weights"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_empty_data_is_refused_at_the_call(training: TrainingClient) -> None:
+    with pytest.raises(ValidationError, match="empty"):
+        _ = training.forward_backward([], "cross_entropy")
+
+
+def test_optim_step_takes_one_set_of_parameters(training: TrainingClient) -> None:
+    with pytest.raises(ValidationError):
+        _ = training.optim_step(AdamParams(), adam_params=AdamParams())
+    with pytest.raises(TypeError):
+        _ = training.optim_step()
+
+
+@pytest.mark.parametrize("category", ["user", "server", "unknown"])
+def test_s21_a_failed_command_raises_its_error_with_its_category(
+    training: TrainingClient, service: ScriptedService, category: str
+) -> None:
+    service.faults.fail_command("optim_step", category=category, error="no gradients")
+
+    with pytest.raises(RequestFailedError, match="no gradients") as caught:
+        training.optim_step(AdamParams()).result(WAIT_S)
+
+    assert caught.value.category is RequestErrorCategory(category)
+    assert caught.value.request_id
+
+
+def test_s19_polls_are_numbered_from_0_and_typed(
+    training: TrainingClient, service: ScriptedService
+) -> None:
+    service.faults.delay_commands("optim_step", delay_s=1.2)
+
+    training.optim_step(AdamParams()).result(WAIT_S)
+
+    polls = [
+        received.headers
+        for received in service.requests("retrieve_future")
+        if received.headers["x-tinker-request-type"] == "OptimStep"
+    ]
+    assert [poll["x-tinker-request-iteration"] for poll in polls] == [
+        str(number) for number in range(len(polls))
+    ]
+    assert len(polls) > 1
+    has_roundtrip = ["x-tinker-create-promise-roundtrip-time" in poll for poll in polls]
+    assert has_roundtrip == [True] + [False] * (len(polls) - 1)
+
+
+def test_polls_keep_their_distance_from_a_failing_server(
+    training: TrainingClient, service: ScriptedService
+) -> None:
+    service.faults.add("retrieve_future", times=3, status=500)
+
+    training.optim_step(AdamParams()).result(WAIT_S)
+
+    times = [r.arrived_at for r in service.requests("retrieve_future")[-4:]]
+    assert all(later - earlier > 0.2 for earlier, later in itertools.pairwise(times))
+
+
+def test_a_result_that_the_server_lost_is_an_api_error(
+    training: TrainingClient, service: ScriptedService
+) -> None:
+    service.faults.expire_results("optim_step")
+
+    with pytest.raises(APIStatusError) as caught:
+        training.optim_step(AdamParams()).result(WAIT_S)
+
+    assert caught.value.status_code == 410
+
+
+def test_a_large_result_is_fetched_in_two_steps() -> None:
+    with (
+        running_service(long_poll_s=0.5, inline_bytes=100) as service,
+        ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
+    ):
+        training = client.create_lora_training_client("m", rank=4)
+        datum = Datum(
+            ModelInput.from_ints([1] * 500),
+            {"target_tokens": [1] * 500, "weights": [1.0] * 500},
+        )
+
+        output = training.forward([datum], "cross_entropy").result(WAIT_S)
+
+        polls = [r.request for r in service.requests("retrieve_future")]
+        assert len(output.loss_fn_outputs[0]["logprobs"].tolist()) == 500
+        assert [poll.allow_metadata_only for poll in polls[-2:]] == [True, False]
+
+
+def test_a_timeout_in_a_coroutine_gives_the_call_up_and_the_next_one_works(
+    training: TrainingClient, service: ScriptedService
+) -> None:
+    held = service.faults.hold_commands("optim_step", times=1)
+
+    async def scenario() -> float:
+        step = await training.optim_step_async(AdamParams())
+        with pytest.raises(APITimeoutError):
+            await step.result_async(timeout=0.2)
+        held.release()
+        return (await (await training.forward_async([a_datum()], "cross_entropy"))).loss
+
+    assert asyncio.run(scenario()) > 0
+
+
+def test_state_is_saved_and_training_goes_on_from_it(
+    client: ServiceClient, training: TrainingClient
+) -> None:
+    _ = training.forward_backward([a_datum()], "cross_entropy")
+    _ = training.optim_step(AdamParams(learning_rate=1e-3))
+    path = training.save_state("first").result(WAIT_S).path
+    before = training.forward([a_datum()], "cross_entropy").result(WAIT_S).loss
+
+    resumed = client.create_training_client_from_state_with_optimizer(path)
+
+    assert resumed.model_id != training.model_id
+    assert resumed.forward([a_datum()], "cross_entropy").result(WAIT_S).loss == before
+
+
+def test_s18_closing_settles_what_was_pending(service: ScriptedService) -> None:
+    client = ServiceClient(base_url=service.base_url, api_key=service.api_key)
+    training = client.create_lora_training_client("m", rank=4)
+    service.faults.hold_commands("optim_step")
+    pending = training.optim_step(AdamParams())
+    service.wait_requests("optim_step", 1)
+
+    client.close("success").result(WAIT_S)
+
+    with pytest.raises((APIConnectionError, RuntimeError)):
+        pending.result(10)

@@ -1,0 +1,179 @@
+"""The thread for all I/O: order, cancelling, and what happens after a fork."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import itertools
+import multiprocessing
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tinsmith.client.background import Background, background
+
+
+@pytest.fixture
+def eager_switching() -> Iterator[None]:
+    """Threads give way after every few instructions, so that races show."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+async def _double(number: int) -> int:
+    await asyncio.sleep(0)
+    return 2 * number
+
+
+def test_a_process_has_one_loop_however_many_ask_for_it() -> None:
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        seen = set(pool.map(lambda _: id(background()), range(200)))
+
+    assert len(seen) == 1
+
+
+def test_a_coroutine_runs_on_the_loop_s_thread_and_gives_its_result() -> None:
+    async def where() -> str:
+        return threading.current_thread().name
+
+    assert background().run(where()) == "tinsmith-loop"
+
+
+def test_an_error_of_the_coroutine_reaches_the_caller() -> None:
+    async def broken() -> None:
+        raise LookupError("gone")
+
+    with pytest.raises(LookupError, match="gone"):
+        background().run(broken())
+
+
+def test_a_blocking_call_on_the_loop_s_own_thread_is_refused() -> None:
+    async def nested() -> int:
+        return background().run(_double(1), "sample")
+
+    with pytest.raises(RuntimeError, match="sample"):
+        background().run(nested())
+
+
+def test_coroutines_of_one_thread_begin_in_the_order_they_were_handed_over() -> None:
+    begun: list[int] = []
+
+    async def begin(number: int) -> None:
+        begun.append(number)
+
+    futures = [background().start(begin(number)) for number in range(1000)]
+    for future in futures:
+        future.result(20)
+
+    assert begun == list(range(1000))
+
+
+@pytest.mark.usefixtures("eager_switching")
+def test_s44_no_hand_over_is_lost_among_many_threads() -> None:
+    def hand_over(base: int) -> list[int]:
+        futures = [background().start(_double(base + i)) for i in range(100)]
+        return [future.result(60) for future in futures]
+
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        results = list(pool.map(hand_over, range(0, 1600, 100)))
+
+    assert sorted(itertools.chain(*results)) == [2 * number for number in range(1600)]
+
+
+def test_cancelling_the_future_cancels_the_coroutine() -> None:
+    cancelled = threading.Event()
+
+    async def endless() -> None:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    future = background().start(endless())
+    background().run(_double(0))  # by now the other has begun
+    future.cancel()
+
+    assert cancelled.wait(10)
+
+
+def test_work_cancelled_before_it_began_never_begins() -> None:
+    loop = Background()
+    block, blocked = threading.Event(), threading.Event()
+    begun: list[bool] = []
+
+    async def hold_the_loop() -> None:
+        blocked.set()
+        block.wait(20)
+
+    async def begin() -> None:
+        begun.append(True)
+
+    holding = loop.start(hold_the_loop())
+    blocked.wait(20)
+    future = loop.start(begin())
+    future.cancel()
+    block.set()
+    holding.result(20)
+    loop.run(_double(0))
+    loop.stop()
+
+    assert begun == []
+
+
+def test_an_async_caller_s_loop_is_not_blocked() -> None:
+    async def scenario() -> int:
+        future = background().start(_double(21))
+        ticks = 0
+        while not future.done():
+            ticks += 1
+            await asyncio.sleep(0)
+        return await future
+
+    assert asyncio.run(scenario()) == 42
+
+
+def _child(results: multiprocessing.SimpleQueue[int]) -> None:
+    results.put(background().run(_double(4), timeout=20))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no fork on Windows")
+def test_a_forked_child_has_a_loop_of_its_own() -> None:
+    background().run(_double(1))
+    context = multiprocessing.get_context("fork")
+    results: multiprocessing.SimpleQueue[int] = context.SimpleQueue()
+    child = context.Process(target=_child, args=(results,))
+
+    child.start()
+    child.join(30)
+
+    assert child.exitcode == 0
+    assert results.get() == 8
+
+
+def test_s18_stopping_the_loop_settles_everything_that_was_under_way() -> None:
+    loop = Background()
+    begun = threading.Event()
+
+    async def endless() -> None:
+        begun.set()
+        await asyncio.sleep(3600)
+
+    future = loop.start(endless())
+    begun.wait(20)
+    loop.stop()
+
+    with pytest.raises(concurrent.futures.CancelledError):
+        future.result(timeout=1)
+
+
+def test_finished_work_is_not_kept() -> None:
+    for _ in range(100):
+        background().run(_double(1))
+    background().run(_double(1))
+
+    assert background().task_count <= 1

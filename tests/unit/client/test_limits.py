@@ -1,0 +1,315 @@
+"""Pauses: who sees them, how long they last, and how senders leave them."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tinsmith.client import limits
+from tinsmith.client.limits import RAMP_SENDS, RAMP_STEP_S, Limiter, shared_limiter
+
+
+class FakeTime:
+    """A clock that moves when somebody sleeps, and wakes sleepers in the order of their times."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self._sleepers: list[tuple[float, asyncio.Future[None]]] = []
+
+    def clock(self) -> float:
+        return self.now
+
+    async def sleep(self, delay_s: float) -> None:
+        done = asyncio.get_running_loop().create_future()
+        self._sleepers.append((self.now + delay_s, done))
+        await done
+
+    async def advance_to(self, until: float) -> None:
+        """Let time pass, waking each sleeper at its own time."""
+        await settle()
+        while self._sleepers and min(at for at, _ in self._sleepers) <= until:
+            at, done = min(self._sleepers, key=lambda sleeper: sleeper[0])
+            self._sleepers.remove((at, done))
+            self.now = max(self.now, at)
+            if not done.done():
+                done.set_result(None)
+            await settle()
+        self.now = max(self.now, until)
+
+
+async def settle() -> None:
+    for _ in range(6):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+def time() -> FakeTime:
+    return FakeTime()
+
+
+@pytest.fixture
+def limiter(time: FakeTime) -> Limiter:
+    return Limiter(clock=time.clock, sleep=time.sleep)
+
+
+def test_nothing_is_waited_for_while_there_is_no_pause(limiter: Limiter, time: FakeTime) -> None:
+    left_at = asyncio.run(limiter.wait())
+
+    assert left_at == time.now
+    assert limiter.pause().state == "open"
+
+
+def test_s3_one_429_holds_back_every_sender_until_its_end(limiter: Limiter, time: FakeTime) -> None:
+    async def scenario() -> list[float]:
+        limiter.rate_limited(5.0)
+        senders = [asyncio.create_task(limiter.wait()) for _ in range(50)]
+        await time.advance_to(1004.99)
+        assert not any(sender.done() for sender in senders)
+        await time.advance_to(1010.0)
+        return [sender.result() for sender in senders]
+
+    left_at = asyncio.run(scenario())
+
+    assert min(left_at) >= 1005.0
+
+
+def test_s3_another_key_is_not_delayed_at_all(time: FakeTime) -> None:
+    one, other = (Limiter(clock=time.clock, sleep=time.sleep) for _ in range(2))
+    one.rate_limited(60.0)
+
+    left_at = asyncio.run(other.wait())
+
+    assert left_at == time.now
+
+
+def test_s4_the_latest_of_all_deadlines_counts(limiter: Limiter, time: FakeTime) -> None:
+    limiter.rate_limited(9.0, "long")
+    limiter.rate_limited(2.0, "short")
+
+    pause = limiter.pause()
+
+    assert (pause.state, pause.until, pause.reason) == ("rate_limited", time.now + 9.0, "long")
+
+
+def test_s4_a_result_does_not_end_a_429(limiter: Limiter, time: FakeTime) -> None:
+    limiter.rate_limited(5.0)
+
+    limiter.queue_active(asked_at=time.now + 1.0)
+
+    assert limiter.pause().state == "rate_limited"
+
+
+def test_s4_a_sleeper_looks_again_when_it_wakes(limiter: Limiter, time: FakeTime) -> None:
+    async def scenario() -> float:
+        limiter.rate_limited(1.0)
+        sender = asyncio.create_task(limiter.wait())
+        await time.advance_to(1000.5)
+        limiter.rate_limited(3.0)
+        await time.advance_to(1003.4)
+        assert not sender.done()
+        await time.advance_to(1004.0)
+        return sender.result()
+
+    assert asyncio.run(scenario()) >= 1003.5
+
+
+def test_s4_a_pause_during_the_ramp_holds_those_still_waiting(
+    limiter: Limiter, time: FakeTime
+) -> None:
+    async def scenario() -> list[float]:
+        limiter.rate_limited(1.0)
+        senders = [asyncio.create_task(limiter.wait()) for _ in range(100)]
+        await time.advance_to(1001.05)
+        limiter.rate_limited(10.0)
+        await time.advance_to(1030.0)
+        return [sender.result() for sender in senders]
+
+    left_at = asyncio.run(scenario())
+
+    early = [at for at in left_at if at < 1001.06]
+    assert 0 < len(early) <= RAMP_SENDS
+    assert all(at >= 1011.05 for at in left_at if at not in early)
+
+
+def test_s4_four_hundred_waiters_ramp_up_instead_of_stampeding(
+    limiter: Limiter, time: FakeTime
+) -> None:
+    async def scenario() -> list[float]:
+        limiter.rate_limited(2.0)
+        senders = [asyncio.create_task(limiter.wait()) for _ in range(400)]
+        await time.advance_to(1010.0)
+        return sorted(sender.result() for sender in senders)
+
+    left_at = asyncio.run(scenario())
+
+    first_step = [at for at in left_at if at < 1002.0 + RAMP_STEP_S]
+    assert len(first_step) == RAMP_SENDS
+    assert left_at[-1] < 1002.0 + 10 * RAMP_STEP_S
+
+
+def test_s4_the_wall_clock_plays_no_part(limiter: Limiter, monkeypatch: pytest.MonkeyPatch) -> None:
+    limiter.rate_limited(5.0)
+    before = limiter.pause()
+
+    monkeypatch.setattr("time.time", lambda: 0.0)
+
+    assert limiter.pause() == before
+
+
+def test_s8_a_paused_queue_holds_back_new_samples(limiter: Limiter, time: FakeTime) -> None:
+    async def scenario() -> float:
+        limiter.queue_paused(3.0, "no room")
+        assert limiter.pause().reason == "no room"
+        sender = asyncio.create_task(limiter.wait())
+        await time.advance_to(1002.9)
+        assert not sender.done()
+        await time.advance_to(1004.0)
+        return sender.result()
+
+    assert asyncio.run(scenario()) >= 1003.0
+
+
+def test_s8_an_active_queue_ends_the_hold_early(limiter: Limiter, time: FakeTime) -> None:
+    async def scenario() -> float:
+        limiter.queue_paused(None)
+        sender = asyncio.create_task(limiter.wait())
+        await time.advance_to(1000.2)
+        limiter.queue_active(asked_at=1000.1)
+        await settle()
+        await time.advance_to(1000.3)
+        return sender.result()
+
+    assert asyncio.run(scenario()) < 1000.0 + limits.DEFAULT_QUEUE_PAUSE_S
+
+
+def test_s8_an_answer_asked_for_before_the_pause_does_not_end_it(
+    limiter: Limiter, time: FakeTime
+) -> None:
+    asked_at = time.now - 0.5
+    limiter.queue_paused(5.0)
+
+    limiter.queue_active(asked_at)
+
+    assert limiter.pause().state == "queue_paused"
+
+
+def test_a_cancelled_waiter_leaves_nothing_behind(limiter: Limiter) -> None:
+    async def scenario() -> int:
+        limiter.rate_limited(60.0)
+        sender = asyncio.create_task(limiter.wait())
+        await settle()
+        sender.cancel()
+        await asyncio.gather(sender, return_exceptions=True)
+        return len(limiter._waiters)
+
+    assert asyncio.run(scenario()) == 0
+
+
+def test_s5_a_pause_is_readable_from_any_thread(limiter: Limiter) -> None:
+    limiter.rate_limited(30.0, "slow down")
+    seen: list[str] = []
+
+    reader = threading.Thread(target=lambda: seen.append(limiter.pause().reason))
+    reader.start()
+    reader.join()
+
+    assert seen == ["slow down"]
+
+
+def test_s9_the_same_address_and_key_share_a_limiter() -> None:
+    one = shared_limiter("https://host/services/prod/", "tml-a")
+
+    assert shared_limiter("https://HOST:443/services/prod", "tml-a") is one
+    assert shared_limiter("https://host/services/prod", "tml-b") is not one
+    assert shared_limiter("https://host/services/staging", "tml-a") is not one
+    assert shared_limiter("http://host/services/prod", "tml-a") is not one
+    assert shared_limiter("https://host:8443/services/prod", "tml-a") is not one
+
+
+def test_s9_no_key_is_kept_in_clear() -> None:
+    kept = shared_limiter("https://host", "tml-secret-key")
+
+    assert kept is not None
+    assert "tml-secret-key" not in repr(list(limits._shared.items()))
+
+
+@pytest.fixture
+def eager_switching() -> Iterator[None]:
+    """Threads give way after every few instructions, so that races show."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.usefixtures("eager_switching")
+def test_s10_threads_that_race_for_a_new_key_get_the_same_limiter() -> None:
+    rounds, threads = 1000, 64
+    held: list[set[int]] = [set() for _ in range(rounds)]
+    kept: list[Limiter] = []
+    barrier = threading.Barrier(threads)
+
+    def race() -> None:
+        barrier.wait()
+        for number in range(rounds):
+            limiter = shared_limiter("http://race", f"key-{number}")
+            kept.append(limiter)
+            held[number].add(id(limiter))
+
+    racers = [threading.Thread(target=race) for _ in range(threads)]
+    for racer in racers:
+        racer.start()
+    for racer in racers:
+        racer.join()
+
+    assert all(len(ids) == 1 for ids in held)
+
+
+def test_s11_a_429_is_seen_through_every_handle_also_earlier_ones() -> None:
+    early = shared_limiter("http://handles", "key")
+    late = shared_limiter("http://handles", "key")
+
+    late.rate_limited(30.0, "seen")
+
+    assert early.pause().reason == "seen"
+
+
+def test_s11_an_early_end_wakes_waiters_on_other_event_loops() -> None:
+    limiter = Limiter()
+    limiter.queue_paused(30.0)
+    ready = threading.Barrier(3)
+
+    def wait_on_own_loop() -> None:
+        async def scenario() -> None:
+            waiter = asyncio.create_task(limiter.wait())
+            await asyncio.sleep(0.01)
+            ready.wait()
+            await asyncio.wait_for(waiter, timeout=10)
+
+        asyncio.run(scenario())
+
+    threads = [threading.Thread(target=wait_on_own_loop) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    ready.wait()
+    limiter.queue_active(asked_at=limiter._clock())
+    for thread in threads:
+        thread.join(timeout=20)
+
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_s2_a_limiter_that_no_client_holds_is_forgotten() -> None:
+    gc.collect()
+    before = len(limits._shared)
+
+    for number in range(1000):
+        shared_limiter("http://gone", f"key-{number}")
+    gc.collect()
+
+    assert len(limits._shared) == before

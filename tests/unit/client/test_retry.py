@@ -1,0 +1,228 @@
+"""Second tries: what is tried again, when, and when not."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from tinsmith.client.limits import Limiter
+from tinsmith.client.retry import DEFAULT_BUDGET, NO_RETRIES, Retrier, RetryBudget, may_pass
+from tinsmith.errors import (
+    APIConnectionError,
+    APIError,
+    APIStatusError,
+    APITimeoutError,
+    BillingError,
+    InternalServerError,
+    NotFoundError,
+    RateLimitError,
+    ValidationError,
+)
+from tinsmith.wire.failures import error_from_reply
+
+
+class FakeTime:
+    """A clock that only sleeping moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.slept: list[float] = []
+
+    def clock(self) -> float:
+        return self.now
+
+    async def sleep(self, delay_s: float) -> None:
+        self.slept.append(delay_s)
+        self.now += delay_s
+
+
+@pytest.fixture
+def time() -> FakeTime:
+    return FakeTime()
+
+
+def a_retrier(time: FakeTime, budget: RetryBudget = DEFAULT_BUDGET) -> Retrier:
+    return Retrier(budget, clock=time.clock, sleep=time.sleep, chance=lambda: 0.5)
+
+
+def failing(*errors: APIError) -> Callable[[int], Awaitable[str]]:
+    async def attempt(number: int) -> str:
+        if number < len(errors):
+            raise errors[number]
+        return "done"
+
+    return attempt
+
+
+def forever(error: Callable[[], APIError]) -> Callable[[int], Awaitable[str]]:
+    async def attempt(_: int) -> str:
+        raise error()
+
+    return attempt
+
+
+@pytest.mark.parametrize("status", [408, 409, 429, 500, 502, 503, 504, 529])
+def test_s6_failures_that_may_pass_are_tried_again(time: FakeTime, status: int) -> None:
+    error = error_from_reply(status, {}, b"")
+
+    result = asyncio.run(a_retrier(time).call(failing(error, error), "asample"))
+
+    assert result == "done"
+    assert len(time.slept) == 2
+
+
+@pytest.mark.parametrize("error", [APIConnectionError(), APITimeoutError()])
+def test_s6_lost_connections_are_tried_again(time: FakeTime, error: APIError) -> None:
+    assert asyncio.run(a_retrier(time).call(failing(error), "asample")) == "done"
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 405, 410, 413, 422])
+def test_s6_other_refusals_are_raised_on_the_first_attempt(time: FakeTime, status: int) -> None:
+    error = error_from_reply(status, {}, b'{"detail": "no"}')
+
+    with pytest.raises(APIStatusError) as caught:
+        asyncio.run(a_retrier(time).call(failing(error), "asample"))
+
+    assert caught.value is error
+    assert time.slept == []
+
+
+@pytest.mark.parametrize("error", [ValidationError("bad"), TypeError("bug"), KeyError("bug")])
+def test_s6_mistakes_are_raised_at_once(time: FakeTime, error: Exception) -> None:
+    async def attempt(_: int) -> str:
+        raise error
+
+    with pytest.raises(type(error)):
+        asyncio.run(a_retrier(time).call(attempt, "asample"))
+
+    assert time.slept == []
+
+
+def test_s6_the_last_error_says_how_often_and_how_long_it_was_tried(time: FakeTime) -> None:
+    budget = RetryBudget(total_s=20.0)
+
+    with pytest.raises(InternalServerError) as caught:
+        asyncio.run(a_retrier(time, budget).call(forever(a_500), "optim_step"))
+
+    note = caught.value.__notes__[0]
+    assert "optim_step" in note
+    assert f"{len(time.slept) + 1} attempt(s)" in note
+    assert time.now <= 20.0
+
+
+def test_the_server_s_delay_counts_before_our_own(time: FakeTime) -> None:
+    error = error_from_reply(429, {"retry-after-ms": "7250"}, b"")
+
+    asyncio.run(a_retrier(time).call(failing(error), "asample"))
+
+    assert time.slept == [7.25]
+
+
+def test_the_server_may_forbid_another_try(time: FakeTime) -> None:
+    error = error_from_reply(409, {"x-should-retry": "false"}, b'{"detail": "taken"}')
+
+    with pytest.raises(APIStatusError):
+        asyncio.run(a_retrier(time).call(failing(error), "save_weights"))
+
+    assert time.slept == []
+
+
+def test_our_own_delays_grow_to_a_bound_and_vary() -> None:
+    budget = RetryBudget()
+
+    delays = [budget.delay_s(attempt, lambda: 0.5) for attempt in range(8)]
+
+    assert delays == [0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0, 10.0]
+    assert budget.delay_s(0, lambda: 0.0) == 0.375
+    assert budget.delay_s(10_000, lambda: 0.5) == 10.0
+
+
+def test_a_server_that_was_never_reached_is_given_up_on_within_seconds(time: FakeTime) -> None:
+    with pytest.raises(APIConnectionError):
+        asyncio.run(a_retrier(time).call(forever(APIConnectionError), "client_config"))
+
+    assert time.now <= RetryBudget().first_contact_s
+
+
+def test_a_server_that_was_reached_before_is_waited_for(time: FakeTime) -> None:
+    retrier = a_retrier(time)
+    asyncio.run(retrier.call(failing(), "client_config"))
+
+    with pytest.raises(APIConnectionError):
+        asyncio.run(retrier.call(forever(APIConnectionError), "optim_step"))
+
+    assert 250.0 < time.now <= 300.0
+
+
+def test_402_is_a_pause_until_its_window_ends(time: FakeTime) -> None:
+    budget = RetryBudget(billing_s=60.0)
+
+    with pytest.raises(BillingError):
+        asyncio.run(a_retrier(time, budget).call(forever(a_billing_error), "optim_step"))
+
+    assert time.slept == [5.0] * 12
+
+
+def test_without_a_budget_nothing_is_tried_again(time: FakeTime) -> None:
+    with pytest.raises(RateLimitError):
+        asyncio.run(a_retrier(time, NO_RETRIES).call(forever(a_429), "session_heartbeat"))
+
+    assert time.slept == []
+
+
+def test_a_long_wait_is_told_in_the_log(time: FakeTime, caplog: pytest.LogCaptureFixture) -> None:
+    error = error_from_reply(503, {"retry-after": "30"}, b"")
+
+    with caplog.at_level(logging.WARNING, logger="tinsmith"):
+        asyncio.run(a_retrier(time).call(failing(error), "forward_backward 4"))
+
+    assert "forward_backward 4" in caplog.text
+    assert "30.0 s" in caplog.text
+
+
+def test_s7_the_trace_of_a_429_is_wait_send_refused_set_wait_send(time: FakeTime) -> None:
+    trace: list[str] = []
+    limiter = Limiter(clock=time.clock, sleep=time.sleep)
+
+    async def attempt(number: int) -> str:
+        await limiter.wait()
+        trace.append(f"leave at {time.now:g}")
+        trace.append("send")
+        if number == 0:
+            error = error_from_reply(429, {"retry-after-ms": "2000"}, b"")
+            trace.append("429")
+            assert error.retry_after_s is not None
+            limiter.rate_limited(error.retry_after_s)
+            raise error
+        return "done"
+
+    asyncio.run(a_retrier(time).call(attempt, "asample"))
+
+    assert trace == ["leave at 0", "send", "429", "leave at 2", "send"]
+
+
+def test_a_budget_refuses_times_that_make_no_sense() -> None:
+    with pytest.raises(ValidationError):
+        RetryBudget(total_s=-1.0)
+    with pytest.raises(ValidationError):
+        RetryBudget(jitter=1.0)
+
+
+def test_unknown_errors_are_not_taken_for_passing_ones() -> None:
+    assert not may_pass(RuntimeError())
+    assert not may_pass(NotFoundError("gone"))
+
+
+def a_500() -> APIError:
+    return InternalServerError("broken")
+
+
+def a_billing_error() -> APIError:
+    return BillingError("no funds")
+
+
+def a_429() -> APIError:
+    return RateLimitError("full")
