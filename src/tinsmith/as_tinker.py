@@ -12,9 +12,7 @@ says so.
 from __future__ import annotations
 
 import importlib
-import importlib.abc
 import importlib.machinery
-import runpy
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -85,8 +83,11 @@ class _Alias(ModuleType):
         return sorted({name for module in modules for name in dir(module) if name[0] != "_"})
 
 
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds `tinker` and the modules in it before anybody else does."""
+class _Finder:
+    """Finds `tinker` and the modules in it before anybody else does, and makes them.
+
+    A finder and a loader by its methods; the base classes for both would double the import's time.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -96,7 +97,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         is_type_module = fullname.startswith("tinker.types.")
         if fullname not in _MODULES and not is_type_module:
             return None
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)  # type: ignore[arg-type]
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         """An alias, whose names are found when they are used."""
@@ -125,6 +126,8 @@ def main(arguments: list[str] | None = None) -> None:
         )
         return
     as_tinker()
+    import runpy
+
     if given[0] == "-m" and len(given) > 1:
         sys.argv = given[1:]
         runpy.run_module(given[1], run_name="__main__", alter_sys=True)

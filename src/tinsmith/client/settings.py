@@ -7,7 +7,6 @@ Arguments count before the environment, and the environment is read once. Secret
 from __future__ import annotations
 
 import os
-import urllib.request
 from collections.abc import Mapping
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -132,6 +131,8 @@ def _checked_url(text: str) -> str:
 
 def _proxy_for(url: str) -> str | None:
     """The proxy that the environment names for an address, as other programs would use it."""
+    import urllib.request  # brings a whole HTTP client along
+
     parts = urlsplit(url)
     if not parts.hostname or urllib.request.proxy_bypass(parts.hostname):
         return None
