@@ -16,7 +16,7 @@ from tinsmith.wire.limits import DecodeLimits
 
 def main() -> None:
     """Walk through the tour."""
-    print(f"tinsmith {tinsmith.__version__}: types and codecs; no client and no engine yet\n")
+    print(f"tinsmith {tinsmith.__version__}: the types and their bytes; there is no engine yet\n")
     training_request()
     sample_request()
     sample_result()

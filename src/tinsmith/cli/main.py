@@ -20,8 +20,8 @@ NOUNS = {
 }
 
 STATE = """\
-What exists today: the types of the Tinker API and the codecs that turn them into bytes and back.
-The client and the service are not there yet, so nothing here trains or samples.
+What exists today: the types and codecs of the Tinker API, the core of a client in Python, and a
+service for tests. There is no service that trains a model yet, and no further command.
 """
 
 

@@ -23,7 +23,7 @@ def test_help_names_every_noun_and_says_what_exists(capsys: pytest.CaptureFixtur
     shown = capsys.readouterr().out
     assert stopped.value.code == 0
     assert all(summary in shown for summary in NOUNS.values())
-    assert "nothing here trains or samples" in shown
+    assert "no service that trains a model yet" in shown
 
 
 def test_unknown_noun_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

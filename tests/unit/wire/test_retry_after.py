@@ -1,3 +1,5 @@
+"""Delays that a server asks for, in every form that headers have had (S20, S31)."""
+
 from __future__ import annotations
 
 import locale
