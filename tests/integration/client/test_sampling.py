@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import itertools
 import time
 
 import pytest
@@ -257,18 +256,3 @@ def test_what_to_sample_from_must_be_said(client: ServiceClient) -> None:
 def test_an_unknown_checkpoint_is_not_found(client: ServiceClient) -> None:
     with pytest.raises(NotFoundError):
         client.create_sampling_client(model_path="tinker://none/sampler_weights/none")
-
-
-def test_s4_waiters_of_a_pause_do_not_stampede(
-    sampler: SamplingClient, service: ScriptedService
-) -> None:
-    sampler.limiter.rate_limited(0.5, "full")
-    futures = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(100)]
-    for future in futures:
-        future.result(WAIT_S)
-
-    arrivals = sorted(received.arrived_at for received in service.requests("asample"))
-    in_first_step = sum(arrival - arrivals[0] < 0.05 for arrival in arrivals)
-    assert len(arrivals) == 100
-    assert in_first_step < 50
-    assert all(later >= earlier for earlier, later in itertools.pairwise(arrivals))
