@@ -325,7 +325,7 @@ class ServiceClient:
         Args:
             model_path: A `tinker://` path; counts before `base_model`.
             base_model: A model's name.
-            retry_config: Settings of the client's retries.
+            retry_config: Taken for existing programs, and not used yet.
             record_stability_info: Have the service keep what `stable_reinforce` needs.
         """
         _check_source(model_path, base_model)

@@ -328,7 +328,7 @@ class TrainingClient:
 
         Args:
             name: Kept for older programs; the weights are saved without one.
-            retry_config: Settings of the client's retries.
+            retry_config: Taken for existing programs, and not used yet.
             record_stability_info: Have the server keep what `stable_reinforce` needs.
         """
         del name
