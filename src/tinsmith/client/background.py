@@ -20,6 +20,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from tinsmith.client.futures import APIFuture
+from tinsmith.errors import APITimeoutError
 
 T = TypeVar("T")
 
@@ -34,9 +35,9 @@ class Background:
 
     def __init__(self) -> None:
         self.loop = _new_loop()
-        self._queue: collections.deque[tuple[Coroutine[Any, Any, Any], APIFuture[Any]]] = (
-            collections.deque()
-        )
+        self._queue: collections.deque[
+            tuple[Coroutine[Any, Any, Any], APIFuture[Any], float | None]
+        ] = collections.deque()
         self._is_woken = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._stopping: asyncio.Task[None] | None = None
@@ -47,15 +48,22 @@ class Background:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
 
-    def start(self, work: Coroutine[Any, Any, T], what: str = "call") -> APIFuture[T]:
+    def start(
+        self, work: Coroutine[Any, Any, T], what: str = "call", timeout: float | None = None
+    ) -> APIFuture[T]:
         """Run a coroutine on the loop; returns at once.
 
         Coroutines of one thread begin in the order in which they are handed over. Cancelling the
-        future cancels the coroutine.
+        future cancels the coroutine, and so does the end of its time.
+
+        Args:
+            work: What to run.
+            what: What it is, for messages.
+            timeout: Seconds after which it is given up with `APITimeoutError`; None for never.
         """
         future: APIFuture[T] = APIFuture(what)
         # Append, then look at the flag; the loop clears the flag, then drains: nothing is missed.
-        self._queue.append((work, future))
+        self._queue.append((work, future, timeout))
         if not self._is_woken:
             self._is_woken = True
             self.loop.call_soon_threadsafe(self._drain)
@@ -72,7 +80,7 @@ class Background:
         if threading.current_thread() is self._thread:
             work.close()
             raise RuntimeError(f"{what}: a blocking call on tinsmith's own thread would never end")
-        return self.start(work, what).result(timeout)
+        return self.start(work, what, timeout).result()
 
     def call_soon(self, fn: Callable[..., object], *args: Any) -> None:
         """Call `fn` on the loop's thread."""
@@ -81,11 +89,11 @@ class Background:
     def _drain(self) -> None:
         self._is_woken = False
         while self._queue:
-            work, future = self._queue.popleft()
+            work, future, timeout = self._queue.popleft()
             if future.cancelled():
                 work.close()
                 continue
-            task = self.loop.create_task(_settle(work, future))
+            task = self.loop.create_task(_settle(work, future, timeout))
             self._tasks.add(task)  # a loop holds its tasks weakly
             task.add_done_callback(self._tasks.discard)
             future.stop_work_with(lambda task=task: self.call_soon(task.cancel))  # type: ignore[misc]
@@ -98,7 +106,7 @@ class Background:
             self.loop.close()
 
     def _begin_to_stop(self) -> None:
-        for work, future in self._queue:
+        for work, future, _ in self._queue:
             work.close()
             future.cancel()
         self._queue.clear()
@@ -119,16 +127,26 @@ class Background:
         return len(self._tasks)
 
 
-async def _settle(work: Coroutine[Any, Any, T], future: APIFuture[T]) -> None:
+async def _settle(
+    work: Coroutine[Any, Any, T], future: APIFuture[T], timeout_s: float | None
+) -> None:
+    limit = asyncio.timeout(timeout_s)
     try:
-        value = await work
+        async with limit:
+            value = await work
     except asyncio.CancelledError:
         if not future.cancel():
             raise
     except (Exception, concurrent.futures.CancelledError) as error:  # noqa: BLE001 - handed on whole
-        future.fail(error)
+        future.fail(_late(future, timeout_s, error) if limit.expired() else error)
     else:
         future.settle(value)
+
+
+def _late(future: APIFuture[Any], timeout_s: float | None, cause: BaseException) -> APITimeoutError:
+    error = APITimeoutError(f"{future.what}: not done within {timeout_s:g} s")
+    error.__cause__ = cause
+    return error
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

@@ -36,7 +36,7 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
 
     def __init__(self, what: str = "call") -> None:
         super().__init__()
-        self._what = what
+        self.what = what
         self._stop_work: Callable[[], object] | None = None
 
     def result(self, timeout: float | None = None) -> T:
@@ -54,7 +54,7 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
         except concurrent.futures.TimeoutError as exc:
             if self.done():
                 raise  # the work itself ended with this error
-            raise TimeoutError(f"{self._what}: no result within {timeout:g} s") from exc
+            raise TimeoutError(f"{self.what}: no result within {timeout:g} s") from exc
 
     async def result_async(self, timeout: float | None = None) -> T:  # noqa: ASYNC109 - API name
         """Wait for the result in a coroutine. A timeout or cancellation gives the work up.
@@ -68,7 +68,7 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
         except TimeoutError as exc:
             if self.cancelled() or not self.done():
                 self.cancel()
-                raise APITimeoutError(f"{self._what}: no result within {timeout} s") from exc
+                raise APITimeoutError(f"{self.what}: no result within {timeout} s") from exc
             raise
         except asyncio.CancelledError:
             self.cancel()
@@ -114,14 +114,14 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
         try:
             self.set_result(value)
         except concurrent.futures.InvalidStateError:
-            _log.debug("%s: its result came after it was settled", self._what)
+            _log.debug("%s: its result came after it was settled", self.what)
 
     def fail(self, error: BaseException) -> None:
         """Give it its error, unless it was cancelled meanwhile."""
         try:
             self.set_exception(error)
         except concurrent.futures.InvalidStateError:
-            _log.debug("%s: it failed after it was settled: %r", self._what, error)
+            _log.debug("%s: it failed after it was settled: %r", self.what, error)
 
     async def _settled(self) -> T:
         if not self.done():
@@ -131,7 +131,7 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
             self.when_settled(lambda _: inbox.put(waiter))
             await waiter
         if self.cancelled():
-            raise asyncio.CancelledError(f"{self._what} was cancelled")
+            raise asyncio.CancelledError(f"{self.what} was cancelled")
         return super().result()
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from tinsmith.client.background import Background, background
+from tinsmith.errors import APITimeoutError
 
 
 @pytest.fixture
@@ -49,6 +50,43 @@ def test_an_error_of_the_coroutine_reaches_the_caller() -> None:
 
     with pytest.raises(LookupError, match="gone"):
         background().run(broken())
+
+
+def test_work_that_takes_longer_than_its_timeout_is_cancelled_and_fails_with_what_it_was() -> None:
+    ended: list[str] = []
+
+    async def stuck() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("cancelled")
+
+    future = background().start(stuck(), "optim_step of m-1", timeout=0.01)
+
+    with pytest.raises(APITimeoutError, match=r"optim_step of m-1: not done within 0\.01 s"):
+        future.result(10)
+    assert ended == ["cancelled"]
+
+
+def test_a_timeout_error_of_the_work_itself_is_left_as_it_is() -> None:
+    async def own() -> None:
+        raise TimeoutError("its own")
+
+    with pytest.raises(TimeoutError, match="its own"):
+        background().run(own(), timeout=60)
+
+
+def test_work_that_is_cancelled_before_its_turn_leaves_no_warning() -> None:
+    loop = Background()
+    blocked = threading.Event()
+    loop.call_soon(blocked.wait)
+
+    future = loop.start(_double(1), timeout=5)
+    future.cancel()
+    blocked.set()
+    loop.stop()
+
+    assert future.cancelled()
 
 
 def test_a_blocking_call_on_the_loop_s_own_thread_is_refused() -> None:
