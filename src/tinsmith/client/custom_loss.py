@@ -83,6 +83,7 @@ def start_custom_pass(
     data: Sequence[Datum],
     loss_fn: CustomLoss,
     loss_type_input: str | None = None,
+    timeout: float | None = None,
 ) -> APIFuture[ForwardBackwardOutput]:
     """Begin what `TrainingClient.forward_backward_custom` promises; returns at once."""
     if loss_type_input is not None:
@@ -95,7 +96,7 @@ def start_custom_pass(
     if isinstance(loss_fn, LossHandle):
         check_inputs(loss_fn, data)
         if loss_fn.loss_id is not None:
-            return _start_uploaded(submitter, data, loss_fn, loss_fn.loss_id)
+            return _start_uploaded(submitter, data, loss_fn, loss_fn.loss_id, timeout)
     if not isinstance(loss_fn, GradientLoss):
         _require_torch()
         if not callable(loss_fn) and not isinstance(loss_fn, LossHandle):
@@ -103,11 +104,15 @@ def start_custom_pass(
                 "a custom loss is a function, a LossHandle or has gradients(); this is "
                 f"{type(loss_fn).__name__}"
             )
-    return _start_two_passes(submitter, data, loss_fn)
+    return _start_two_passes(submitter, data, loss_fn, timeout)
 
 
 def _start_uploaded(
-    submitter: Submitter, data: list[Datum], handle: LossHandle, loss_id: str
+    submitter: Submitter,
+    data: list[Datum],
+    handle: LossHandle,
+    loss_id: str,
+    timeout: float | None,
 ) -> APIFuture[ForwardBackwardOutput]:
     """The server has the loss: one pass does it all."""
     bodies = pass_bodies(submitter, data, "custom", {"loss_id": loss_id})
@@ -117,11 +122,12 @@ def _start_uploaded(
         await check_session(handle, submitter.session)
         return await run_pass(submitter, place, bodies, "ForwardBackward")
 
-    return submitter.start(work(), place, f"forward_backward_custom of {submitter.model_id}")
+    what = f"forward_backward_custom of {submitter.model_id}"
+    return submitter.start(work(), place, what, timeout)
 
 
 def _start_two_passes(
-    submitter: Submitter, data: list[Datum], loss_fn: CustomLoss
+    submitter: Submitter, data: list[Datum], loss_fn: CustomLoss, timeout: float | None
 ) -> APIFuture[ForwardBackwardOutput]:
     bare = [_bare_datum(datum, index) for index, datum in enumerate(data)]
     bodies = pass_bodies(submitter, bare, "cross_entropy", forward_only=True)
@@ -141,7 +147,8 @@ def _start_two_passes(
         output = await run_pass(submitter, places[1], backward, "ForwardBackward")
         return _with_loss(output, found)
 
-    future = submitter.start(work(), places[0], f"forward_backward_custom of {submitter.model_id}")
+    what = f"forward_backward_custom of {submitter.model_id}"
+    future = submitter.start(work(), places[0], what, timeout)
     future.when_settled(lambda _: _leave(places[1]))
     return future
 

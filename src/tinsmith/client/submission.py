@@ -54,9 +54,11 @@ class Submitter:
         self._sending = Budget(session.flags.fwdbwd_dispatch_bytes_semaphore_size)
         self.room = Budget(session.flags.inflight_response_bytes_semaphore_size)
 
-    def start(self, work: Any, place: Place, what: str) -> APIFuture[Any]:
+    def start(
+        self, work: Any, place: Place, what: str, timeout: float | None = None
+    ) -> APIFuture[Any]:
         """Run a call in the background. However it ends, its place is left."""
-        future = background().start(work, what)
+        future = background().start(work, what, timeout)
         future.when_settled(lambda _: background().call_soon(place.leave))
         return future
 

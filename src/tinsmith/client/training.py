@@ -54,7 +54,12 @@ class TrainingClient:
     # Passes
 
     def forward(
-        self, data: Sequence[Datum], loss_fn: LossFnType, loss_fn_config: LossConfig | None = None
+        self,
+        data: Sequence[Datum],
+        loss_fn: LossFnType,
+        loss_fn_config: LossConfig | None = None,
+        *,
+        timeout: float | None = None,
     ) -> APIFuture[ForwardBackwardOutput]:
         """Run data through the model and take the loss, without gradients.
 
@@ -62,36 +67,59 @@ class TrainingClient:
             data: At least one datum. Arrays are read now: later changes to them are not sent.
             loss_fn: The loss's name.
             loss_fn_config: The loss's settings.
+            timeout: Seconds for the whole call, its result included. When they are over it is given
+                up wherever it is, and the next call goes on. Every call here takes one.
 
         Raises:
             ValueError: There is no data.
+            APITimeoutError: From the future, if its time was over first.
             RequestFailedError: From the future, if the server could not run it.
         """
-        return self._pass(data, loss_fn, loss_fn_config, forward_only=True)
+        return self._pass(data, loss_fn, loss_fn_config, forward_only=True, timeout=timeout)
 
     async def forward_async(
-        self, data: Sequence[Datum], loss_fn: LossFnType, loss_fn_config: LossConfig | None = None
+        self,
+        data: Sequence[Datum],
+        loss_fn: LossFnType,
+        loss_fn_config: LossConfig | None = None,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109 - API name
     ) -> APIFuture[ForwardBackwardOutput]:
         """As `forward`."""
-        return self.forward(data, loss_fn, loss_fn_config)
+        return self.forward(data, loss_fn, loss_fn_config, timeout=timeout)
 
     def forward_backward(
-        self, data: Sequence[Datum], loss_fn: LossFnType, loss_fn_config: LossConfig | None = None
+        self,
+        data: Sequence[Datum],
+        loss_fn: LossFnType,
+        loss_fn_config: LossConfig | None = None,
+        *,
+        timeout: float | None = None,
     ) -> APIFuture[ForwardBackwardOutput]:
         """Run data through the model and add up the gradients of the loss; else as `forward`.
 
         Losses are sums over tokens: a batch in two calls gives the same gradients as in one.
         """
-        return self._pass(data, loss_fn, loss_fn_config, forward_only=False)
+        return self._pass(data, loss_fn, loss_fn_config, forward_only=False, timeout=timeout)
 
     async def forward_backward_async(
-        self, data: Sequence[Datum], loss_fn: LossFnType, loss_fn_config: LossConfig | None = None
+        self,
+        data: Sequence[Datum],
+        loss_fn: LossFnType,
+        loss_fn_config: LossConfig | None = None,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109 - API name
     ) -> APIFuture[ForwardBackwardOutput]:
         """As `forward_backward`."""
-        return self.forward_backward(data, loss_fn, loss_fn_config)
+        return self.forward_backward(data, loss_fn, loss_fn_config, timeout=timeout)
 
     def forward_backward_custom(
-        self, data: Sequence[Datum], loss_fn: CustomLoss, *, loss_type_input: str | None = None
+        self,
+        data: Sequence[Datum],
+        loss_fn: CustomLoss,
+        *,
+        loss_type_input: str | None = None,
+        timeout: float | None = None,
     ) -> APIFuture[ForwardBackwardOutput]:
         """Run data through the model and add up the gradients of a loss of your own.
 
@@ -107,6 +135,8 @@ class TrainingClient:
                 `(loss, gradients, metrics)` in lists or arrays, without torch; or a handle of
                 `ServiceClient.create_custom_loss`.
             loss_type_input: Deprecated, and ignored.
+            timeout: As in `forward`, for both passes and the loss. A loss that is running then runs
+                on, for nobody.
 
         Returns:
             The metrics of the loss, with `loss:sum` its own value, and `surrogate_loss:sum` that
@@ -117,13 +147,18 @@ class TrainingClient:
             ImportError: The loss needs torch, which is not there.
             Exception: From the future, whatever the loss raised.
         """
-        return start_custom_pass(self._submitter, data, loss_fn, loss_type_input)
+        return start_custom_pass(self._submitter, data, loss_fn, loss_type_input, timeout)
 
     async def forward_backward_custom_async(
-        self, data: Sequence[Datum], loss_fn: CustomLoss, *, loss_type_input: str | None = None
+        self,
+        data: Sequence[Datum],
+        loss_fn: CustomLoss,
+        *,
+        loss_type_input: str | None = None,
+        timeout: float | None = None,  # noqa: ASYNC109 - API name
     ) -> APIFuture[ForwardBackwardOutput]:
         """As `forward_backward_custom`."""
-        return start_custom_pass(self._submitter, data, loss_fn, loss_type_input)
+        return start_custom_pass(self._submitter, data, loss_fn, loss_type_input, timeout)
 
     def _pass(
         self,
@@ -132,22 +167,28 @@ class TrainingClient:
         loss_fn_config: LossConfig | None,
         *,
         forward_only: bool,
+        timeout: float | None,
     ) -> APIFuture[ForwardBackwardOutput]:
         kind = "Forward" if forward_only else "ForwardBackward"
         submitter = self._submitter
         bodies = pass_bodies(submitter, data, loss_fn, loss_fn_config, forward_only=forward_only)
         place = submitter.line.take_place()
         work = run_pass(submitter, place, bodies, kind)
-        return submitter.start(work, place, f"{kind} of {self.model_id}")
+        return submitter.start(work, place, f"{kind} of {self.model_id}", timeout)
 
     def optim_step(
-        self, optim_params: OptimParams | None = None, *, adam_params: AdamParams | None = None
+        self,
+        optim_params: OptimParams | None = None,
+        *,
+        adam_params: AdamParams | None = None,
+        timeout: float | None = None,
     ) -> APIFuture[OptimStepResponse]:
         """Apply the gathered gradients, then clear them. Runs after every call made earlier.
 
         Args:
             optim_params: Settings for this step alone.
             adam_params: The same, under the name that older programs use.
+            timeout: As in `forward`.
         """
         if optim_params is not None and adam_params is not None:
             raise ValidationError("give optim_params or adam_params, not both")
@@ -160,13 +201,18 @@ class TrainingClient:
             lambda number: r.OptimStepRequest(
                 model_id=self.model_id, seq_id=number, optim_params=params
             ),
+            timeout=timeout,
         )
 
     async def optim_step_async(
-        self, optim_params: OptimParams | None = None, *, adam_params: AdamParams | None = None
+        self,
+        optim_params: OptimParams | None = None,
+        *,
+        adam_params: AdamParams | None = None,
+        timeout: float | None = None,  # noqa: ASYNC109 - API name
     ) -> APIFuture[OptimStepResponse]:
         """As `optim_step`."""
-        return self.optim_step(optim_params, adam_params=adam_params)
+        return self.optim_step(optim_params, adam_params=adam_params, timeout=timeout)
 
     # Checkpoints
 
@@ -176,6 +222,8 @@ class TrainingClient:
         ttl_seconds: int | None = None,
         overwrite: bool = False,
         user_metadata: dict[str, str] | None = None,
+        *,
+        timeout: float | None = None,
     ) -> APIFuture[SaveWeightsResponse]:
         """Save weights and optimizer state, to go on training from.
 
@@ -184,6 +232,7 @@ class TrainingClient:
             ttl_seconds: When it expires; None means never.
             overwrite: Replace a checkpoint of that name.
             user_metadata: Kept with it.
+            timeout: As in `forward`.
         """
         return self._submit(
             "save_weights",
@@ -196,6 +245,7 @@ class TrainingClient:
                 overwrite=overwrite,
                 user_metadata=user_metadata,
             ),
+            timeout=timeout,
         )
 
     async def save_state_async(
@@ -204,15 +254,19 @@ class TrainingClient:
         ttl_seconds: int | None = None,
         overwrite: bool = False,
         user_metadata: dict[str, str] | None = None,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109 - API name
     ) -> APIFuture[SaveWeightsResponse]:
         """As `save_state`."""
-        return self.save_state(name, ttl_seconds, overwrite, user_metadata)
+        return self.save_state(name, ttl_seconds, overwrite, user_metadata, timeout=timeout)
 
     def save_weights_for_sampler(
         self,
         name: str,
         ttl_seconds: int | None = None,
         user_metadata: dict[str, str] | None = None,
+        *,
+        timeout: float | None = None,
     ) -> APIFuture[SaveWeightsForSamplerResponse]:
         """Save weights to sample from; arguments as in `save_state`."""
         return self._submit(
@@ -226,6 +280,7 @@ class TrainingClient:
                 user_metadata=user_metadata,
             ),
             lambda saved: SaveWeightsForSamplerResponse(path=_present(saved.path, "path")),
+            timeout=timeout,
         )
 
     async def save_weights_for_sampler_async(
@@ -233,15 +288,19 @@ class TrainingClient:
         name: str,
         ttl_seconds: int | None = None,
         user_metadata: dict[str, str] | None = None,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109 - API name
     ) -> APIFuture[SaveWeightsForSamplerResponse]:
         """As `save_weights_for_sampler`."""
-        return self.save_weights_for_sampler(name, ttl_seconds, user_metadata)
+        return self.save_weights_for_sampler(name, ttl_seconds, user_metadata, timeout=timeout)
 
     def save_weights_external(
         self,
         name: str,
         ttl_seconds: int | None = None,
         age_encryption_recipients: list[str] | None = None,
+        *,
+        timeout: float | None = None,
     ) -> APIFuture[SaveWeightsExternalResponse]:
         """Save weights for other programs, encrypted if there are recipients."""
         return self._submit(
@@ -255,6 +314,7 @@ class TrainingClient:
                 age_encryption_recipients=age_encryption_recipients,
             ),
             lambda saved: SaveWeightsExternalResponse(path=_present(saved.path, "path")),
+            timeout=timeout,
         )
 
     async def save_weights_external_async(
@@ -262,49 +322,74 @@ class TrainingClient:
         name: str,
         ttl_seconds: int | None = None,
         age_encryption_recipients: list[str] | None = None,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109 - API name
     ) -> APIFuture[SaveWeightsExternalResponse]:
         """As `save_weights_external`."""
-        return self.save_weights_external(name, ttl_seconds, age_encryption_recipients)
+        return self.save_weights_external(
+            name, ttl_seconds, age_encryption_recipients, timeout=timeout
+        )
 
     def load_state(
-        self, path: str, weights_access_token: str | None = None
+        self,
+        path: str,
+        weights_access_token: str | None = None,
+        *,
+        timeout: float | None = None,
     ) -> APIFuture[LoadWeightsResponse]:
         """Load a checkpoint's weights into this model.
 
         Deprecated: make a client with `ServiceClient.create_training_client_from_state` instead.
         """
-        return self._load(path, weights_access_token, with_optimizer=False)
+        return self._load(path, weights_access_token, with_optimizer=False, timeout=timeout)
 
     async def load_state_async(
-        self, path: str, weights_access_token: str | None = None
+        self,
+        path: str,
+        weights_access_token: str | None = None,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109 - API name
     ) -> APIFuture[LoadWeightsResponse]:
         """As `load_state`."""
-        return self.load_state(path, weights_access_token)
+        return self.load_state(path, weights_access_token, timeout=timeout)
 
     def load_state_with_optimizer(
-        self, path: str, weights_access_token: str | None = None
+        self,
+        path: str,
+        weights_access_token: str | None = None,
+        *,
+        timeout: float | None = None,
     ) -> APIFuture[LoadWeightsResponse]:
         """Load a checkpoint's weights and optimizer state; deprecated as `load_state` is."""
-        return self._load(path, weights_access_token, with_optimizer=True)
+        return self._load(path, weights_access_token, with_optimizer=True, timeout=timeout)
 
     async def load_state_with_optimizer_async(
-        self, path: str, weights_access_token: str | None = None
+        self,
+        path: str,
+        weights_access_token: str | None = None,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109 - API name
     ) -> APIFuture[LoadWeightsResponse]:
         """As `load_state_with_optimizer`."""
-        return self.load_state_with_optimizer(path, weights_access_token)
+        return self.load_state_with_optimizer(path, weights_access_token, timeout=timeout)
 
     def _load(
-        self, path: str, token: str | None, *, with_optimizer: bool
+        self, path: str, token: str | None, *, with_optimizer: bool, timeout: float | None
     ) -> APIFuture[LoadWeightsResponse]:
         warnings.warn(
             "load_state is deprecated; use ServiceClient.create_training_client_from_state",
             FutureWarning,
             stacklevel=3,
         )
-        return self.load_weights(path, token, with_optimizer=with_optimizer)
+        return self.load_weights(path, token, with_optimizer=with_optimizer, timeout=timeout)
 
     def load_weights(
-        self, path: str, token: str | None = None, *, with_optimizer: bool
+        self,
+        path: str,
+        token: str | None = None,
+        *,
+        with_optimizer: bool,
+        timeout: float | None = None,
     ) -> APIFuture[LoadWeightsResponse]:
         """Load a checkpoint, as `create_training_client_from_state` does."""
         return self._submit(
@@ -317,12 +402,18 @@ class TrainingClient:
                 optimizer=with_optimizer,
                 weights_access_token=token,
             ),
+            timeout=timeout,
         )
 
     # Sampling from what was trained
 
     def save_weights_and_get_sampling_client(
-        self, name: str | None = None, retry_config: Any = None, record_stability_info: bool = False
+        self,
+        name: str | None = None,
+        retry_config: Any = None,
+        record_stability_info: bool = False,
+        *,
+        timeout: float | None = None,
     ) -> SamplingClient:
         """Save the weights as they are now and wait for a client that samples from them.
 
@@ -330,9 +421,10 @@ class TrainingClient:
             name: Kept for older programs; the weights are saved without one.
             retry_config: Taken for existing programs, and not used yet.
             record_stability_info: Have the server keep what `stable_reinforce` needs.
+            timeout: As in `forward`.
         """
         del name
-        saved = self._save_for_sampling().result()
+        saved = self._save_for_sampling(timeout).result()
         return SamplingClient(
             self._lease,
             _present(saved.sampling_session_id, "sampling_session_id"),
@@ -341,11 +433,16 @@ class TrainingClient:
         )
 
     async def save_weights_and_get_sampling_client_async(
-        self, name: str | None = None, retry_config: Any = None, record_stability_info: bool = False
+        self,
+        name: str | None = None,
+        retry_config: Any = None,
+        record_stability_info: bool = False,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109 - API name
     ) -> SamplingClient:
         """As `save_weights_and_get_sampling_client`, without blocking."""
         del name
-        saved = await self._save_for_sampling()
+        saved = await self._save_for_sampling(timeout)
         return SamplingClient(
             self._lease,
             _present(saved.sampling_session_id, "sampling_session_id"),
@@ -353,7 +450,7 @@ class TrainingClient:
             record_stability_info=record_stability_info,
         )
 
-    def _save_for_sampling(self) -> APIFuture[Any]:
+    def _save_for_sampling(self, timeout: float | None) -> APIFuture[Any]:
         session = self._lease.session
         sampler_number = session.next_number("sampling_session")
         return self._submit(
@@ -362,10 +459,16 @@ class TrainingClient:
             lambda number: r.SaveWeightsForSamplerRequest(
                 model_id=self.model_id, sampling_session_seq_id=sampler_number, seq_id=number
             ),
+            timeout=timeout,
         )
 
     def create_sampling_client(
-        self, model_path: str, retry_config: Any = None, record_stability_info: bool = False
+        self,
+        model_path: str,
+        retry_config: Any = None,
+        record_stability_info: bool = False,
+        *,
+        timeout: float | None = None,
     ) -> SamplingClient:
         """A client that samples from a saved checkpoint."""
         return background().run(
@@ -376,10 +479,16 @@ class TrainingClient:
                 record_stability_info=record_stability_info,
             ),
             "create_sampling_client",
+            timeout,
         )
 
     async def create_sampling_client_async(
-        self, model_path: str, retry_config: Any = None, record_stability_info: bool = False
+        self,
+        model_path: str,
+        retry_config: Any = None,
+        record_stability_info: bool = False,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109 - API name
     ) -> SamplingClient:
         """As `create_sampling_client`, without blocking."""
         return await background().start(
@@ -390,29 +499,32 @@ class TrainingClient:
                 record_stability_info=record_stability_info,
             ),
             "create_sampling_client",
+            timeout,
         )
 
     # About the model
 
-    def get_info(self) -> GetInfoResponse:
+    def get_info(self, *, timeout: float | None = None) -> GetInfoResponse:
         """What the model is; blocks for one call."""
-        return background().run(self._get_info(), "get_info")
+        return background().run(self._get_info(), "get_info", timeout)
 
-    async def get_info_async(self) -> GetInfoResponse:
+    async def get_info_async(self, *, timeout: float | None = None) -> GetInfoResponse:  # noqa: ASYNC109 - API name
         """As `get_info`, without blocking."""
-        return await background().start(self._get_info(), "get_info")
+        return await background().start(self._get_info(), "get_info", timeout)
 
-    def get_tokenizer(self) -> Any:
+    def get_tokenizer(self, *, timeout: float | None = None) -> Any:
         """The model's tokenizer; asks the service once which one it is, and loads it once.
 
         Raises:
             TokenizerError: It could not be found or loaded.
         """
-        return background().run(self._tokenizer.get_async(self._get_info), "get_tokenizer")
+        return background().run(self._tokenizer.get_async(self._get_info), "get_tokenizer", timeout)
 
-    async def get_tokenizer_async(self) -> Any:
+    async def get_tokenizer_async(self, *, timeout: float | None = None) -> Any:  # noqa: ASYNC109 - API name
         """As `get_tokenizer`, without blocking."""
-        return await background().start(self._tokenizer.get_async(self._get_info), "get_tokenizer")
+        return await background().start(
+            self._tokenizer.get_async(self._get_info), "get_tokenizer", timeout
+        )
 
     async def _get_info(self) -> GetInfoResponse:
         info: GetInfoResponse = await self._lease.session.call(
@@ -426,6 +538,8 @@ class TrainingClient:
         kind: str,
         make: Callable[[int], Record | Frozen],
         finish: Callable[[Any], Any] | None = None,
+        *,
+        timeout: float | None = None,
     ) -> APIFuture[Any]:
         """Take a place in the line now, and send the call when its turn comes."""
         submitter = self._submitter
@@ -437,7 +551,7 @@ class TrainingClient:
             result = await submitter.result(acknowledged, kind)
             return result if finish is None else finish(result)
 
-        return submitter.start(work(), place, f"{name} of {self.model_id}")
+        return submitter.start(work(), place, f"{name} of {self.model_id}", timeout)
 
     def __repr__(self) -> str:
         return f"TrainingClient(model_id={self.model_id!r})"
