@@ -42,11 +42,14 @@ if TYPE_CHECKING:
     from tinsmith.errors import RateLimitError as RateLimitError
     from tinsmith.errors import RequestErrorCategory as RequestErrorCategory
     from tinsmith.errors import RequestFailedError as RequestFailedError
+    from tinsmith.errors import ResultExpiredError as ResultExpiredError
+    from tinsmith.errors import ResultRefusedError as ResultRefusedError
     from tinsmith.errors import TinkerError as TinkerError
     from tinsmith.errors import TinsmithError as TinsmithError
     from tinsmith.errors import TokenizerError as TokenizerError
     from tinsmith.errors import UnknownFieldError as UnknownFieldError
     from tinsmith.errors import UnprocessableEntityError as UnprocessableEntityError
+    from tinsmith.errors import UnreadableResultError as UnreadableResultError
     from tinsmith.errors import ValidationError as ValidationError
     from tinsmith.types import AdamOptimizerConfig as AdamOptimizerConfig
     from tinsmith.types import AdamParams as AdamParams
@@ -111,11 +114,14 @@ _MODULE_OF = {
     "RateLimitError": "tinsmith.errors",
     "RequestErrorCategory": "tinsmith.errors",
     "RequestFailedError": "tinsmith.errors",
+    "ResultExpiredError": "tinsmith.errors",
+    "ResultRefusedError": "tinsmith.errors",
     "TinkerError": "tinsmith.errors",
     "TinsmithError": "tinsmith.errors",
     "TokenizerError": "tinsmith.errors",
     "UnknownFieldError": "tinsmith.errors",
     "UnprocessableEntityError": "tinsmith.errors",
+    "UnreadableResultError": "tinsmith.errors",
     "ValidationError": "tinsmith.errors",
     "AdamOptimizerConfig": "tinsmith.types",
     "AdamParams": "tinsmith.types",

@@ -9,6 +9,7 @@
     ├── RequestFailedError               the server accepted the work and could not finish it
     └── APIError                         an HTTP exchange went wrong
         ├── APIResponseValidationError   the reply arrived and could not be understood
+        │   └── UnreadableResultError    ... and was the result of a call (a ValueError)
         ├── APIConnectionError           no reply arrived
         │   └── APITimeoutError          ... within the time allowed
         └── APIStatusError               the reply was a refusal
@@ -20,7 +21,12 @@
             ├── ConflictError            409
             ├── UnprocessableEntityError 422
             ├── RateLimitError           429
-            └── InternalServerError      500 and above
+            ├── InternalServerError      500 and above
+            └── ResultRefusedError       4xx when asked for a result (a ValueError)
+                └── ResultExpiredError   410: the server no longer has it
+
+A refusal to give out a result is of both classes that fit: a 404 is a `NotFoundError` and a
+`ResultRefusedError`. Programs catch it as a `ValueError`, which is what the official SDK raises.
 
 The names that Tinker programs catch are the API's own. Each error can be pickled, so that it
 crosses process boundaries, and carries the request id, the status and the remedy where they are
@@ -33,6 +39,7 @@ made.
 from __future__ import annotations
 
 import enum
+import functools
 from typing import Any
 
 
@@ -282,6 +289,55 @@ class InternalServerError(APIStatusError):
     """500 and above: the service failed."""
 
     default_status = 500
+
+
+class UnreadableResultError(APIResponseValidationError, ValueError):
+    """The server gave a result that cannot be read."""
+
+
+class ResultRefusedError(APIStatusError, ValueError):
+    """The server accepted the work and does not give out its result."""
+
+
+class ResultExpiredError(ResultRefusedError):
+    """410: the server no longer has the result; the work may be asked for again."""
+
+    default_status = 410
+
+
+def refused_result(error: APIStatusError) -> APIStatusError:
+    """The error for a 4xx that came when a result was asked for; others are returned as they are.
+
+    It is what the given one is and a `ResultRefusedError` too, and carries all that it carries.
+    """
+    if not 400 <= error.status_code < 500 or isinstance(error, ResultRefusedError):
+        return error
+    plain = ResultExpiredError if error.status_code == 410 else type(error)
+    return _rebuild_refused(plain, error.args, error.__dict__.copy())
+
+
+def _rebuild_refused(
+    plain: type[APIStatusError], args: tuple[object, ...], state: dict[str, object]
+) -> APIStatusError:
+    error = _rebuild(_refused_class(plain), args, state)  # type: ignore[arg-type]  # classes do hash
+    assert isinstance(error, APIStatusError)
+    return error
+
+
+@functools.cache
+def _refused_class(plain: type[APIStatusError]) -> type[APIStatusError]:
+    """The class that is both: made once, so that `except` and `type()` agree everywhere."""
+    if issubclass(plain, ResultRefusedError):
+        return plain
+    if plain is APIStatusError:
+        return ResultRefusedError
+
+    def reduce(error: APIStatusError) -> tuple[object, ...]:
+        # A class that was made here cannot be found by its name in another process.
+        return _rebuild_refused, (plain, error.args, error.__dict__.copy())
+
+    members = {"__module__": __name__, "__doc__": plain.__doc__, "__reduce__": reduce}
+    return type(f"Result{plain.__name__}", (plain, ResultRefusedError), members)
 
 
 class ExperimentalWarning(FutureWarning):

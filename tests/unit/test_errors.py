@@ -209,3 +209,36 @@ def test_what_is_shown_of_a_value_is_short_and_never_fails() -> None:
     assert e.shown("a" * 1000, most=10) == "'aaaaaaaaa"
     assert e.shown(deep) == "a list that cannot be shown"
     assert e.shown(10**5000) == "a int that cannot be shown"
+
+
+STATUS_CLASSES = [cls for cls in CLASSES if issubclass(cls, e.APIStatusError)]
+
+
+@pytest.mark.parametrize("cls", STATUS_CLASSES)
+def test_a_refused_result_is_what_it_was_and_a_value_error(cls: type[e.APIStatusError]) -> None:
+    error = cls("it broke", body={"detail": "no"}, status_code=422, request_id="r-1")
+    error.add_note("seen in step 7")
+
+    refused = e.refused_result(error)
+
+    assert isinstance(refused, cls)
+    assert isinstance(refused, e.ResultRefusedError)
+    assert isinstance(refused, ValueError)
+    assert vars(refused) == vars(error)
+    again = pickle.loads(pickle.dumps(refused))
+    assert type(again) is type(refused)
+    assert (str(again), vars(again)) == (str(refused), vars(refused))
+    assert type(copy.copy(refused)) is type(refused)
+
+
+def test_a_result_that_is_gone_is_an_error_of_its_own() -> None:
+    gone = e.refused_result(e.APIStatusError("it is gone", status_code=410))
+
+    assert type(gone) is e.ResultExpiredError
+    assert e.ResultExpiredError("by hand").status_code == 410
+
+
+def test_a_failing_server_refuses_no_result() -> None:
+    failing = e.InternalServerError("it broke", status_code=503)
+
+    assert e.refused_result(failing) is failing

@@ -25,11 +25,12 @@ from tinsmith.client.transport import ExchangeReply
 from tinsmith.errors import (
     APIConnectionError,
     APIError,
-    APIResponseValidationError,
     APIStatusError,
     BadRequestError,
     BillingError,
     DecodeError,
+    UnreadableResultError,
+    refused_result,
 )
 from tinsmith.types.requests import FutureRetrieveRequest
 from tinsmith.wire import exchange, json_format
@@ -137,7 +138,7 @@ class Poll:
                 raise DecodeError("not an object")
             return self._read_plain(plain, reply)
         except DecodeError as exc:
-            raise APIResponseValidationError(
+            raise UnreadableResultError(
                 reply,
                 bytes(reply.body[:1000]),
                 message=f"the result of {self._what()} cannot be read: {exc}",
@@ -204,6 +205,8 @@ class Poll:
         if delay_s is None:
             error.request_id = error.request_id or self._request_id
             error.add_note(f"while waiting for {self._what()}, for {failing_s:.1f} s")
+            if isinstance(error, APIStatusError):
+                raise refused_result(error) from error
             raise error
         self._failures += 1
         level = logging.WARNING if failing_s > TOLD_AFTER_S else logging.DEBUG

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import pickle
 import threading
 import time
 from typing import Any
@@ -17,9 +18,14 @@ from tinsmith.errors import (
     APIConnectionError,
     APIStatusError,
     APITimeoutError,
+    AuthenticationError,
+    BadRequestError,
     InternalServerError,
+    NotFoundError,
+    PermissionDeniedError,
     RequestErrorCategory,
     RequestFailedError,
+    ResultExpiredError,
     UnprocessableEntityError,
     ValidationError,
 )
@@ -412,3 +418,32 @@ def test_s18_closing_settles_what_was_pending(service: ScriptedService) -> None:
 
     with pytest.raises((APIConnectionError, RuntimeError)):
         pending.result(10)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, BadRequestError),
+        (401, AuthenticationError),
+        (403, PermissionDeniedError),
+        (404, NotFoundError),
+        (410, ResultExpiredError),
+        (422, UnprocessableEntityError),
+    ],
+)
+def test_w19_a_refusal_to_give_a_result_is_an_api_error_and_a_value_error(
+    service: ScriptedService, status: int, kind: type[APIStatusError]
+) -> None:
+    retry = RetryBudget(delay_base_s=0.01)
+    with ServiceClient(base_url=service.base_url, api_key=service.api_key, retry=retry) as client:
+        training = client.create_lora_training_client("m", rank=4)
+        service.faults.add("retrieve_future", times=None, status=status)
+
+        with pytest.raises(ValueError, match=str(status)) as caught:
+            training.optim_step(AdamParams()).result(WAIT_S)
+
+    assert isinstance(caught.value, kind)
+    assert caught.value.request_id
+    assert isinstance(caught.value.__cause__, APIStatusError)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (type(again), again.status_code) == (type(caught.value), status)
