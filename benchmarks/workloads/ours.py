@@ -24,6 +24,7 @@ from tinsmith.types import (
     TensorData,
     TopkLogprobs,
 )
+from tinsmith.types.buffers import Memory
 from tinsmith.wire import exchange, proto_format
 from tinsmith.wire.endpoints import ENDPOINTS
 
@@ -132,7 +133,7 @@ def topk_lists(tokens: int, k: int) -> Work:
     )
 
 
-def _answer(body: bytes, take: Callable[[SampledSequence], Any]) -> Work:
+def _answer(body: Memory, take: Callable[[SampledSequence], Any]) -> Work:
     def run() -> Any:
         (sequence,) = proto_format.decode_sample_response(body).sequences
         return sequence, take(sequence)
@@ -162,10 +163,11 @@ def _answer_body(tokens: int) -> bytes:
     return _response_body(SampledSequence("length", "", ids, logprobs))
 
 
-def _topk_body(tokens: int, k: int) -> bytes:
+def _topk_body(tokens: int, k: int) -> Memory:
     ids, logprobs = data.answer(tokens)
     topk = TopkLogprobs(*data.answer(tokens * k), shape=(tokens, k))
-    return _response_body(SampledSequence("length", "", ids, logprobs, topk))
+    body = _response_body(SampledSequence("length", "", ids, logprobs, topk))
+    return memoryview(bytearray(body))  # as our transport hands on what came in several pieces
 
 
 def _response_body(sequence: SampledSequence) -> bytes:

@@ -91,8 +91,11 @@ class HttpTransport:
         body = content.decompress(packed, encoding, self._settings.limits)
         return ExchangeReply(reply.status, found, body)
 
-    async def _read(self, reply: aiohttp.ClientResponse) -> bytes:
-        """The body as it came, refused where it is larger than any body may be."""
+    async def _read(self, reply: aiohttp.ClientResponse) -> bytes | bytearray:
+        """The body as it came, refused where it is larger than any body may be.
+
+        A large one is writable, so that its arrays can be handed to the user without a copy.
+        """
         limit = self._settings.limits.memory_bytes
         pieces: list[bytes] = []
         size = 0
@@ -100,7 +103,7 @@ class HttpTransport:
             size += len(piece)
             content.check_size(size, limit)
             pieces.append(piece)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return pieces[0] if len(pieces) == 1 else bytearray().join(pieces)
 
     def _headers(
         self, request: HttpRequest, idempotency_key: str | None, credential: str

@@ -34,6 +34,7 @@ Memory: TypeAlias = bytes | memoryview
 
 FORMATS: dict[Kind, Literal["i", "q", "f"]] = {"int32": "i", "int64": "q", "float32": "f"}
 ITEM_BYTES: dict[Kind, int] = {"int32": 4, "int64": 8, "float32": 4}
+_SEQUENCES = (list, tuple, range)
 FLOAT32_MAX = 3.4028234663852886e38
 _FLOAT32_OVERFLOW = 2.0**128 - 2.0**103
 """From here on a number rounds to infinity in float32."""
@@ -122,11 +123,11 @@ def pack(values: Any, kind: Kind, what: str = "value") -> tuple[Numbers, list[in
         kind: The kind of number wanted.
         what: What the values are, for error messages.
     """
-    if isinstance(values, list | tuple | range):
-        flat, shape = _flattened(values, what)
-        return Numbers(_pack_sequence(flat, kind, what), kind), shape
     if isinstance(values, Numbers) and values.kind == kind:
         return values, [len(values)]
+    if isinstance(values, _SEQUENCES):
+        flat, shape = _flattened(values, what)
+        return Numbers(_pack_sequence(flat, kind, what), kind), shape
     if is_torch_tensor(values):
         values = torch_to_numpy(values, what)
     if is_numpy_array(values):

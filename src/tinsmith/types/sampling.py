@@ -46,11 +46,12 @@ class TopkLogprobs(Frozen):
     Matrices may be given as numpy arrays or nested lists. Unused cells hold id 0 and -99999.0.
     """
 
-    __slots__ = ("_ids", "_logprobs", "_shape")
+    __slots__ = ("_ids", "_logprobs", "_made", "_shape")
 
     _ids: Numbers
     _logprobs: Numbers
     _shape: tuple[int, int]
+    _made: dict[str, Any]
 
     def __init__(self, token_ids: Any, logprobs: Any, shape: tuple[int, int] | None = None) -> None:
         ids, ids_shape = pack(token_ids, "int32", "token_ids")
@@ -70,6 +71,17 @@ class TopkLogprobs(Frozen):
         set_once(self, "_ids", ids)
         set_once(self, "_logprobs", values)
         set_once(self, "_shape", shape)
+        set_once(self, "_made", {})
+
+    @classmethod
+    def of_numbers(cls, ids: Numbers, logprobs: Numbers, shape: tuple[int, int]) -> Self:
+        """Matrices of numbers known to be right in kind and count; unchecked."""
+        topk = object.__new__(cls)
+        set_once(topk, "_ids", ids)
+        set_once(topk, "_logprobs", logprobs)
+        set_once(topk, "_shape", shape)
+        set_once(topk, "_made", {})
+        return topk
 
     @property
     def length(self) -> int:
@@ -83,13 +95,13 @@ class TopkLogprobs(Frozen):
 
     @property
     def token_ids(self) -> np.ndarray[Any, Any]:
-        """The ids as a numpy int32 matrix of shape (length, k)."""
-        return self._ids.numpy().reshape(self._shape)
+        """The ids as a numpy int32 matrix of shape (length, k); the same one each time."""
+        return _made_once(self, "token_ids", lambda: self._ids.numpy().reshape(self._shape))
 
     @property
     def logprobs(self) -> np.ndarray[Any, Any]:
-        """The log-probabilities as a numpy float32 matrix of shape (length, k)."""
-        return self._logprobs.numpy().reshape(self._shape)
+        """The log-probabilities as a numpy float32 matrix of that shape; the same one each time."""
+        return _made_once(self, "logprobs", lambda: self._logprobs.numpy().reshape(self._shape))
 
     @property
     def id_numbers(self) -> Numbers:
@@ -483,7 +495,7 @@ class GetSamplerResponse(Record):
 
 
 def _made_once(
-    owner: SampledSequence | SampleResponse, name: str, make: Callable[[], MadeT]
+    owner: TopkLogprobs | SampledSequence | SampleResponse, name: str, make: Callable[[], MadeT]
 ) -> MadeT:
     made: dict[str, MadeT] = owner._made
     if name not in made:

@@ -185,7 +185,7 @@ class _Unpacked:
         self._buffer += piece
 
     def whole(self) -> memoryview:
-        return memoryview(self._buffer).toreadonly()
+        return memoryview(self._buffer)  # the caller's own, and so writable
 
 
 def _unpack_zstd(body: memoryview, unpacked: _Unpacked) -> None:

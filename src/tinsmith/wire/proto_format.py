@@ -207,6 +207,9 @@ def encode_sample_response(response: SampleResponse) -> Parts:
 def decode_sample_response(body: Memory, limits: DecodeLimits = DEFAULT_LIMITS) -> SampleResponse:
     """Read the result of `asample`; the caller adds the sequence ids of the submission.
 
+    A body in writable memory is given away: the large arrays made of it share it and may be
+    written to. Those of any other body are copied when they are asked for as numpy arrays.
+
     Raises:
         DecodeError: It is not such a message.
     """
@@ -630,7 +633,7 @@ def _read_sequence(reader: Reader, start: int, stop: int) -> SampledSequence:
         if tag == tags.SAMPLED_SEQUENCE__STOP_REASON:
             code = at
         elif tag == tags.SAMPLED_SEQUENCE__TOKENS:
-            tokens = _numbers(reader.memory(at, end), "int32", "tokens")
+            tokens = _numbers(reader.array(at, end), "int32", "tokens")
         elif tag == tags.SAMPLED_SEQUENCE__LOGPROBS:
             logprobs = _floats(reader, at, end)
         elif tag == tags.SAMPLED_SEQUENCE__TOPK_SAMPLED_LOGPROBS:
@@ -642,7 +645,7 @@ def _read_sequence(reader: Reader, start: int, stop: int) -> SampledSequence:
 
 def _floats(reader: Reader, start: int, stop: int) -> Numbers | None:
     """Logprobs; none at all means that they were not asked for."""
-    return _numbers(reader.memory(start, stop), "float32", "logprobs") if stop > start else None
+    return _numbers(reader.array(start, stop), "float32", "logprobs") if stop > start else None
 
 
 def _write_topk(out: Parts, topk: TopkLogprobs) -> int:
@@ -659,9 +662,9 @@ def _read_topk(reader: Reader, start: int, stop: int) -> TopkLogprobs | None:
     k = length = 0
     for tag, at, end in reader.message(start, stop):
         if tag == tags.TOPK_LOGPROBS__TOKEN_IDS:
-            ids = reader.memory(at, end)
+            ids = reader.array(at, end)
         elif tag == tags.TOPK_LOGPROBS__LOGPROBS:
-            logprobs = reader.memory(at, end)
+            logprobs = reader.array(at, end)
         elif tag == tags.TOPK_LOGPROBS__K:
             k = at & 0xFFFFFFFF
         elif tag == tags.TOPK_LOGPROBS__LENGTH:
@@ -673,7 +676,7 @@ def _read_topk(reader: Reader, start: int, stop: int) -> TopkLogprobs | None:
             f"{length} positions of {k} came with {len(ids)} bytes of ids and {len(logprobs)} "
             "of logprobs"
         )
-    return TopkLogprobs(Numbers(ids, "int32"), Numbers(logprobs, "float32"), shape=(length, k))
+    return TopkLogprobs.of_numbers(Numbers(ids, "int32"), Numbers(logprobs, "float32"), (length, k))
 
 
 def _write_alt_tokens(out: Parts, drawn: PromptAltTokens) -> int:

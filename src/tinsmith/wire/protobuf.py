@@ -23,11 +23,14 @@ Parts: TypeAlias = list[Memory]
 """A body in pieces, in order; the large ones are the arrays' own memory."""
 
 VARINT, FIXED64, LENGTH_DELIMITED, FIXED32 = 0, 1, 2, 5
+_BEGIN_WITH_VARINT = (VARINT, LENGTH_DELIMITED)
 ITEM_BYTES = 512
 """A generous bound on what one decoded message takes as Python objects, its arrays aside."""
 
 _TEXT_FACTOR = 4
 """One character outside Latin-1 makes Python hold the whole string with four bytes a character."""
+_MOST_HELD = 8
+"""How many times its own size an array may keep in memory by sharing that of the body."""
 _SMALL_BYTES = 4096
 _UINT64 = 1 << 64
 _ONE_BYTE = [bytes((number,)) for number in range(0x80)]
@@ -165,15 +168,16 @@ def merged(parts: Parts) -> Parts:
 class Reader:
     """A body being decoded, and how much memory may still be taken for what is made of it."""
 
-    __slots__ = ("_bytes_left", "_limit_bytes", "body")
+    __slots__ = ("_bytes_left", "_given", "_limit_bytes", "body")
 
     def __init__(self, body: Memory, limits: DecodeLimits) -> None:
         if len(body) > limits.memory_bytes:
             raise BodyTooLargeError(
                 f"the body has {len(body)} bytes, the limit is {limits.memory_bytes}"
             )
+        self._given = memoryview(body)
         # A view of unchanging memory: what is decoded must not change under its holder.
-        self.body = memoryview(body).toreadonly()
+        self.body = self._given.toreadonly()
         self._limit_bytes = limits.memory_bytes
         self._bytes_left = limits.memory_bytes
 
@@ -209,7 +213,7 @@ class Reader:
             if tag < 8:
                 raise DecodeError("field number 0 is not allowed")
             wire_type = tag & 7
-            if wire_type in (LENGTH_DELIMITED, VARINT):
+            if wire_type in _BEGIN_WITH_VARINT:
                 number = body[position] if position < stop else 0x80
                 position += 1
                 if number >= 0x80:
@@ -232,16 +236,18 @@ class Reader:
                 raise DecodeError(f"no field begins at byte {position - 1}: wire type {wire_type}")
 
     def _varint(self, position: int, stop: int) -> tuple[int, int]:
-        number = 0
-        for shift in range(0, 70, 7):
-            if position >= stop:
-                raise DecodeError(f"the message ends inside a number, at byte {position}")
-            byte = self.body[position]
+        body = self.body
+        number = shift = 0
+        while position < stop:
+            byte = body[position]
             position += 1
-            number |= (byte & 0x7F) << shift
             if byte < 0x80:
-                return number % _UINT64, position
-        raise DecodeError(f"a number before byte {position} has more than 64 bits")
+                return (number | byte << shift) % _UINT64, position
+            number |= (byte & 0x7F) << shift
+            shift += 7
+            if shift == 70:
+                raise DecodeError(f"a number before byte {position} has more than 64 bits")
+        raise DecodeError(f"the message ends inside a number, at byte {position}")
 
     def message(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """As `fields`, for a message that something is made of."""
@@ -251,6 +257,15 @@ class Reader:
     def memory(self, start: int, stop: int) -> memoryview:
         """The bytes in `start…stop`, sharing the body's memory."""
         return self.body[start:stop]
+
+    def array(self, start: int, stop: int) -> memoryview:
+        """As `memory`, but writable where the body is: for arrays that are the reader's to change.
+
+        Whoever holds such an array holds the whole body. So one that is a small part of the body
+        is a read-only view all the same, and gets memory of its own when it is asked for.
+        """
+        is_small = (stop - start) * _MOST_HELD < len(self.body)
+        return self.body[start:stop] if is_small else self._given[start:stop]
 
     def copied(self, start: int, stop: int) -> bytes:
         """The bytes in `start…stop`, in memory of their own."""

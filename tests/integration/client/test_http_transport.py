@@ -84,6 +84,20 @@ def test_a_body_in_parts_arrives_whole_with_its_length() -> None:
     assert received.headers["content-length"] == str(len(received.body))
 
 
+@pytest.mark.parametrize("encoding", ["identity", "gzip"])
+def test_a_large_reply_is_writable_memory_for_its_arrays_to_share(encoding: str) -> None:
+    whole = bytes(range(256)) * 16_384  # 4 MiB, which no system hands over in one piece
+
+    async def answer(_: Received, connection: Connection) -> None:
+        sent = gzip.compress(whole) if encoding == "gzip" else whole
+        await connection.reply(sent, headers={"Content-Encoding": encoding})
+
+    reply = run(answer, lambda transport, _: post(transport))
+
+    assert reply.body == whole
+    assert not memoryview(reply.body).readonly
+
+
 def test_s12_nothing_given_for_a_call_replaces_the_credential() -> None:
     async def scenario(transport: HttpTransport, server: ScriptedServer) -> Received:
         await post(transport, headers={"X-API-Key": "stolen", "X-Extra": "1"})

@@ -143,6 +143,8 @@ def test_matrices_may_be_lists_or_arrays_and_come_back_as_arrays() -> None:
     assert topk.token_ids.tolist() == IDS
     assert topk.logprobs.dtype == "float32"
     assert topk.logprobs.tolist() == LOGPROBS
+    assert topk.token_ids is topk.token_ids
+    assert topk.logprobs is topk.logprobs
 
 
 @pytest.mark.parametrize(

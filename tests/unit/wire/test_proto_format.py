@@ -27,6 +27,7 @@ from tinsmith.wire.proto_format import (
     decode_sample_response,
     encode_forward_backward_output,
     encode_forward_backward_request,
+    encode_sample_response,
 )
 
 pb: Any = tinsmith_pb2  # made at run time, so unknown to type checkers
@@ -360,9 +361,61 @@ def test_the_body_of_a_value_may_be_writable_memory() -> None:
     body = bytearray(corpus.PROTO_BODIES["response"])
 
     response = decode_sample_response(memoryview(body))
+    request = decode_forward_backward_request(memoryview(bytearray(corpus.PROTO_BODIES["request"])))
 
     assert response == corpus.a_response()
-    assert memoryview(response.sequences[0].token_numbers.memory).readonly
+    assert request == corpus.a_request()
+    chunk = request.forward_backward_input.data[0].model_input.chunks[0]
+    assert isinstance(chunk, t.EncodedTextChunk)
+    assert memoryview(chunk.numbers.memory).readonly
+
+
+def a_topk_body() -> bytes:
+    """A sequence of 100 tokens with 20 candidates each: two matrices make up nearly all of it."""
+    count, k = 100, 20
+    ids = np.arange(count * k, dtype="int32")
+    topk = t.TopkLogprobs(ids, -ids.astype("float32"), shape=(count, k))
+    sequence = t.SampledSequence("stop", "", range(count), [-1.0] * count, topk)
+    return joined(encode_sample_response(t.SampleResponse([sequence])))
+
+
+def test_large_arrays_of_a_response_share_a_writable_body_and_can_be_changed() -> None:
+    body = bytearray(a_topk_body())
+
+    (sequence,) = decode_sample_response(memoryview(body)).sequences
+
+    topk = sequence.topk_logprobs_np
+    assert topk is not None
+    whole = np.frombuffer(body, dtype="uint8")
+    for matrix in (topk.token_ids, topk.logprobs):
+        assert np.shares_memory(matrix, whole)
+        matrix[0, 0] = 7
+    assert sequence.topk_logprobs is not None
+    assert sequence.topk_logprobs[0] is not None
+    assert sequence.topk_logprobs[0][0] == (7, 7.0)
+
+
+def test_small_arrays_of_a_response_do_not_keep_its_body() -> None:
+    body = bytearray(a_topk_body())
+
+    (sequence,) = decode_sample_response(memoryview(body)).sequences
+
+    assert sequence.logprobs_np is not None
+    for array in (sequence.tokens_np, sequence.logprobs_np):
+        assert array.flags.writeable
+        assert not np.shares_memory(array, np.frombuffer(body, dtype="uint8"))
+
+
+def test_arrays_of_a_body_that_cannot_be_written_to_are_copied_once() -> None:
+    body = a_topk_body()
+
+    (sequence,) = decode_sample_response(body).sequences
+
+    topk = sequence.topk_logprobs_np
+    assert topk is not None
+    topk.logprobs[0, 0] = 7
+    assert topk.logprobs[0, 0] == 7
+    assert body == a_topk_body()
 
 
 def test_every_decoder_is_named_for_the_fuzzers() -> None:
