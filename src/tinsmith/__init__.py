@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tinsmith.client.composed_loss import LossTerm as LossTerm
     from tinsmith.client.composed_loss import compose_losses as compose_losses
     from tinsmith.client.custom_loss import GradientLoss as GradientLoss
+    from tinsmith.client.events import on_event as on_event
     from tinsmith.client.futures import APIFuture as APIFuture
     from tinsmith.client.loss_graph import LossHandle as LossHandle
     from tinsmith.client.loss_graph import PerDatumLossFn as PerDatumLossFn
@@ -95,6 +96,7 @@ _MODULE_OF = {
     "GradientLoss": "tinsmith.client.custom_loss",
     "LossTerm": "tinsmith.client.composed_loss",
     "compose_losses": "tinsmith.client.composed_loss",
+    "on_event": "tinsmith.client.events",
     "RetryBudget": "tinsmith.client.retry",
     "APIConnectionError": "tinsmith.errors",
     "APIError": "tinsmith.errors",

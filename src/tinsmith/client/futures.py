@@ -202,3 +202,8 @@ class _CallbackThread:
 
 
 _callbacks = _CallbackThread()
+
+
+def run_callback(fn: Callable[[], object]) -> None:
+    """Call user code on the thread kept for it; an error that it raises is logged."""
+    _callbacks.run(lambda _: fn(), None)

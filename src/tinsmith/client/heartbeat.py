@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from tinsmith.client import events
 from tinsmith.errors import APIError, APIStatusError
 from tinsmith.types.requests import SessionHeartbeatRequest
 
@@ -49,4 +50,10 @@ async def keep_alive(
 
 def _tell(session_id: str, silent_s: float, error: APIError) -> None:
     level = logging.WARNING if silent_s > TOLD_AFTER_S else logging.DEBUG
+    if events.listeners:
+        events.tell(
+            events.HeartbeatFailed(
+                session_id=session_id, silent_s=silent_s, error=events.named(error)
+            )
+        )
     _log.log(level, "session %s: no heartbeat for %.0f s: %s", session_id, silent_s, error)

@@ -31,6 +31,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from tinsmith.client import events
+
 RAMP_SENDS = 10
 RAMP_STEP_S = 0.1
 DEFAULT_QUEUE_PAUSE_S = 1.0
@@ -73,6 +75,7 @@ class Limiter:
         self._lock = threading.Lock()  # held for a few assignments, never across a wait
         self._deadlines = _Deadlines()
         self._left_since_pause = 0
+        self._is_pause_told = False
         self._waiters: set[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = set()
 
     def pause(self) -> Pause:
@@ -93,6 +96,8 @@ class Limiter:
         with self._lock:
             if until > self._deadlines.rate_limited_until:
                 self._replace(rate_limited_until=until, rate_limit_reason=reason)
+        if events.listeners:
+            self._tell_begun("rate_limited", delay_s, "429")
 
     def queue_paused(self, delay_s: float | None, reason: str = "") -> None:
         """A poll said that the queue is paused: hold new samples back for so long.
@@ -106,6 +111,8 @@ class Limiter:
         with self._lock:
             if until > self._deadlines.queue_paused_until:
                 self._replace(queue_paused_until=until, queue_reason=reason, queue_paused_at=now)
+        if events.listeners:
+            self._tell_begun("queue_paused", until - now, reason)
 
     def queue_active(self, asked_at: float) -> None:
         """A poll said that the queue moves, or brought a result: its pause is over.
@@ -121,6 +128,13 @@ class Limiter:
             if asked_at > self._deadlines.queue_paused_at:
                 self._replace(queue_paused_until=self._clock())
         self._wake_waiters()
+
+    def _tell_begun(
+        self, state: Literal["rate_limited", "queue_paused"], for_s: float, reason: str
+    ) -> None:
+        if not self._is_pause_told:
+            self._is_pause_told = True
+            events.tell(events.PauseBegun(state=state, for_s=for_s, reason=reason))
 
     def _replace(self, **changes: float | str) -> None:
         self._deadlines = msgspec.structs.replace(self._deadlines, **changes)
@@ -156,6 +170,9 @@ class Limiter:
                 return now
             turn = self._left_since_pause
             self._left_since_pause += 1
+        if self._is_pause_told:
+            self._is_pause_told = False
+            events.tell(events.PauseEnded())
         return ended_at + RAMP_STEP_S * math.log2(1 + turn / RAMP_SENDS)
 
     async def _sleep_until_changed(self, delay_s: float) -> None:

@@ -18,7 +18,9 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+from tinsmith.client import events
 from tinsmith.client.budgets import Budget
+from tinsmith.client.queue_state import StateTeller
 from tinsmith.client.retry import BILLING_PAUSE_S
 from tinsmith.client.session import Session
 from tinsmith.client.transport import ExchangeReply
@@ -61,6 +63,7 @@ class Poll:
         submit_s: float = 0.0,
         room: Budget | None = None,
         is_size_known: bool = False,
+        observer: StateTeller | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
@@ -71,6 +74,7 @@ class Poll:
         self._submit_s = submit_s
         self._room = room
         self._takes_size_alone = room is not None and not is_size_known
+        self._observer = observer
         self._clock = clock
         self._sleep = sleep
         self._iteration = 0
@@ -89,6 +93,28 @@ class Poll:
             APIStatusError: The server does not give the result out; 410 if it no longer has it.
             APIConnectionError: The server could not be reached for too long.
         """
+        try:
+            result = await self._ask_until_settled()
+        except BaseException as error:
+            if events.listeners:
+                self._tell_settled(type(error).__name__)
+            raise
+        if events.listeners:
+            self._tell_settled(None)
+        return result
+
+    def _tell_settled(self, error: str | None) -> None:
+        events.tell(
+            events.ResultSettled(
+                kind=self._kind,
+                request_id=self._request_id,
+                waited_s=self._clock() - self._began,
+                polls=self._iteration,
+                error=error,
+            )
+        )
+
+    async def _ask_until_settled(self) -> Any:
         while True:
             asked_at = self._clock()
             try:
@@ -110,7 +136,7 @@ class Poll:
         """Ask for a large result once there is room for it."""
         self._takes_size_alone = False
         async with room_for(self._room, size_bytes):
-            return await self.result()
+            return await self._ask_until_settled()
 
     async def _ask(self) -> ExchangeReply:
         endpoint = ENDPOINTS["retrieve_future"]
@@ -160,6 +186,8 @@ class Poll:
             limiter.queue_paused(pending.retry_after_s, pending.reason)
         elif pending.queue_state == "active":
             limiter.queue_active(asked_at)
+        if self._observer is not None and pending.is_stated:
+            self._observer.tell(pending.queue_state, pending.reason)
         self._tell(pending)
         await self._keep_distance(self._clock() - asked_at)
 
@@ -177,8 +205,19 @@ class Poll:
         if now - self._told_at < TOLD_EVERY_S:
             return
         self._told_at = now
-        level = logging.WARNING if pending.is_paused else logging.INFO
+        is_untold = pending.is_paused and self._observer is None
+        level = logging.WARNING if is_untold else logging.INFO
         waited_s = now - self._began
+        if events.listeners:
+            events.tell(
+                events.ResultAwaited(
+                    kind=self._kind,
+                    request_id=self._request_id,
+                    waited_s=waited_s,
+                    queue_state=pending.queue_state,
+                    reason=pending.reason,
+                )
+            )
         _log.log(
             level,
             "%s: waiting for %.0f s; queue %s%s",
@@ -211,6 +250,15 @@ class Poll:
         self._failures += 1
         level = logging.WARNING if failing_s > TOLD_AFTER_S else logging.DEBUG
         _log.log(level, "%s: %s; asking again in %.1f s", self._what(), error, delay_s)
+        if events.listeners:
+            events.tell(
+                events.RetryPlanned(
+                    endpoint="retrieve_future",
+                    attempt=self._failures - 1,
+                    delay_s=delay_s,
+                    reason=events.named(error),
+                )
+            )
         await self._sleep(delay_s)
 
     def _delay_after(self, error: APIError, failing_s: float) -> float | None:
@@ -240,6 +288,7 @@ class _Pending:
     """The work is not done."""
 
     def __init__(self, plain: dict[str, Any]) -> None:
+        self.is_stated = bool(plain.get("queue_state") or plain.get("queue_state_reason"))
         self.queue_state = str(plain.get("queue_state", "active"))
         self.reason = str(plain.get("queue_state_reason") or "")
         delay_ms = plain.get("retry_after_ms")

@@ -22,6 +22,7 @@ from typing import TypeVar
 
 import msgspec
 
+from tinsmith.client import events
 from tinsmith.errors import (
     APIConnectionError,
     APIError,
@@ -165,6 +166,12 @@ class Retrier:
             error,
             delay_s,
         )
+        if events.listeners:
+            events.tell(
+                events.RetryPlanned(
+                    endpoint=what, attempt=number - 1, delay_s=delay_s, reason=events.named(error)
+                )
+            )
 
 
 def _tell_effort(error: APIError, what: str, attempts: int, elapsed_s: float) -> None:

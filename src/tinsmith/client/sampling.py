@@ -11,6 +11,7 @@ from tinsmith.client.budgets import Budget
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.limits import Limiter
 from tinsmith.client.poller import Poll, room_for
+from tinsmith.client.queue_state import QueueState, QueueStateLogger, StateTeller
 from tinsmith.client.sampler_handle import (
     NUMBERS_PER_CLONE,
     SamplerHandle,
@@ -68,6 +69,8 @@ class SamplingClient:
         self._joining: asyncio.Task[int] | None = None
         self._tokenizer = TokenizerOfModel()
         self._poller: SessionPoller | None = None
+        self._queue_logger = QueueStateLogger(sampling_session_id, "Sampling")
+        self._state_teller = StateTeller(self)
         self._sampling_session_id = sampling_session_id
         self._retry_config = retry_config
         self._record_stability_info = record_stability_info
@@ -308,6 +311,7 @@ class SamplingClient:
                 submit_s=submit_s,
                 room=self._room,
                 is_size_known=size is not None,
+                observer=self._state_teller,
             )
             async with room_for(self._room if size else None, size or 0):
                 response: SampleResponse = await poll.result()
@@ -329,6 +333,15 @@ class SamplingClient:
         if session.dynamic_flags.sample_cancel_enabled:
             request = r.FutureCancelRequest(request_id=request_id)
             _ = background().start(session.call("cancel_future", request), "cancel_future")
+
+    def on_queue_state_change(
+        self, queue_state: QueueState, queue_state_reason: str | None
+    ) -> None:
+        """Called when a poll for a sample tells the state of the queue; logs that it is paused.
+
+        Replace it to be told. It runs on the thread for callbacks.
+        """
+        self._queue_logger.on_queue_state_change(queue_state, queue_state_reason)
 
     # Other processes
 

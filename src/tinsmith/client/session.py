@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from tinsmith._version import __version__
+from tinsmith.client import events
 from tinsmith.client.auth import Credentials
 from tinsmith.client.background import background
 from tinsmith.client.heartbeat import keep_alive
@@ -189,13 +190,18 @@ class Session:
             raise ClosedError("the client is closed", remedy="make a new one")
         sent.headers.update(self._own_headers(endpoint))
         sent.headers.update(headers or {})
-        reply = await self._carrier().send(
+        exchange = self._carrier().send(
             sent,
             pool=endpoint.pool,
             timeout_s=endpoint.timeout_s,
             idempotency_key=idempotency_key,
             credential=None if credential is None else credential.reveal(),
         )
+        if events.listeners:
+            attempt = int((headers or {}).get("x-stainless-retry-count", 0))
+            size = sum(map(len, sent.parts))
+            exchange = events.told_exchange(endpoint.name, attempt, size, exchange)
+        reply = await exchange
         self._tell_deprecation(reply)
         if 200 <= reply.status < 300:
             self._empty_400s_left = min(EMPTY_400_BUDGET, self._empty_400s_left + 1)
@@ -346,6 +352,9 @@ class Session:
             if message:
                 _log.log(level, "the service says: %s", message)
         self.spawn(keep_alive(self.call, opened.session_id))
+        if events.listeners:
+            base_url = settings.base_url
+            events.tell(events.SessionOpened(session_id=opened.session_id, base_url=base_url))
         return opened.session_id
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -382,6 +391,9 @@ class Session:
                     task.cancel()
             if self._transport is not None:
                 await self._transport.close()
+            if events.listeners:
+                known = self._adopted_id or self._own_session_id()
+                events.tell(events.SessionClosed(session_id=known, reason=reason.type))
 
 
 _AFTER_CLOSE = frozenset({"finish_session"})

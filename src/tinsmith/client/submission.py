@@ -21,6 +21,7 @@ from tinsmith.client.budgets import Budget
 from tinsmith.client.dispatch import Line, Place
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.poller import Poll
+from tinsmith.client.queue_state import StateTeller
 from tinsmith.client.session import Session
 from tinsmith.errors import APIError, TinkerError
 from tinsmith.types.futures import UntypedAPIFuture
@@ -53,6 +54,8 @@ class Submitter:
         self.line = Line()
         self._sending = Budget(session.flags.fwdbwd_dispatch_bytes_semaphore_size)
         self.room = Budget(session.flags.inflight_response_bytes_semaphore_size)
+        self.observer: StateTeller | None = None
+        """Who is told that the model's queue is paused."""
 
     def start(
         self, work: Any, place: Place, what: str, timeout: float | None = None
@@ -86,6 +89,7 @@ class Submitter:
             kind,
             submit_s=acknowledged.submit_s,
             room=self.room,
+            observer=self.observer,
         )
         return await poll.result()
 

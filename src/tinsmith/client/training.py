@@ -10,6 +10,7 @@ from tinsmith.client.background import background
 from tinsmith.client.custom_loss import CustomLoss, start_custom_pass
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.passes import pass_bodies, run_pass
+from tinsmith.client.queue_state import QueueState, QueueStateLogger, StateTeller
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.session import SessionLease
 from tinsmith.client.submission import Submitter
@@ -50,6 +51,8 @@ class TrainingClient:
         self._submitter = Submitter(lease.session, model_id)
         self.model_id = model_id
         self._tokenizer = TokenizerOfModel()
+        self._queue_logger = QueueStateLogger(model_id, "Training")
+        self._submitter.observer = StateTeller(self)
 
     # Passes
 
@@ -503,6 +506,15 @@ class TrainingClient:
         )
 
     # About the model
+
+    def on_queue_state_change(
+        self, queue_state: QueueState, queue_state_reason: str | None
+    ) -> None:
+        """Called when a poll for a result tells the state of the queue; logs that it is paused.
+
+        Replace it to be told. It runs on the thread for callbacks.
+        """
+        self._queue_logger.on_queue_state_change(queue_state, queue_state_reason)
 
     def get_info(self, *, timeout: float | None = None) -> GetInfoResponse:
         """What the model is; blocks for one call."""

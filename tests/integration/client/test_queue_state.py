@@ -1,0 +1,130 @@
+"""Queues that the server says are paused, as the user is told of them."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from typing import Any
+
+import pytest
+
+from tinsmith.client.queue_state import QueueState, QueueStateLogger, StateTeller
+from tinsmith.client.sampling import SamplingClient
+from tinsmith.client.service import ServiceClient
+from tinsmith.client.training import TrainingClient
+from tinsmith.testing import ScriptedService
+from tinsmith.types import AdamParams, ModelInput, SamplingParams
+
+WAIT_S = 30.0
+Told = queue.SimpleQueue[tuple[QueueState, str | None, str]]
+
+
+def tells_to(told: Told) -> Any:
+    """A method to put in the place of `on_queue_state_change`."""
+
+    def on_queue_state_change(_: object, state: QueueState, reason: str | None) -> None:
+        told.put((state, reason, threading.current_thread().name))
+
+    return on_queue_state_change
+
+
+@pytest.mark.parametrize("poll_status", [200, 408])
+def test_a_training_client_is_told_of_a_paused_queue_on_a_thread_for_callbacks(
+    training: TrainingClient,
+    service: ScriptedService,
+    monkeypatch: pytest.MonkeyPatch,
+    poll_status: int,
+) -> None:
+    told: Told = queue.SimpleQueue()
+    monkeypatch.setattr(TrainingClient, "on_queue_state_change", tells_to(told))
+    paused = service.faults.pause(
+        "optim_step", reason="no room", poll_after_s=0.05, poll_status=poll_status, times=1
+    )
+
+    step = training.optim_step(AdamParams())
+    state, reason, thread = told.get(timeout=WAIT_S)
+    paused.release()
+
+    assert (state, reason) == (QueueState.PAUSED_CAPACITY, "no room")
+    assert thread == "tinsmith-callbacks"
+    step.result(WAIT_S)
+
+
+def test_a_sampling_client_is_told_in_the_way_that_programs_replace_it(
+    client: ServiceClient, service: ScriptedService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: Told = queue.SimpleQueue()
+    monkeypatch.setattr(SamplingClient, "on_queue_state_change", tells_to(told))
+    sampler = client.create_sampling_client(base_model="m")
+    paused = service.faults.pause(
+        "asample", queue_state="paused_rate_limit", poll_after_s=0.05, times=1
+    )
+
+    answer = sampler.sample(ModelInput.from_ints([1]), 1, SamplingParams(max_tokens=2))
+    state, reason, _ = told.get(timeout=WAIT_S)
+    paused.release()
+
+    assert (state, reason) == (QueueState.PAUSED_RATE_LIMIT, None)
+    answer.result(WAIT_S)
+
+
+def test_an_observer_that_raises_or_blocks_holds_up_no_result(
+    training: TrainingClient, service: ScriptedService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def on_queue_state_change(*_: object) -> None:
+        begun.set()
+        may_end.wait(WAIT_S)
+        raise RuntimeError("user code")
+
+    monkeypatch.setattr(TrainingClient, "on_queue_state_change", on_queue_state_change)
+    service.faults.pause("optim_step", polls=2, poll_after_s=0.01, times=1)
+
+    step = training.optim_step(AdamParams())
+
+    assert begun.wait(WAIT_S)
+    step.result(WAIT_S)
+    may_end.set()
+
+
+def test_a_paused_queue_is_logged_once_a_minute_and_a_moving_one_never(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now = [0.0]
+    logger = QueueStateLogger("model-1", "Training", clock=lambda: now[0])
+
+    with caplog.at_level(logging.WARNING, logger="tinsmith"):
+        logger.on_queue_state_change(QueueState.ACTIVE, None)
+        for second in (0.0, 30.0, 59.0, 60.0):
+            now[0] = second
+            logger.on_queue_state_change(QueueState.PAUSED_CAPACITY, f"at {second:g}")
+
+    assert [record.getMessage() for record in caplog.records] == [
+        "Training for model-1 is paused. Reason: at 0",
+        "Training for model-1 is paused. Reason: at 60",
+    ]
+
+
+def test_a_state_that_is_not_known_and_one_without_a_reason_are_told_as_such(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert QueueState.parse("on fire") is QueueState.UNKNOWN
+    with caplog.at_level(logging.WARNING, logger="tinsmith"):
+        QueueStateLogger("s", "Sampling").on_queue_state_change(QueueState.UNKNOWN, None)
+
+    assert caplog.records[0].getMessage() == "Sampling for s is paused. Reason: unknown"
+
+
+def test_an_observer_that_is_gone_is_not_told() -> None:
+    class Observer:
+        def on_queue_state_change(self, *_: object) -> None:
+            raise AssertionError("it was dropped")
+
+    observer = Observer()
+    teller = StateTeller(observer)
+    del observer
+
+    teller.tell("paused_capacity", "")
+    teller._call()
