@@ -12,8 +12,8 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parents[2]
 
 # aiohttp brings the second line; backports.zstd is in the standard library from Python 3.14 on.
-CORE_PACKAGES = {"tinsmith", "msgspec", "aiohttp"}
-CORE_PACKAGES |= {"aiohappyeyeballs", "aiosignal", "attrs", "frozenlist", "idna", "multidict"}
+CORE_PACKAGES = {"tinsmith", "msgspec", "aiohappyeyeballs", "aiohttp", "httptools"}
+CORE_PACKAGES |= {"aiosignal", "attrs", "frozenlist", "idna", "multidict"}
 CORE_PACKAGES |= {"propcache", "typing-extensions", "yarl"}
 CORE_PACKAGES |= {"backports-zstd"} if sys.version_info < (3, 14) else set()
 

@@ -130,23 +130,26 @@ class Background:
 async def _settle(
     work: Coroutine[Any, Any, T], future: APIFuture[T], timeout_s: float | None
 ) -> None:
-    limit = asyncio.timeout(timeout_s)
     try:
-        async with limit:
-            value = await work
+        value = await (work if timeout_s is None else _within(timeout_s, work, future.what))
     except asyncio.CancelledError:
         if not future.cancel():
             raise
     except (Exception, concurrent.futures.CancelledError) as error:  # noqa: BLE001 - handed on whole
-        future.fail(_late(future, timeout_s, error) if limit.expired() else error)
+        future.fail(error)
     else:
         future.settle(value)
 
 
-def _late(future: APIFuture[Any], timeout_s: float | None, cause: BaseException) -> APITimeoutError:
-    error = APITimeoutError(f"{future.what}: not done within {timeout_s:g} s")
-    error.__cause__ = cause
-    return error
+async def _within(timeout_s: float, work: Coroutine[Any, Any, T], what: str) -> T:
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            return await work
+    except TimeoutError as exc:
+        if not limit.expired():
+            raise  # the work's own
+        raise APITimeoutError(f"{what}: not done within {timeout_s:g} s") from exc
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
-from collections.abc import AsyncIterator
 
 from tinsmith.errors import ValidationError
 
@@ -29,16 +27,12 @@ class Budget:
         """How much is taken."""
         return self._used
 
-    @contextlib.asynccontextmanager
-    async def taken(self, amount: int = 1) -> AsyncIterator[None]:
+    def taken(self, amount: int = 1) -> Taken:
         """Hold an amount while the block lasts, waiting for it if need be."""
-        await self._take(amount)
-        try:
-            yield
-        finally:
-            self._give_back(amount)
+        return Taken(self, amount)
 
-    async def _take(self, amount: int) -> None:
+    async def take(self, amount: int) -> None:
+        """Wait for an amount; whoever takes it gives it back."""
         if not self._waiting and self._fits(amount):
             self._used += amount
             return
@@ -49,7 +43,7 @@ class Budget:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self._give_back(amount)  # it was given to us as we were cancelled
+                self.give_back(amount)  # it was given to us as we were cancelled
             else:
                 self._waiting.remove(entry)
                 self._serve()
@@ -58,7 +52,8 @@ class Budget:
     def _fits(self, amount: int) -> bool:
         return self._used == 0 or self._used + amount <= self.total
 
-    def _give_back(self, amount: int) -> None:
+    def give_back(self, amount: int) -> None:
+        """Let others have it."""
         self._used -= amount
         self._serve()
 
@@ -68,3 +63,19 @@ class Budget:
             if not turn.done():
                 self._used += amount
                 turn.set_result(None)
+
+
+class Taken:
+    """An amount that is held while a block lasts."""
+
+    __slots__ = ("_amount", "_budget")
+
+    def __init__(self, budget: Budget, amount: int) -> None:
+        self._budget = budget
+        self._amount = amount
+
+    async def __aenter__(self) -> None:
+        await self._budget.take(self._amount)
+
+    async def __aexit__(self, *_: object) -> None:
+        self._budget.give_back(self._amount)

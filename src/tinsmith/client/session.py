@@ -13,7 +13,6 @@ import atexit
 import concurrent.futures
 import logging
 import sys
-import uuid
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
@@ -26,7 +25,12 @@ from tinsmith.client.heartbeat import keep_alive
 from tinsmith.client.limits import Limiter, shared_limiter
 from tinsmith.client.retry import Retrier
 from tinsmith.client.settings import ClientSettings, Secret
-from tinsmith.client.transport import ExchangeReply, Transport, TransportSettings
+from tinsmith.client.transport import (
+    ExchangeReply,
+    Transport,
+    TransportSettings,
+    new_idempotency_key,
+)
 from tinsmith.errors import (
     APIConnectionError,
     APIError,
@@ -137,7 +141,7 @@ class Session:
         credential: Secret | None = None,
     ) -> Any:
         """As `call`, for a request that is bytes already."""
-        key = f"tinsmith-{uuid.uuid4()}"  # the same for every try of this call
+        key = new_idempotency_key()  # the same for every try of this call
 
         async def attempt(number: int) -> Any:
             reply = await self.send(
@@ -223,19 +227,15 @@ class Session:
 
     def _carrier(self) -> Transport:
         if self._transport is None:
-            from tinsmith.client.http_transport import HttpTransport  # its library takes 0.2 s
-
             settings = self.settings
-            self._transport = HttpTransport(
-                TransportSettings(
-                    base_url=settings.base_url,
-                    headers=settings.default_headers,
-                    unix_socket=settings.unix_socket,
-                    ca_file=settings.ca_file,
-                    proxy=settings.proxy,
-                ),
-                self.credentials.current,
+            reach = TransportSettings(
+                base_url=settings.base_url,
+                headers=settings.default_headers,
+                unix_socket=settings.unix_socket,
+                ca_file=settings.ca_file,
+                proxy=settings.proxy,
             )
+            self._transport = _transport_for(reach, self.credentials.current)
         return self._transport
 
     def _check_empty_400(self, endpoint: Endpoint, reply: ExchangeReply) -> None:
@@ -394,6 +394,16 @@ class Session:
             if events.listeners:
                 known = self._adopted_id or self._own_session_id()
                 events.tell(events.SessionClosed(session_id=known, reason=reason.type))
+
+
+def _transport_for(reach: TransportSettings, credentials: Callable[[], str]) -> Transport:
+    if reach.proxy is not None:
+        from tinsmith.client.proxied_transport import ProxiedTransport  # its library takes 0.2 s
+
+        return ProxiedTransport(reach, credentials)
+    from tinsmith.client.direct_transport import DirectTransport
+
+    return DirectTransport(reach, credentials)
 
 
 _AFTER_CLOSE = frozenset({"finish_session"})

@@ -1,16 +1,20 @@
 """What carries requests to a service: the promise, and what it is told and gives back.
 
-`http_transport.py` keeps the promise over HTTP. Others may plug in here, such as a service in the
-same process, with the same bytes.
+`direct_transport.py` keeps the promise over connections of its own, `proxied_transport.py` through
+a proxy, `inprocess_transport.py` by a call in the same process; all with the same bytes.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
+import uuid
 from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
 
+from tinsmith.errors import APIConnectionError, APITimeoutError
 from tinsmith.types.buffers import Memory
 from tinsmith.wire.endpoints import Pool
 from tinsmith.wire.exchange import HttpRequest
@@ -18,6 +22,10 @@ from tinsmith.wire.limits import DEFAULT_LIMITS, DecodeLimits
 
 MOST_CONNECTIONS = 512
 """For each pool; a call beyond it waits for a free one."""
+
+CONNECT_TIMEOUT_S = 5.0
+KEEP_ALIVE_S = 60.0
+"""How long an idle connection is kept; servers should keep theirs longer."""
 
 Credentials = Callable[[], str]
 """Gives the credential to send with a request, asked anew for each."""
@@ -76,3 +84,67 @@ class TransportSettings(msgspec.Struct, frozen=True, kw_only=True):
     """An HTTP proxy, if one is to be used."""
     most_connections: int = MOST_CONNECTIONS
     limits: DecodeLimits = DEFAULT_LIMITS
+
+
+_OWN_HEADERS = frozenset({"x-api-key", "host", "content-length", "transfer-encoding"})
+"""What nobody else may set: the credential (S12), and what says where a request ends."""
+
+
+def request_headers(
+    settings: TransportSettings,
+    request: HttpRequest,
+    idempotency_key: str | None,
+    credential: str,
+) -> dict[str, str]:
+    """The headers of a request, with those that every request has."""
+    headers = {
+        "Accept-Encoding": "zstd, gzip, deflate",
+        **request.headers,
+        **settings.headers,
+    }
+    for name in [name for name in headers if name.lower() in _OWN_HEADERS]:
+        del headers[name]
+    headers["X-API-Key"] = credential
+    if request.method != "GET":
+        headers["X-Idempotency-Key"] = idempotency_key or new_idempotency_key()
+    return headers
+
+
+class _Keys:
+    """Numbered keys with a random beginning, which a forked child replaces with its own."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        self.prefix = f"tinsmith-{uuid.uuid4().hex}"
+        self.numbers = itertools.count()
+
+
+_keys = _Keys()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keys.begin)
+
+
+def new_idempotency_key() -> str:
+    """A key that no other call has, in this process or another."""
+    return f"{_keys.prefix}-{next(_keys.numbers)}"
+
+
+def late_error(
+    settings: TransportSettings, request: HttpRequest, timeout_s: float
+) -> APITimeoutError:
+    """For a reply that did not come in time."""
+    return APITimeoutError(
+        f"{request.path}: no reply from {settings.base_url} within {timeout_s:g} s"
+    )
+
+
+def connection_error(
+    settings: TransportSettings, request: HttpRequest, cause: BaseException, is_unreached: bool
+) -> APIConnectionError:
+    """For a reply that did not come at all; `is_unreached` if there was not even a connection."""
+    return APIConnectionError(
+        f"{request.method} {settings.base_url}{request.path}: {cause}",
+        remedy="check the base URL, and that the service runs there" if is_unreached else None,
+    )

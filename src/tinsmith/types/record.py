@@ -293,12 +293,15 @@ def _record_to_plain(record: Record, write_array: ArrayWriter, keep_none: bool) 
     config = record.__struct_config__
     if config.tag_field is not None:
         plain[config.tag_field] = config.tag
-    nullable = nullable_fields(type(record))
     for name in record.__struct_fields__:
         value = getattr(record, name)
-        if value is UNSET or (value is None and not keep_none and name not in nullable):
-            continue
-        plain[name] = to_plain(value, write_array=write_array, keep_none=keep_none)
+        if value is None:
+            if keep_none or name in nullable_fields(type(record)):
+                plain[name] = None
+        elif type(value) in _SCALARS:
+            plain[name] = value
+        elif value is not UNSET:
+            plain[name] = to_plain(value, write_array=write_array, keep_none=keep_none)
     return plain
 
 

@@ -11,6 +11,7 @@ the rest into the query of a GET or DELETE and into the body of a POST or PUT.
 from __future__ import annotations
 
 import enum
+import functools
 import re
 from typing import Any
 
@@ -96,7 +97,12 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def path_fields(self) -> tuple[str, ...]:
         """The request's fields that stand in the path."""
-        return tuple(name for name, _ in re.findall(r"{(\w+)(:path)?}", self.path))
+        return _path_fields(self.path)
+
+
+@functools.cache
+def _path_fields(path: str) -> tuple[str, ...]:
+    return tuple(name for name, _ in re.findall(r"{(\w+)(:path)?}", path))
 
 
 class FutureResult(msgspec.Struct, frozen=True):

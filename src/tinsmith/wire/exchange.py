@@ -95,14 +95,15 @@ def _json_request(endpoint: Endpoint, request: Record, headers: dict[str, str]) 
     for name, header in endpoint.header_fields.items():
         if name in fields:
             headers[header] = _header_value(name, fields.pop(name))
-    in_path = {name: fields.pop(name, None) for name in endpoint.path_fields}
-    path = _filled(endpoint.path, in_path)
+    path, path_fields = endpoint.path, endpoint.path_fields
+    if path_fields:
+        path = _filled(path, {name: fields.pop(name, None) for name in path_fields})
     if endpoint.method in ("GET", "DELETE"):
         query = {name: _checked_text(name, _query_value(value)) for name, value in fields.items()}
         return HttpRequest(endpoint.method, path, query, headers, [])
     headers["Content-Type"] = Format.JSON.value
     # A request that only names a thing in its path has no body to send.
-    in_path_alone = set(request.__struct_fields__) == set(endpoint.path_fields) != set()
+    in_path_alone = bool(path_fields) and set(request.__struct_fields__) == set(path_fields)
     parts: Parts = [] if in_path_alone else writer.parts(fields)
     return HttpRequest(endpoint.method, path, {}, headers, parts)
 

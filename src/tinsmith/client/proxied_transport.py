@@ -1,11 +1,8 @@
-"""Requests over HTTP/1.1: one exchange goes out and comes back, and nothing is decided about it.
+"""Requests through a proxy, carried by an HTTP library that knows proxies.
 
-The HTTP library appears here and nowhere else in the client. What it raises becomes
-`APIConnectionError` or `APITimeoutError`; any reply, also one that refuses, is returned.
-
-Calls travel over connections of their pool, so that hung samples hold up neither a heartbeat nor a
-training step (S22). HTTP/1.1 carries one exchange per connection at a time. A request that meets a
-connection which the server has just closed is sent once more, under the same idempotency key.
+The library appears here and nowhere else in the client, and is loaded only where there is a proxy.
+Otherwise as `direct_transport.py`: pools by purpose, one more try where a connection ended before
+the reply began.
 """
 
 from __future__ import annotations
@@ -13,14 +10,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-import uuid
 from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
 
-from tinsmith.client.transport import Credentials, ExchangeReply, TransportSettings
-from tinsmith.errors import APIConnectionError, APITimeoutError
+from tinsmith.client.connection import JOINED_BYTES
+from tinsmith.client.transport import (
+    CONNECT_TIMEOUT_S,
+    KEEP_ALIVE_S,
+    Credentials,
+    ExchangeReply,
+    TransportSettings,
+    connection_error,
+    late_error,
+    request_headers,
+)
+from tinsmith.errors import APIConnectionError
 from tinsmith.wire import content
 from tinsmith.wire.endpoints import Pool
 from tinsmith.wire.exchange import HttpRequest
@@ -28,15 +34,9 @@ from tinsmith.wire.protobuf import Parts
 
 _log = logging.getLogger(__name__)
 
-CONNECT_TIMEOUT_S = 5.0
-JOINED_BYTES = 256 * 1024
-"""A smaller body is sent as one piece: the copy costs less than further writes."""
-KEEP_ALIVE_S = 60.0
-"""How long an idle connection is kept; servers should keep theirs longer."""
 
-
-class HttpTransport:
-    """Carries requests over HTTP/1.1. To be used on one event loop."""
+class ProxiedTransport:
+    """Carries requests over HTTP/1.1, through a proxy. To be used on one event loop."""
 
     def __init__(self, settings: TransportSettings, credentials: Credentials) -> None:
         self._settings = settings
@@ -54,7 +54,9 @@ class HttpTransport:
         credential: str | None = None,
     ) -> ExchangeReply:
         """As `Transport.send`."""
-        headers = self._headers(request, idempotency_key, credential or self._credentials())
+        headers = request_headers(
+            self._settings, request, idempotency_key, credential or self._credentials()
+        )
         try:
             async with asyncio.timeout(timeout_s):
                 try:
@@ -65,12 +67,17 @@ class HttpTransport:
                     # Most likely a kept connection that the server closed as we took it.
                     _log.debug("%s: %r; sending it once more", request.path, exc)
                     return await self._exchange(request, headers, pool)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not self._is_closed or task is None or task.cancelling():
+                raise
+            # The library cancels whoever waits for a connection when it is closed.
+            raise APIConnectionError("the client was closed") from None
         except TimeoutError as exc:
-            raise APITimeoutError(
-                f"{request.path}: no reply from {self._settings.base_url} within {timeout_s:g} s"
-            ) from exc
+            raise late_error(self._settings, request, timeout_s) from exc
         except (aiohttp.ClientError, OSError) as exc:
-            raise self._connection_error(request, exc) from exc
+            is_unreached = isinstance(exc, aiohttp.ClientConnectorError)
+            raise connection_error(self._settings, request, exc, is_unreached) from exc
 
     async def _exchange(
         self, request: HttpRequest, headers: Mapping[str, str], pool: Pool
@@ -105,19 +112,6 @@ class HttpTransport:
             pieces.append(piece)
         return pieces[0] if len(pieces) == 1 else bytearray().join(pieces)
 
-    def _headers(
-        self, request: HttpRequest, idempotency_key: str | None, credential: str
-    ) -> dict[str, str]:
-        headers = {
-            "Accept-Encoding": "zstd, gzip, deflate",
-            **request.headers,
-            **self._settings.headers,
-            "X-API-Key": credential,  # last, so that nothing can replace it (S12)
-        }
-        if request.method != "GET":
-            headers["X-Idempotency-Key"] = idempotency_key or f"tinsmith-{uuid.uuid4()}"
-        return headers
-
     def _session(self, pool: Pool) -> aiohttp.ClientSession:
         if self._is_closed:
             raise APIConnectionError("the client is closed; make a new one")
@@ -142,14 +136,6 @@ class HttpTransport:
         if self._settings.ca_file is not None:
             limits["ssl"] = ssl.create_default_context(cafile=self._settings.ca_file)
         return aiohttp.TCPConnector(**limits)
-
-    def _connection_error(self, request: HttpRequest, cause: BaseException) -> APIConnectionError:
-        remedy = None
-        if isinstance(cause, aiohttp.ClientConnectorError):
-            remedy = "check the base URL, and that the service runs there"
-        return APIConnectionError(
-            f"{request.method} {self._settings.base_url}{request.path}: {cause}", remedy=remedy
-        )
 
     async def close(self) -> None:
         """As `Transport.close`."""
