@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from tinsmith import types as types
     from tinsmith._version import __version__ as __version__
     from tinsmith.as_tinker import as_tinker as as_tinker
+    from tinsmith.client.admin import AdminClient as AdminClient
+    from tinsmith.client.auth import NoIdentityError as NoIdentityError
+    from tinsmith.client.bulk_delete import DeletionReport as DeletionReport
+    from tinsmith.client.bulk_delete import FailedDeletion as FailedDeletion
     from tinsmith.client.composed_loss import LossTerm as LossTerm
     from tinsmith.client.composed_loss import compose_losses as compose_losses
     from tinsmith.client.custom_loss import GradientLoss as GradientLoss
@@ -24,6 +28,7 @@ if TYPE_CHECKING:
     from tinsmith.client.retry import RetryBudget as RetryBudget
     from tinsmith.client.sampling import SamplingClient as SamplingClient
     from tinsmith.client.service import ServiceClient as ServiceClient
+    from tinsmith.client.trace_export import TraceExportError as TraceExportError
     from tinsmith.client.training import TrainingClient as TrainingClient
     from tinsmith.errors import APIConnectionError as APIConnectionError
     from tinsmith.errors import APIError as APIError
@@ -90,6 +95,11 @@ _MODULE_OF = {
     "TrainingClient": "tinsmith.client.training",
     "SamplingClient": "tinsmith.client.sampling",
     "RestClient": "tinsmith.client.rest",
+    "AdminClient": "tinsmith.client.admin",
+    "DeletionReport": "tinsmith.client.bulk_delete",
+    "FailedDeletion": "tinsmith.client.bulk_delete",
+    "TraceExportError": "tinsmith.client.trace_export",
+    "NoIdentityError": "tinsmith.client.auth",
     "APIFuture": "tinsmith.client.futures",
     "LossHandle": "tinsmith.client.loss_graph",
     "PerDatumLossFn": "tinsmith.client.loss_graph",

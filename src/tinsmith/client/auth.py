@@ -36,6 +36,11 @@ RENEWAL_PAUSE_S = 60.0
 
 CREDENTIALS_FILE = pathlib.Path("~/.tinker/credentials.json")
 
+
+class NoIdentityError(TinkerError, RuntimeError):
+    """The credential is good, and does not say whose it is."""
+
+
 Exchange = Callable[[Secret], Awaitable[str]]
 """Trades a credential for a JWT."""
 
@@ -184,17 +189,22 @@ class Credentials:
         """Who the credential belongs to, as its JWT says.
 
         Raises:
-            TinkerError: The credential is a plain key, which says nothing.
+            NoIdentityError: The credential is a plain key, or a JWT of another kind.
         """
         claims = claims_of(self.current())
-        try:
-            return WhoamiResponse(
-                user_urn=str(claims["sub"]),
-                org_urn=f"tml:organization:{claims['org_id']}",
-                email=str(claims["email"]) if claims.get("email") else None,
+        is_given_by_service = self._token is not None
+        if not is_given_by_service and not str(claims.get("iss", "")).startswith("passport-"):
+            claims = {}  # whatever it says, it says of somebody else's users
+        if not {"sub", "org_id"} <= claims.keys():
+            raise NoIdentityError(
+                "the credential does not say who it belongs to",
+                remedy="services that exchange keys for tokens can tell",
             )
-        except KeyError as exc:
-            raise TinkerError("this credential does not say who it belongs to") from exc
+        return WhoamiResponse(
+            user_urn=str(claims["sub"]),
+            org_urn=f"tml:organization:{claims['org_id']}",
+            email=str(claims["email"]) if claims.get("email") else None,
+        )
 
 
 def claims_of(token: str) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
                 raise  # the work itself ended with this error
             raise TimeoutError(f"{self.what}: no result within {timeout:g} s") from exc
 
-    async def result_async(self, timeout: float | None = None) -> T:  # noqa: ASYNC109 - API name
+    async def result_async(self, timeout: float | None = None) -> T:
         """Wait for the result in a coroutine. A timeout or cancellation gives the work up.
 
         Raises:

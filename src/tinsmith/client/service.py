@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from tinsmith.client.background import background
+from tinsmith.client.console import session_page
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.loss_graph import (
     LossHandle,
@@ -16,31 +18,31 @@ from tinsmith.client.loss_graph import (
     make_handle,
     trace,
 )
-from tinsmith.client.poller import Poll
+from tinsmith.client.models import Source, create_from_state, create_model, unload_model
+from tinsmith.client.rest import RestClient
 from tinsmith.client.retry import DEFAULT_BUDGET, RetryBudget
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.session import Session, SessionLease
-from tinsmith.client.settings import ClientSettings, settings_from
+from tinsmith.client.settings import ClientSettings, Secret, settings_from
 from tinsmith.client.training import TrainingClient
-from tinsmith.errors import ValidationError
+from tinsmith.errors import TinkerError, ValidationError
 from tinsmith.types import requests as r
-from tinsmith.types.futures import UntypedAPIFuture
 from tinsmith.types.runs import (
     ClientSessionFinishErrored,
     ClientSessionFinishInterrupted,
     ClientSessionFinishReason,
     ClientSessionFinishReasonType,
     ClientSessionFinishSuccess,
-    WeightsInfoResponse,
 )
 from tinsmith.types.service import GetServerCapabilitiesResponse
 from tinsmith.types.training import (
-    AdamOptimizerConfig,
-    CreateModelResponse,
     CustomLossInputRank,
     LoraConfig,
     OptimizerConfig,
+    UnloadModelResponse,
 )
+
+_log = logging.getLogger(__name__)
 
 FinishStatus = Literal["success", "errored", "interrupted"]
 
@@ -92,15 +94,27 @@ class ServiceClient:
         self._lease = SessionLease(Session(self._settings))
         self._losses = TracedLosses()
 
+    def get_console_url(self) -> str:
+        """The page of this client's session in the hosted service's console; sends nothing."""
+        return session_page(self._lease.session.opened_id)
+
+    def get_telemetry(self) -> None:
+        """None: tinsmith sends no telemetry. For programs that ask."""
+        return
+
     # What the service offers
 
-    def get_server_capabilities(self) -> GetServerCapabilitiesResponse:
+    def get_server_capabilities(
+        self, *, timeout: float | None = None
+    ) -> GetServerCapabilitiesResponse:
         """Which models the service has; blocks for one call and opens no session."""
-        return background().run(self._capabilities(), "get_server_capabilities")
+        return background().run(self._capabilities(), "get_server_capabilities", timeout)
 
-    async def get_server_capabilities_async(self) -> GetServerCapabilitiesResponse:
+    async def get_server_capabilities_async(
+        self, *, timeout: float | None = None
+    ) -> GetServerCapabilitiesResponse:
         """As `get_server_capabilities`, without blocking."""
-        return await background().start(self._capabilities(), "get_server_capabilities")
+        return await background().start(self._capabilities(), "get_server_capabilities", timeout)
 
     async def _capabilities(self) -> GetServerCapabilitiesResponse:
         session = self._lease.session
@@ -113,15 +127,38 @@ class ServiceClient:
     # Training
 
     def create_lora_training_client(
-        self, base_model: str, *args: Any, **kwargs: Any
+        self,
+        base_model: str,
+        rank: int = 32,
+        seed: int | None = None,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        train_unembed: bool = True,
+        user_metadata: dict[str, Any] | None = None,
+        optimizer: OptimizerConfig | None = None,
+        *,
+        timeout: float | None = None,
     ) -> TrainingClient:
         """Make a model with a fresh adapter and wait until it can be trained.
 
-        As `create_lora_training_client_async`.
+        Args:
+            base_model: Its name at the service.
+            rank: Of the adapter.
+            seed: For the adapter's first weights.
+            train_mlp: Whether to adapt the feed-forward layers.
+            train_attn: Whether to adapt the attention layers.
+            train_unembed: Whether to adapt the output layer.
+            user_metadata: Kept with the run.
+            optimizer: The optimizer's family; AdamW by default.
+            timeout: Seconds after which the call is given up.
+
+        Raises:
+            ValueError: Nothing is to be trained.
+            RequestFailedError: The service could not make it.
         """
-        return background().run(
-            self._create_model(base_model, *args, **kwargs), "create_lora_training_client"
-        )
+        lora = _lora(rank, seed, train_mlp, train_attn, train_unembed)
+        work = create_model(self._lease, base_model, lora, user_metadata, optimizer)
+        return background().run(work, "create_lora_training_client", timeout)
 
     async def create_lora_training_client_async(
         self,
@@ -133,73 +170,13 @@ class ServiceClient:
         train_unembed: bool = True,
         user_metadata: dict[str, Any] | None = None,
         optimizer: OptimizerConfig | None = None,
+        *,
+        timeout: float | None = None,
     ) -> TrainingClient:
-        """Make a model with a fresh adapter.
-
-        Args:
-            base_model: Its name at the service.
-            rank: Of the adapter.
-            seed: For the adapter's first weights.
-            train_mlp: Whether to adapt the feed-forward layers.
-            train_attn: Whether to adapt the attention layers.
-            train_unembed: Whether to adapt the output layer.
-            user_metadata: Kept with the run.
-            optimizer: The optimizer's family; AdamW by default.
-
-        Raises:
-            ValueError: Nothing is to be trained.
-            RequestFailedError: The service could not make it.
-        """
-        return await background().start(
-            self._create_model(
-                base_model,
-                rank,
-                seed,
-                train_mlp,
-                train_attn,
-                train_unembed,
-                user_metadata,
-                optimizer,
-            ),
-            "create_lora_training_client",
-        )
-
-    async def _create_model(
-        self,
-        base_model: str,
-        rank: int = 32,
-        seed: int | None = None,
-        train_mlp: bool = True,
-        train_attn: bool = True,
-        train_unembed: bool = True,
-        user_metadata: dict[str, Any] | None = None,
-        optimizer: OptimizerConfig | None = None,
-    ) -> TrainingClient:
-        if not (train_mlp or train_attn or train_unembed):
-            raise ValidationError(
-                "train_mlp, train_attn and train_unembed are all False",
-                remedy="an adapter needs at least one of them",
-            )
-        session = self._lease.session
-        request = r.CreateModelRequest(
-            session_id=await session.session_id(),
-            model_seq_id=session.next_number("model"),
-            base_model=base_model,
-            user_metadata=user_metadata,
-            lora_config=LoraConfig(
-                rank=rank,
-                seed=seed,
-                train_unembed=train_unembed,
-                train_mlp=train_mlp,
-                train_attn=train_attn,
-            ),
-            optimizer_config=optimizer or AdamOptimizerConfig(),
-        )
-        submitted: UntypedAPIFuture = await session.call("create_model", request)
-        made: CreateModelResponse = await Poll(
-            session, submitted.request_id, "CreateModel"
-        ).result()
-        return TrainingClient(self._lease, made.model_id)
+        """As `create_lora_training_client`, without blocking."""
+        lora = _lora(rank, seed, train_mlp, train_attn, train_unembed)
+        work = create_model(self._lease, base_model, lora, user_metadata, optimizer)
+        return await background().start(work, "create_lora_training_client", timeout)
 
     def create_training_client_from_state(
         self,
@@ -208,12 +185,26 @@ class ServiceClient:
         user_metadata: dict[str, Any] | None = None,
         weights_access_token: str | None = None,
         optimizer: OptimizerConfig | None = None,
+        *,
+        timeout: float | None = None,
     ) -> TrainingClient:
-        """Go on from a checkpoint's weights, with fresh optimizer state; blocks until loaded."""
-        return background().run(
-            self._from_state(path, base_model, user_metadata, weights_access_token, optimizer),
-            "create_training_client_from_state",
-        )
+        """Go on from a checkpoint's weights, with fresh optimizer state; blocks until loaded.
+
+        Args:
+            path: The checkpoint.
+            base_model: Instead of the checkpoint's own; it must fit its weights.
+            user_metadata: Kept with the new run.
+            weights_access_token: A credential of another account, which may read the checkpoint.
+            optimizer: The optimizer's family; AdamW by default.
+            timeout: Seconds after which the call is given up.
+
+        Raises:
+            NotFoundError: There is no such checkpoint, or it is not for this account.
+            RequestFailedError: The service could not load it.
+        """
+        source = _source(path, base_model, user_metadata, weights_access_token, optimizer)
+        work = create_from_state(self._lease, source)
+        return background().run(work, "create_training_client_from_state", timeout)
 
     async def create_training_client_from_state_async(
         self,
@@ -222,12 +213,13 @@ class ServiceClient:
         user_metadata: dict[str, Any] | None = None,
         weights_access_token: str | None = None,
         optimizer: OptimizerConfig | None = None,
+        *,
+        timeout: float | None = None,
     ) -> TrainingClient:
         """As `create_training_client_from_state`, without blocking."""
-        return await background().start(
-            self._from_state(path, base_model, user_metadata, weights_access_token, optimizer),
-            "create_training_client_from_state",
-        )
+        source = _source(path, base_model, user_metadata, weights_access_token, optimizer)
+        work = create_from_state(self._lease, source)
+        return await background().start(work, "create_training_client_from_state", timeout)
 
     def create_training_client_from_state_with_optimizer(
         self,
@@ -235,14 +227,16 @@ class ServiceClient:
         base_model: str | None = None,
         user_metadata: dict[str, Any] | None = None,
         weights_access_token: str | None = None,
+        *,
+        timeout: float | None = None,
     ) -> TrainingClient:
-        """Go on from a checkpoint exactly where it was, optimizer state included."""
-        return background().run(
-            self._from_state(
-                path, base_model, user_metadata, weights_access_token, with_optimizer=True
-            ),
-            "create_training_client_from_state_with_optimizer",
-        )
+        """Go on from a checkpoint exactly where it was, optimizer state included.
+
+        Else as `create_training_client_from_state`.
+        """
+        source = _source(path, base_model, user_metadata, weights_access_token, with_optimizer=True)
+        work = create_from_state(self._lease, source)
+        return background().run(work, "create_training_client_from_state_with_optimizer", timeout)
 
     async def create_training_client_from_state_with_optimizer_async(
         self,
@@ -250,47 +244,79 @@ class ServiceClient:
         base_model: str | None = None,
         user_metadata: dict[str, Any] | None = None,
         weights_access_token: str | None = None,
+        *,
+        timeout: float | None = None,
     ) -> TrainingClient:
         """As `create_training_client_from_state_with_optimizer`, without blocking."""
+        source = _source(path, base_model, user_metadata, weights_access_token, with_optimizer=True)
+        work = create_from_state(self._lease, source)
         return await background().start(
-            self._from_state(
-                path, base_model, user_metadata, weights_access_token, with_optimizer=True
-            ),
-            "create_training_client_from_state_with_optimizer",
+            work, "create_training_client_from_state_with_optimizer", timeout
         )
 
-    async def _from_state(
+    def unload_model(
+        self, model_id: str, *, timeout: float | None = None
+    ) -> APIFuture[UnloadModelResponse]:
+        """Have the service let go of a model, where it offers that; its checkpoints stay."""
+        return background().start(unload_model(self._lease, model_id), "unload_model", timeout)
+
+    async def unload_model_async(
+        self, model_id: str, *, timeout: float | None = None
+    ) -> UnloadModelResponse:
+        """As `unload_model`."""
+        return await self.unload_model(model_id, timeout=timeout)
+
+    # Checkpoints
+
+    def copy_weights(
         self,
         path: str,
-        base_model: str | None,
-        user_metadata: dict[str, Any] | None,
-        token: str | None,
-        optimizer: OptimizerConfig | None = None,
         *,
-        with_optimizer: bool = False,
-    ) -> TrainingClient:
-        session = self._lease.session
-        await session.ready()
-        info: WeightsInfoResponse = await session.call(
-            "get_weights_info_by_tinker_path", r.WeightsInfoRequest(tinker_path=path)
+        ttl_seconds: int | None = None,
+        weights_access_token: str | None = None,
+        timeout: float | None = None,
+    ) -> APIFuture[str]:
+        """Copy a checkpoint into this client's project; as `RestClient.copy_weights`."""
+        return RestClient(self._lease).copy_weights(
+            path,
+            ttl_seconds=ttl_seconds,
+            weights_access_token=weights_access_token,
+            timeout=timeout,
         )
-        if not info.is_lora or info.lora_rank is None:
-            raise ValidationError(f"{path} is not a checkpoint of an adapter")
-        client = await self._create_model(
-            base_model or info.base_model,
-            info.lora_rank,
-            None,
-            info.train_mlp is not False,
-            info.train_attn is not False,
-            info.train_unembed is not False,
-            user_metadata,
-            optimizer or info.optimizer_config,
+
+    async def copy_weights_async(
+        self,
+        path: str,
+        *,
+        ttl_seconds: int | None = None,
+        weights_access_token: str | None = None,
+        timeout: float | None = None,
+    ) -> str:
+        """As `copy_weights`, without blocking."""
+        return await self.copy_weights(
+            path,
+            ttl_seconds=ttl_seconds,
+            weights_access_token=weights_access_token,
+            timeout=timeout,
         )
-        await client.load_weights(path, token, with_optimizer=with_optimizer)
-        return client
+
+    def create_rest_client(self) -> RestClient:
+        """Deprecated: make a `RestClient` with the same address and key instead."""
+        warnings.warn(
+            "create_rest_client is deprecated; make a RestClient() instead",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return RestClient(self._lease)
+
+    # Losses
 
     def create_custom_loss(
-        self, fn: PerDatumLossFn, input_ranks: Mapping[str, CustomLossInputRank]
+        self,
+        fn: PerDatumLossFn,
+        input_ranks: Mapping[str, CustomLossInputRank],
+        *,
+        timeout: float | None = None,
     ) -> APIFuture[LossHandle]:
         """Make a loss for `TrainingClient.forward_backward_custom` that the service can run.
 
@@ -301,6 +327,7 @@ class ServiceClient:
             fn: Takes `logprobs` and named `loss_fn_inputs` of one datum, as tensors; returns
                 `(loss, metrics)`, with metrics named `custom/<name>:sum` or `custom/<name>:mean`.
             input_ranks: How many dimensions each of its parameters has.
+            timeout: Seconds after which the upload is given up.
 
         Raises:
             ValueError: The function breaks a rule, or this session has it already.
@@ -309,7 +336,7 @@ class ServiceClient:
         traced = trace(fn, input_ranks)
         self._losses.add(traced.key, traced.name)
         work = make_handle(self._lease.session, traced, self._losses)
-        return background().start(work, "create_custom_loss")
+        return background().start(work, "create_custom_loss", timeout)
 
     # Sampling
 
@@ -319,6 +346,8 @@ class ServiceClient:
         base_model: str | None = None,
         retry_config: Any = None,
         record_stability_info: bool = False,
+        *,
+        timeout: float | None = None,
     ) -> SamplingClient:
         """A client that samples from a checkpoint or a base model; blocks for the start-up calls.
 
@@ -327,6 +356,7 @@ class ServiceClient:
             base_model: A model's name.
             retry_config: Taken for existing programs, and not used yet.
             record_stability_info: Have the service keep what `stable_reinforce` needs.
+            timeout: Seconds after which the call is given up.
         """
         _check_source(model_path, base_model)
         return background().run(
@@ -338,6 +368,7 @@ class ServiceClient:
                 record_stability_info=record_stability_info,
             ),
             "create_sampling_client",
+            timeout,
         )
 
     async def create_sampling_client_async(
@@ -346,6 +377,8 @@ class ServiceClient:
         base_model: str | None = None,
         retry_config: Any = None,
         record_stability_info: bool = False,
+        *,
+        timeout: float | None = None,
     ) -> SamplingClient:
         """As `create_sampling_client`, without blocking."""
         _check_source(model_path, base_model)
@@ -358,21 +391,47 @@ class ServiceClient:
                 record_stability_info=record_stability_info,
             ),
             "create_sampling_client",
+            timeout,
         )
 
     # End
 
-    def close(self, status: FinishStatus = "success", detail: str | None = None) -> APIFuture[None]:
+    def close(
+        self,
+        status: FinishStatus = "success",
+        detail: str | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> APIFuture[None]:
         """Finish the session and let go of all connections; later calls are refused.
+
+        Only the first call has an effect.
 
         Args:
             status: How the program ended.
             detail: A word about it.
+            timeout: Seconds after which the service is no longer waited for.
+
+        Raises:
+            ValueError: There is no such status.
         """
-        work = self._lease.session.close(_FINISH[status], detail)
-        return background().start(work, "close")
+        reason = _FINISH.get(status)
+        if reason is None:
+            raise ValidationError(f"status {status!r:.50} is none of {', '.join(_FINISH)}")
+        return background().start(self._lease.session.close(reason, detail), "close", timeout)
+
+    async def close_async(
+        self,
+        status: FinishStatus = "success",
+        detail: str | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> None:
+        """As `close`, without blocking."""
+        await self.close(status, detail, timeout=timeout)
 
     def __enter__(self) -> Self:
+        self._lease.session.check_open()
         return self
 
     def __exit__(
@@ -383,11 +442,45 @@ class ServiceClient:
     ) -> None:
         if kind is None:
             self.close("success").result()
-        else:
+            return
+        try:
             self.close("errored" if issubclass(kind, Exception) else "interrupted").result()
+        except TinkerError as failure:  # the block's own error is the one to raise
+            _log.warning("the session could not be finished: %s", failure)
 
     def __repr__(self) -> str:
         return f"ServiceClient(base_url={self._settings.base_url!r})"
+
+
+def _lora(
+    rank: int, seed: int | None, train_mlp: bool, train_attn: bool, train_unembed: bool
+) -> LoraConfig:
+    return LoraConfig(
+        rank=rank,
+        seed=seed,
+        train_mlp=train_mlp,
+        train_attn=train_attn,
+        train_unembed=train_unembed,
+    )
+
+
+def _source(
+    path: str,
+    base_model: str | None,
+    user_metadata: dict[str, Any] | None,
+    token: str | None,
+    optimizer: OptimizerConfig | None = None,
+    *,
+    with_optimizer: bool = False,
+) -> Source:
+    return Source(
+        path=path,
+        base_model=base_model,
+        user_metadata=user_metadata,
+        token=None if token is None else Secret(token),
+        optimizer=optimizer,
+        with_optimizer=with_optimizer,
+    )
 
 
 def _check_source(model_path: str | None, base_model: str | None) -> None:

@@ -190,8 +190,8 @@ class Session:
         credential: Secret | None = None,
     ) -> ExchangeReply:
         """As `exchange`, for a request that is bytes already."""
-        if self._closing is not None and endpoint.name not in _AFTER_CLOSE:
-            raise ClosedError("the client is closed", remedy="make a new one")
+        if endpoint.name not in _AFTER_CLOSE:
+            self.check_open()
         sent.headers.update(self._own_headers(endpoint))
         sent.headers.update(headers or {})
         exchange = self._carrier().send(
@@ -235,7 +235,7 @@ class Session:
                 ca_file=settings.ca_file,
                 proxy=settings.proxy,
             )
-            self._transport = _transport_for(reach, self.credentials.current)
+            self._transport = transport_for(reach, self.credentials.current)
         return self._transport
 
     def _check_empty_400(self, endpoint: Endpoint, reply: ExchangeReply) -> None:
@@ -260,6 +260,16 @@ class Session:
             raise APIResponseValidationError(
                 reply, bytes(reply.body[:1000]), message=f"{endpoint.name}: {exc}"
             ) from exc
+
+    def check_open(self) -> None:
+        """Raise `ClosedError` if the client was closed."""
+        if self._closing is not None:
+            raise ClosedError("the client is closed", remedy="make a new one")
+
+    @property
+    def opened_id(self) -> str | None:
+        """The id of the session that we opened, if we have opened one. From any thread."""
+        return self._own_session_id()
 
     def _own_session_id(self) -> str | None:
         """The session that we opened and so have to finish, if there is one."""
@@ -396,7 +406,8 @@ class Session:
                 events.tell(events.SessionClosed(session_id=known, reason=reason.type))
 
 
-def _transport_for(reach: TransportSettings, credentials: Callable[[], str]) -> Transport:
+def transport_for(reach: TransportSettings, credentials: Callable[[], str]) -> Transport:
+    """What carries requests to a service: through a proxy if there is one, else straight."""
     if reach.proxy is not None:
         from tinsmith.client.proxied_transport import ProxiedTransport  # its library takes 0.2 s
 

@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from tinsmith.client.background import background
+from tinsmith.client.console import training_run_page
 from tinsmith.client.custom_loss import CustomLoss, start_custom_pass
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.passes import pass_bodies, run_pass
+from tinsmith.client.poller import Poll
 from tinsmith.client.queue_state import QueueState, QueueStateLogger, StateTeller
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.session import SessionLease
@@ -17,6 +19,7 @@ from tinsmith.client.submission import Submitter
 from tinsmith.client.tokenizers import TokenizerOfModel
 from tinsmith.errors import DecodeError, ValidationError
 from tinsmith.types import requests as r
+from tinsmith.types.futures import UntypedAPIFuture
 from tinsmith.types.inputs import Datum
 from tinsmith.types.record import Frozen, Record
 from tinsmith.types.training import (
@@ -31,6 +34,7 @@ from tinsmith.types.training import (
     SaveWeightsExternalResponse,
     SaveWeightsForSamplerResponse,
     SaveWeightsResponse,
+    UnloadModelResponse,
 )
 
 T = TypeVar("T")
@@ -86,7 +90,7 @@ class TrainingClient:
         loss_fn: LossFnType,
         loss_fn_config: LossConfig | None = None,
         *,
-        timeout: float | None = None,  # noqa: ASYNC109 - API name
+        timeout: float | None = None,
     ) -> APIFuture[ForwardBackwardOutput]:
         """As `forward`."""
         return self.forward(data, loss_fn, loss_fn_config, timeout=timeout)
@@ -111,7 +115,7 @@ class TrainingClient:
         loss_fn: LossFnType,
         loss_fn_config: LossConfig | None = None,
         *,
-        timeout: float | None = None,  # noqa: ASYNC109 - API name
+        timeout: float | None = None,
     ) -> APIFuture[ForwardBackwardOutput]:
         """As `forward_backward`."""
         return self.forward_backward(data, loss_fn, loss_fn_config, timeout=timeout)
@@ -158,7 +162,7 @@ class TrainingClient:
         loss_fn: CustomLoss,
         *,
         loss_type_input: str | None = None,
-        timeout: float | None = None,  # noqa: ASYNC109 - API name
+        timeout: float | None = None,
     ) -> APIFuture[ForwardBackwardOutput]:
         """As `forward_backward_custom`."""
         return start_custom_pass(self._submitter, data, loss_fn, loss_type_input, timeout)
@@ -212,7 +216,7 @@ class TrainingClient:
         optim_params: OptimParams | None = None,
         *,
         adam_params: AdamParams | None = None,
-        timeout: float | None = None,  # noqa: ASYNC109 - API name
+        timeout: float | None = None,
     ) -> APIFuture[OptimStepResponse]:
         """As `optim_step`."""
         return self.optim_step(optim_params, adam_params=adam_params, timeout=timeout)
@@ -258,7 +262,7 @@ class TrainingClient:
         overwrite: bool = False,
         user_metadata: dict[str, str] | None = None,
         *,
-        timeout: float | None = None,  # noqa: ASYNC109 - API name
+        timeout: float | None = None,
     ) -> APIFuture[SaveWeightsResponse]:
         """As `save_state`."""
         return self.save_state(name, ttl_seconds, overwrite, user_metadata, timeout=timeout)
@@ -292,7 +296,7 @@ class TrainingClient:
         ttl_seconds: int | None = None,
         user_metadata: dict[str, str] | None = None,
         *,
-        timeout: float | None = None,  # noqa: ASYNC109 - API name
+        timeout: float | None = None,
     ) -> APIFuture[SaveWeightsForSamplerResponse]:
         """As `save_weights_for_sampler`."""
         return self.save_weights_for_sampler(name, ttl_seconds, user_metadata, timeout=timeout)
@@ -326,7 +330,7 @@ class TrainingClient:
         ttl_seconds: int | None = None,
         age_encryption_recipients: list[str] | None = None,
         *,
-        timeout: float | None = None,  # noqa: ASYNC109 - API name
+        timeout: float | None = None,
     ) -> APIFuture[SaveWeightsExternalResponse]:
         """As `save_weights_external`."""
         return self.save_weights_external(
@@ -351,7 +355,7 @@ class TrainingClient:
         path: str,
         weights_access_token: str | None = None,
         *,
-        timeout: float | None = None,  # noqa: ASYNC109 - API name
+        timeout: float | None = None,
     ) -> APIFuture[LoadWeightsResponse]:
         """As `load_state`."""
         return self.load_state(path, weights_access_token, timeout=timeout)
@@ -371,7 +375,7 @@ class TrainingClient:
         path: str,
         weights_access_token: str | None = None,
         *,
-        timeout: float | None = None,  # noqa: ASYNC109 - API name
+        timeout: float | None = None,
     ) -> APIFuture[LoadWeightsResponse]:
         """As `load_state_with_optimizer`."""
         return self.load_state_with_optimizer(path, weights_access_token, timeout=timeout)
@@ -441,7 +445,7 @@ class TrainingClient:
         retry_config: Any = None,
         record_stability_info: bool = False,
         *,
-        timeout: float | None = None,  # noqa: ASYNC109 - API name
+        timeout: float | None = None,
     ) -> SamplingClient:
         """As `save_weights_and_get_sampling_client`, without blocking."""
         del name
@@ -491,7 +495,7 @@ class TrainingClient:
         retry_config: Any = None,
         record_stability_info: bool = False,
         *,
-        timeout: float | None = None,  # noqa: ASYNC109 - API name
+        timeout: float | None = None,
     ) -> SamplingClient:
         """As `create_sampling_client`, without blocking."""
         return await background().start(
@@ -516,11 +520,48 @@ class TrainingClient:
         """
         self._queue_logger.on_queue_state_change(queue_state, queue_state_reason)
 
+    def unload_model(self, *, timeout: float | None = None) -> APIFuture[UnloadModelResponse]:
+        """Have the service let go of this model, where it offers that; its checkpoints stay.
+
+        It leaves after every call made earlier. Wait for their results first: the service may drop
+        what has not run yet.
+
+        Args:
+            timeout: Seconds after which the call is given up.
+        """
+        submitter = self._submitter
+        place = submitter.line.take_place()
+
+        async def work() -> UnloadModelResponse:
+            async with place.turn():
+                submitted: UntypedAPIFuture = await submitter.session.call(
+                    "unload_model", r.UnloadModelRequest(model_id=self.model_id)
+                )
+            poll = Poll(submitter.session, submitted.request_id, "UnloadModel")
+            gone: UnloadModelResponse = await poll.result()
+            return gone
+
+        return submitter.start(work(), place, f"unload_model of {self.model_id}", timeout)
+
+    async def unload_model_async(
+        self, *, timeout: float | None = None
+    ) -> APIFuture[UnloadModelResponse]:
+        """As `unload_model`."""
+        return self.unload_model(timeout=timeout)
+
+    def get_console_url(self) -> str:
+        """The page of this training run in the hosted service's console."""
+        return training_run_page(self.model_id)
+
+    def get_telemetry(self) -> None:
+        """None: tinsmith sends no telemetry. For programs that ask."""
+        return
+
     def get_info(self, *, timeout: float | None = None) -> GetInfoResponse:
         """What the model is; blocks for one call."""
         return background().run(self._get_info(), "get_info", timeout)
 
-    async def get_info_async(self, *, timeout: float | None = None) -> GetInfoResponse:  # noqa: ASYNC109 - API name
+    async def get_info_async(self, *, timeout: float | None = None) -> GetInfoResponse:
         """As `get_info`, without blocking."""
         return await background().start(self._get_info(), "get_info", timeout)
 
@@ -532,7 +573,7 @@ class TrainingClient:
         """
         return background().run(self._tokenizer.get_async(self._get_info), "get_tokenizer", timeout)
 
-    async def get_tokenizer_async(self, *, timeout: float | None = None) -> Any:  # noqa: ASYNC109 - API name
+    async def get_tokenizer_async(self, *, timeout: float | None = None) -> Any:
         """As `get_tokenizer`, without blocking."""
         return await background().start(
             self._tokenizer.get_async(self._get_info), "get_tokenizer", timeout

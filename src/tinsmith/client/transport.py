@@ -104,7 +104,8 @@ def request_headers(
     }
     for name in [name for name in headers if name.lower() in _OWN_HEADERS]:
         del headers[name]
-    headers["X-API-Key"] = credential
+    if credential:
+        headers["X-API-Key"] = credential
     if request.method != "GET":
         headers["X-Idempotency-Key"] = idempotency_key or new_idempotency_key()
     return headers

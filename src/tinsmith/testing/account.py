@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from tinsmith.testing.downloads import Downloads
 from tinsmith.testing.received import ReceivedRequest
 from tinsmith.testing.settings import ServiceSettings
 from tinsmith.types.events import TelemetryResponse
@@ -75,9 +76,8 @@ class Audit:
             )
         )
 
-    def show(self, received: ReceivedRequest) -> AuditLogResponse:
-        """`get_audit_log`: by kind, and of one day if given."""
-        request: GetAuditLogRequest = received.request
+    def of_kind(self, request: GetAuditLogRequest) -> AuditLogResponse:
+        """What was done to one kind of thing, and on one day if given."""
         kind = request.event_type.removesuffix("s")
         entries = [
             entry
@@ -86,6 +86,23 @@ class Audit:
             and request.day in (None, entry.timestamp.date())
         ]
         return AuditLogResponse(entries=entries)
+
+
+class AuditLog:
+    """Answers with what `Audit` was told, at once or by way of a file."""
+
+    def __init__(self, settings: ServiceSettings, audit: Audit, downloads: Downloads) -> None:
+        self._settings = settings
+        self._audit = audit
+        self._downloads = downloads
+
+    def show(self, received: ReceivedRequest) -> AuditLogResponse | HttpReply:
+        """`get_audit_log`."""
+        log = self._audit.of_kind(received.request)
+        if not self._settings.audit_redirects:
+            return log
+        url = self._downloads.put("audit.json", json_format.encode(log))
+        return HttpReply(302, {"Location": url}, [])
 
 
 class Usage:

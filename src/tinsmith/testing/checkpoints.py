@@ -6,6 +6,7 @@ What they show and change is kept in `checkpoint_store.py`; files go to `downloa
 from __future__ import annotations
 
 import datetime
+import email.utils
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from tinsmith.testing.account import Audit, metadata_as_text, now
 from tinsmith.testing.checkpoint_store import CheckpointStore, Run, Saved, expiry
 from tinsmith.testing.downloads import Downloads, archive
 from tinsmith.testing.received import ReceivedRequest
+from tinsmith.testing.settings import ServiceSettings
 from tinsmith.types.checkpoints import (
     Checkpoint,
     CheckpointArchiveUrlResponse,
@@ -34,6 +36,7 @@ from tinsmith.types.usage import (
     CurrentCheckpointStorageUsageItem,
     CurrentCheckpointStorageUsageResponse,
 )
+from tinsmith.wire.exchange import HttpReply
 
 _URL_LIFETIME = datetime.timedelta(minutes=15)
 _GIGABYTE = 10**9
@@ -43,7 +46,14 @@ ItemT = TypeVar("ItemT")
 class Checkpoints:
     """Answers for one store."""
 
-    def __init__(self, store: CheckpointStore, audit: Audit, downloads: Downloads) -> None:
+    def __init__(
+        self,
+        settings: ServiceSettings,
+        store: CheckpointStore,
+        audit: Audit,
+        downloads: Downloads,
+    ) -> None:
+        self._settings = settings
         self._store = store
         self._audit = audit
         self._downloads = downloads
@@ -122,10 +132,13 @@ class Checkpoints:
         }
         return ExternalWeightsUrlsResponse(urls=urls, expires=now() + _URL_LIFETIME)
 
-    def archive_url(self, received: ReceivedRequest) -> CheckpointArchiveUrlResponse:
+    def archive_url(self, received: ReceivedRequest) -> CheckpointArchiveUrlResponse | HttpReply:
         """Where a checkpoint's archive is."""
         saved = self._named(received)
         url = self._downloads.put(f"{_folder(saved)}.tar", archive(saved.run.files()))
+        if self._settings.archive_redirects:
+            expires = email.utils.format_datetime(now() + _URL_LIFETIME, usegmt=True)
+            return HttpReply(302, {"Location": url, "Expires": expires}, [])
         return CheckpointArchiveUrlResponse(url=url, expires=now() + _URL_LIFETIME)
 
     def set_ttl(self, received: ReceivedRequest) -> None:

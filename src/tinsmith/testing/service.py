@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from tinsmith.errors import AuthenticationError, NotFoundError, TinkerError
-from tinsmith.testing.account import OPEN_ENDPOINTS, Account, Audit, Usage
+from tinsmith.testing.account import OPEN_ENDPOINTS, Account, Audit, AuditLog, Usage
 from tinsmith.testing.checkpoint_store import CheckpointStore
 from tinsmith.testing.checkpoints import Checkpoints
 from tinsmith.testing.commands import Commands
@@ -75,9 +75,9 @@ class ScriptedService:
             **self._models.handlers(),
             **samplers.handlers(),
             **Polls(self.settings, self._commands, samplers).handlers(),
-            **Checkpoints(store, audit, self._downloads).handlers(),
+            **Checkpoints(self.settings, store, audit, self._downloads).handlers(),
             "get_billing_usage": usage.show,
-            "get_audit_log": audit.show,
+            "get_audit_log": AuditLog(self.settings, audit, self._downloads).show,
         }
 
     # For tests

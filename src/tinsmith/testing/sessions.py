@@ -76,6 +76,7 @@ class Sessions:
         self._downloads = downloads
         self._sessions: dict[str, Session] = {}
         self._by_key: dict[str, str] = {}
+        self._traces_asked: dict[str, int] = {}
 
     def handlers(self) -> dict[str, Callable[[ReceivedRequest], Any]]:
         """What answers each endpoint."""
@@ -177,8 +178,12 @@ class Sessions:
         self._audit.add("project.session_assigned", {**msgspec.structs.asdict(request)})
 
     def export_trace(self, received: ReceivedRequest) -> TraceExportResponse:
-        """Where the trace is; it is ready at once."""
+        """Where the trace is, once it was asked for often enough."""
         session = self.known(received.request.session_id)
+        asked = self._traces_asked.get(session.session_id, 0)
+        self._traces_asked[session.session_id] = asked + 1
+        if asked < self._settings.trace_polls:
+            return TraceExportResponse(status="pending")
         trace = msgspec.json.encode({"traceEvents": []})
         url = self._downloads.put(f"traces/{session.session_id}.json", trace)
         return TraceExportResponse(status="ready", url=url)

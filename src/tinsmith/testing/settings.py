@@ -51,6 +51,12 @@ class ServiceSettings(Request):
     """For samples that do not say how long they may be."""
     learning_speed: float = 10_000.0
     """How much a step of learning rate 1 teaches; see `arithmetic.py`."""
+    trace_polls: int = 0
+    """How often a session's trace is asked for before it is ready."""
+    archive_redirects: bool = False
+    """Whether archives are answered with a redirect, as older services do."""
+    audit_redirects: bool = False
+    """Whether the audit log is answered with a redirect to a file."""
     max_body_bytes: int = 256 * 1024 * 1024
     kept_requests: int = 100_000
     """How many of the newest requests are kept for assertions."""

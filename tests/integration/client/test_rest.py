@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import itertools
+import logging
+import urllib.request
 
 import pytest
 
 from tinsmith.client.rest import RestClient
 from tinsmith.client.service import ServiceClient
+from tinsmith.client.trace_export import TraceExportError
 from tinsmith.client.training import TrainingClient
-from tinsmith.errors import APIStatusError, NotFoundError, ValidationError
-from tinsmith.testing import ScriptedService
+from tinsmith.errors import (
+    APIResponseValidationError,
+    APIStatusError,
+    APITimeoutError,
+    AuthenticationError,
+    ExperimentalWarning,
+    NotFoundError,
+    PermissionDeniedError,
+    ValidationError,
+)
+from tinsmith.testing import ScriptedService, running_service
 from tinsmith.types import SessionSearchRequest
 
 WAIT_S = 30.0
@@ -117,10 +130,11 @@ def test_a_run_s_checkpoints_are_deleted_by_type(
     training.save_weights_for_sampler("drop1").result(WAIT_S)
     training.save_weights_for_sampler("drop2").result(WAIT_S)
 
-    gone = rest.delete_checkpoints(training.model_id, checkpoint_type="sampler")
+    report = rest.delete_checkpoints(training.model_id, checkpoint_type="sampler").result(WAIT_S)
 
     left = rest.list_checkpoints(training.model_id).result(WAIT_S).checkpoints
-    assert len(gone) == 2
+    assert len(report.deleted) == 2
+    assert report.failed == []
     assert [checkpoint.checkpoint_id for checkpoint in left] == ["weights/keep"]
 
 
@@ -128,7 +142,8 @@ def test_sessions_are_looked_up_and_searched(rest: RestClient, training: Trainin
     session_id = rest.list_sessions().result(WAIT_S).sessions[0]
 
     held = rest.get_session(session_id).result(WAIT_S)
-    found = rest.search_sessions(SessionSearchRequest(session_id=session_id)).result(WAIT_S)
+    with pytest.warns(ExperimentalWarning):
+        found = rest.search_sessions(SessionSearchRequest(session_id=session_id)).result(WAIT_S)
 
     assert held.training_run_ids == [training.model_id]
     assert [summary.session_id for summary in found.sessions] == [session_id]
@@ -152,3 +167,283 @@ def test_management_calls_name_their_sdk_and_method(
     headers = service.requests("list_training_runs")[0].headers
     assert headers["x-sdk-method"] == "list_training_runs"
     assert headers["x-sdk-version"]
+
+
+def test_clients_of_one_address_and_key_start_up_once(service: ScriptedService) -> None:
+    first = RestClient(base_url=service.base_url, api_key=service.api_key)
+    second = RestClient(base_url=service.base_url, api_key=service.api_key)
+
+    first.list_sessions().result(WAIT_S)
+    second.list_sessions().result(WAIT_S)
+
+    assert len(service.requests("client_config")) == 1
+    assert service.requests("create_session") == []
+
+
+def test_clients_of_two_keys_share_nothing(service: ScriptedService) -> None:
+    good = RestClient(base_url=service.base_url, api_key=service.api_key)
+    bad = RestClient(base_url=service.base_url, api_key="tml-other")
+
+    good.list_sessions().result(WAIT_S)
+
+    with pytest.raises(AuthenticationError):
+        bad.list_sessions().result(WAIT_S)
+
+
+def test_only_what_was_named_is_deleted(rest: RestClient, training: TrainingClient) -> None:
+    training.save_state("old").result(WAIT_S)
+    middle = rest.list_checkpoints(training.model_id).result(WAIT_S).checkpoints[0].time
+    training.save_state("new").result(WAIT_S)
+
+    planned = rest.delete_checkpoints(after=middle, dry_run=True).result(WAIT_S)
+    untouched = len(rest.list_checkpoints(training.model_id).result(WAIT_S).checkpoints)
+    report = asyncio.run(rest.delete_checkpoints_async(after=middle))
+
+    assert [c.checkpoint_id for c in planned.deleted] == ["weights/new"]
+    assert planned.is_dry_run
+    assert untouched == 2
+    assert [c.checkpoint_id for c in report.deleted] == ["weights/new"]
+    left = rest.list_checkpoints(training.model_id).result(WAIT_S).checkpoints
+    assert [c.checkpoint_id for c in left] == ["weights/old"]
+
+
+def test_times_without_an_offset_are_taken_as_utc(
+    rest: RestClient, training: TrainingClient
+) -> None:
+    training.save_state("c1").result(WAIT_S)
+    tomorrow = datetime.datetime.now(datetime.UTC).replace(tzinfo=None)
+    tomorrow += datetime.timedelta(days=1)
+
+    none = rest.delete_checkpoints(after=tomorrow).result(WAIT_S)
+    planned = rest.delete_checkpoints(before=tomorrow, dry_run=True).result(WAIT_S)
+
+    assert none.deleted == []
+    assert len(planned.deleted) == 1
+
+
+def test_everything_is_not_deleted_by_leaving_out_what(
+    rest: RestClient, service: ScriptedService
+) -> None:
+    with pytest.raises(ValidationError, match="every checkpoint"):
+        _ = rest.delete_checkpoints()
+
+    assert service.requests() == []
+
+
+def test_a_deletion_that_fails_is_told_and_keeps_none_of_the_others(
+    rest: RestClient, training: TrainingClient, service: ScriptedService
+) -> None:
+    for number in range(4):
+        training.save_state(f"c{number}").result(WAIT_S)
+    service.faults.add(
+        "delete_checkpoint",
+        times=None,
+        status=403,
+        when=lambda received: received.request.checkpoint_id == "weights/c2",
+    )
+
+    report = rest.delete_checkpoints(training.model_id).result(WAIT_S)
+
+    assert sorted(c.checkpoint_id for c in report.deleted) == [
+        "weights/c0",
+        "weights/c1",
+        "weights/c3",
+    ]
+    assert [f.checkpoint.checkpoint_id for f in report.failed] == ["weights/c2"]
+    assert isinstance(report.failed[0].error, PermissionDeniedError)
+
+
+def test_a_deletion_whose_reply_was_lost_counts_as_done(
+    rest: RestClient, training: TrainingClient, service: ScriptedService
+) -> None:
+    training.save_state("c1").result(WAIT_S)
+    service.faults.add("delete_checkpoint", lose_reply=True)
+
+    report = rest.delete_checkpoints(training.model_id).result(WAIT_S)
+
+    assert [c.checkpoint_id for c in report.deleted] == ["weights/c1"]
+    assert report.failed == []
+    assert len(service.requests("delete_checkpoint")) == 2
+
+
+def test_a_checkpoint_is_copied_into_a_project(
+    rest: RestClient, training: TrainingClient, service: ScriptedService
+) -> None:
+    path = training.save_state("c1").result(WAIT_S).path
+
+    copied = rest.copy_weights(
+        path, "project-2", ttl_seconds=7200, weights_access_token="tml-other-account"
+    ).result(WAIT_S)
+
+    assert copied != path
+    assert rest.get_weights_info_by_tinker_path(copied).result(WAIT_S).is_lora
+    asked = service.requests("copy_weights")[0]
+    assert asked.headers["x-tinker-weights-access-token"] == "tml-other-account"
+    assert asked.request.destination_project_id == "project-2"
+
+
+def test_a_copy_is_made_once_however_often_it_is_asked_for(
+    rest: RestClient, training: TrainingClient, service: ScriptedService
+) -> None:
+    path = training.save_state("c1").result(WAIT_S).path
+    service.faults.add("copy_weights", times=2, status=503, after_work=True)
+    before = len(list(rest.iter_training_runs()))
+
+    asyncio.run(rest.copy_weights_async(path, "project-2"))
+
+    assert len(list(rest.iter_training_runs())) == before + 1
+    keys = {received.headers["x-idempotency-key"] for received in service.requests("copy_weights")}
+    assert len(keys) == 1
+
+
+def test_a_copy_needs_a_project(
+    rest: RestClient, service: ScriptedService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValidationError, match="TINKER_PROJECT_ID"):
+        _ = rest.copy_weights("tinker://run/weights/c1")
+
+    monkeypatch.setenv("TINKER_PROJECT_ID", "project-of-mine")
+    mine = RestClient(base_url=service.base_url, api_key=service.api_key)
+    with pytest.raises(NotFoundError):
+        mine.copy_weights("tinker://run/weights/c1").result(WAIT_S)
+    assert service.requests("copy_weights")[0].request.destination_project_id == "project-of-mine"
+
+
+def test_a_trace_is_waited_for_and_its_wait_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "tinsmith")
+    with (
+        running_service(trace_polls=2) as service,
+        ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
+    ):
+        client.create_sampling_client(base_model="m")
+        rest = RestClient(base_url=service.base_url, api_key=service.api_key)
+        session_id = next(rest.iter_sessions())
+
+        url = rest.export_session_trace(session_id, poll_every_s=0.01).result(WAIT_S)
+
+        assert urllib.request.urlopen(url).status == 200
+        assert len(service.requests("export_session_trace")) == 3
+    told = [message for message in caplog.messages if "trace" in message]
+    assert len(told) == 1
+    assert session_id in told[0]
+
+
+def test_a_trace_that_never_comes_is_given_up_in_time() -> None:
+    with (
+        running_service(trace_polls=10**9) as service,
+        ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
+    ):
+        client.create_sampling_client(base_model="m")
+        rest = RestClient(base_url=service.base_url, api_key=service.api_key)
+
+        with pytest.raises(APITimeoutError):
+            rest.export_session_trace(next(rest.iter_sessions()), timeout=0.2).result(WAIT_S)
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "says"),
+    [
+        ({"status": "failed", "error": "no spans"}, TraceExportError, "no spans"),
+        ({"status": "failed"}, RuntimeError, "does not say why"),
+        ({"status": "ready"}, APIResponseValidationError, "not where"),
+        ({"status": "lost"}, APIResponseValidationError, "lost"),
+    ],
+)
+def test_a_trace_that_cannot_be_made_says_why(
+    rest: RestClient,
+    service: ScriptedService,
+    body: dict[str, str],
+    error: type[Exception],
+    says: str,
+) -> None:
+    service.faults.add("export_session_trace", status=200, body=body)
+
+    with pytest.raises(error, match=says):
+        rest.export_session_trace("session-0").result(WAIT_S)
+
+
+@pytest.mark.parametrize("archive_redirects", [False, True])
+def test_an_archive_is_found_whichever_way_the_service_says_where(archive_redirects: bool) -> None:
+    with (
+        running_service(archive_redirects=archive_redirects) as service,
+        ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
+    ):
+        training = client.create_lora_training_client("m", rank=2)
+        path = training.save_weights_for_sampler("c1").result(WAIT_S).path
+        rest = RestClient(base_url=service.base_url, api_key=service.api_key)
+
+        by_id = rest.get_checkpoint_archive_url(training.model_id, "sampler_weights/c1")
+        by_path = asyncio.run(rest.get_checkpoint_archive_url_from_tinker_path_async(path))
+
+        assert by_id.result(WAIT_S).url == by_path.url
+        assert by_path.expires > datetime.datetime.now(datetime.UTC)
+        with urllib.request.urlopen(by_path.url) as fetched:
+            assert fetched.status == 200
+
+
+def test_an_archive_s_address_without_an_expiry_is_good_for_a_while(
+    rest: RestClient, service: ScriptedService
+) -> None:
+    service.faults.add(
+        "get_checkpoint_archive_url",
+        status=302,
+        headers={"Location": "https://h/a", "Expires": "-"},
+    )
+
+    found = rest.get_checkpoint_archive_url("run", "weights/c1").result(WAIT_S)
+
+    assert found.url == "https://h/a"
+    assert found.expires > datetime.datetime.now(datetime.UTC)
+
+
+def test_a_plain_key_does_not_say_whose_it_is(rest: RestClient) -> None:
+    with pytest.raises(RuntimeError, match="does not say"):
+        rest.whoami().result(WAIT_S)
+
+
+def test_a_token_says_whose_it_is() -> None:
+    with running_service(pjwt_auth_enabled=True) as service:
+        rest = RestClient(base_url=service.base_url, api_key=service.api_key)
+
+        me = asyncio.run(rest.whoami_async())
+
+    assert (me.user_urn, me.org_urn) == ("test-user", "tml:organization:test-org")
+    assert me.email
+
+
+def test_calls_by_path_name_their_own_method(
+    rest: RestClient, training: TrainingClient, service: ScriptedService
+) -> None:
+    path = training.save_state("c1").result(WAIT_S).path
+
+    rest.get_training_run_by_tinker_path(path).result(WAIT_S)
+    rest.publish_checkpoint_from_tinker_path(path).result(WAIT_S)
+    rest.delete_checkpoint_from_tinker_path(path).result(WAIT_S)
+
+    named = [received.headers.get("x-sdk-method") for received in service.requests()][-3:]
+    assert named == [
+        "get_training_run_by_tinker_path",
+        "publish_checkpoint_from_tinker_path",
+        "delete_checkpoint_from_tinker_path",
+    ]
+
+
+def test_a_call_that_takes_longer_than_its_time_is_given_up(
+    rest: RestClient, service: ScriptedService
+) -> None:
+    with service.faults.hold("list_sessions"):
+        with pytest.raises(APITimeoutError, match="list_sessions"):
+            rest.list_sessions(timeout=0.2).result(WAIT_S)
+        with pytest.raises(APITimeoutError):
+            next(rest.iter_sessions(timeout=0.2))
+        with pytest.raises(APITimeoutError):
+            asyncio.run(rest.list_sessions_async(timeout=0.2))
+
+
+def test_a_client_of_a_service_takes_no_address_of_its_own(client: ServiceClient) -> None:
+    with pytest.warns(FutureWarning, match="RestClient"):
+        rest = client.create_rest_client()
+
+    assert rest.list_sessions().result(WAIT_S).sessions == []
+    with pytest.raises(ValidationError):
+        RestClient(rest._lease, api_key="tml-other")

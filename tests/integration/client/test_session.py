@@ -27,7 +27,7 @@ from tinsmith.errors import (
     ValidationError,
 )
 from tinsmith.testing import ScriptedService, running_service
-from tinsmith.types import ModelInput, SamplingParams
+from tinsmith.types import DimuonOptimizerConfig, ModelInput, SamplingParams
 
 WAIT_S = 30.0
 PROMPT = ModelInput.from_ints([1])
@@ -341,3 +341,100 @@ def test_a_base_url_that_is_none_is_refused() -> None:
 def test_an_option_that_is_not_known_is_warned_of(service: ScriptedService) -> None:
     with pytest.warns(FutureWarning, match="colour"):
         ServiceClient(base_url=service.base_url, api_key=service.api_key, colour="red")
+
+
+def test_a_failing_block_keeps_its_own_error(service: ScriptedService) -> None:
+    """That the session could not be finished either is no reason to hide what went wrong."""
+    service.faults.add("finish_session", times=None, status=422)
+
+    def run() -> None:
+        with ServiceClient(base_url=service.base_url, api_key=service.api_key) as client:
+            client.create_sampling_client(base_model="m")
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        run()
+
+
+def test_a_closed_client_is_not_entered_again(service: ScriptedService) -> None:
+    client = ServiceClient(base_url=service.base_url, api_key=service.api_key)
+    client.close().result(WAIT_S)
+
+    with pytest.raises(RuntimeError, match="closed"), client:
+        pass
+    with pytest.raises(ValidationError, match="success"):
+        _ = client.close("fine")  # type: ignore[arg-type]
+
+
+def test_console_pages_are_named_without_a_call(
+    client: ServiceClient, service: ScriptedService
+) -> None:
+    before = client.get_console_url()
+    training = client.create_lora_training_client("m", rank=2)
+
+    assert before.endswith("/sessions")
+    assert client.get_console_url().endswith("/sessions/session-0")
+    assert training.get_console_url().endswith(f"/training_runs/{training.model_id}")
+    assert len(service.requests("create_session")) == 1
+
+
+def test_a_model_is_let_go_after_the_calls_before_it(
+    client: ServiceClient, service: ScriptedService
+) -> None:
+    first, second = (client.create_lora_training_client("m", rank=2) for _ in range(2))
+    saved = first.save_state("c1")
+
+    gone = first.unload_model().result(WAIT_S)
+    also_gone = client.unload_model(second.model_id).result(WAIT_S)
+
+    assert saved.result(WAIT_S).path
+    assert (gone.model_id, also_gone.model_id) == (first.model_id, second.model_id)
+    names = [received.endpoint for received in service.requests()]
+    assert names.index("save_weights") < names.index("unload_model")
+
+
+@pytest.mark.parametrize("by_loading", [False, True])
+def test_training_goes_on_from_a_checkpoint_in_either_way(by_loading: bool) -> None:
+    """With the flag one call makes the model and loads it; its id is known without asking."""
+    with (
+        running_service(create_model_via_load_weights=by_loading) as service,
+        ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
+    ):
+        first = client.create_lora_training_client("m", rank=2)
+        path = first.save_state("c1").result(WAIT_S).path
+        service.forget_requests()
+
+        second = client.create_training_client_from_state_with_optimizer(
+            path, user_metadata={"a": "b"}
+        )
+        again = second.save_state("c2").result(WAIT_S)
+
+        assert second.model_id == "session-0:train:1"
+        assert again.path.startswith(f"tinker://{second.model_id}/")
+        names = [received.endpoint for received in service.requests()]
+        made = ["create_model", "load_weights"] if not by_loading else ["load_weights"]
+        assert [name for name in names if name in ("create_model", "load_weights")] == made
+        assert ("get_weights_info_by_tinker_path" in names) != by_loading
+        assert service.requests("load_weights")[0].request.optimizer is True
+        assert service.requests("save_weights")[0].request.seq_id == (1 if by_loading else 2)
+
+
+def test_fresh_optimizer_state_is_adamw_s_unless_another_is_asked_for(
+    client: ServiceClient, service: ScriptedService
+) -> None:
+    dimuon = DimuonOptimizerConfig()
+    path = (
+        client.create_lora_training_client("m", rank=2, optimizer=dimuon)
+        .save_state("c1")
+        .result(WAIT_S)
+        .path
+    )
+
+    client.create_training_client_from_state(path)
+    client.create_training_client_from_state(path, optimizer=dimuon)
+    client.create_training_client_from_state_with_optimizer(path)
+
+    kinds = [
+        received.request.optimizer_config.type for received in service.requests("create_model")
+    ]
+    assert kinds == ["dimuon", "adamw", "dimuon", "dimuon"]

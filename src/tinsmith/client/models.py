@@ -1,0 +1,141 @@
+"""Making models to train, from nothing or from a checkpoint, and letting them go.
+
+From a checkpoint there are two ways, and the service's flags say which: one call that makes the
+model and loads it, or a look at the checkpoint, a new model of its form, and the load.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from tinsmith.client.poller import Poll
+from tinsmith.client.session import Session, SessionLease
+from tinsmith.client.settings import Secret
+from tinsmith.client.training import TrainingClient
+from tinsmith.errors import ValidationError
+from tinsmith.types import requests as r
+from tinsmith.types.futures import UntypedAPIFuture
+from tinsmith.types.runs import WeightsInfoResponse
+from tinsmith.types.service import AuthTokenResponse
+from tinsmith.types.training import (
+    AdamOptimizerConfig,
+    CreateModelResponse,
+    LoraConfig,
+    OptimizerConfig,
+    UnloadModelResponse,
+)
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """The checkpoint that a model is to go on from."""
+
+    path: str
+    base_model: str | None = None
+    """Instead of the checkpoint's own."""
+    user_metadata: dict[str, Any] | None = None
+    token: Secret | None = None
+    """A credential of another account, which may read the checkpoint."""
+    optimizer: OptimizerConfig | None = None
+    with_optimizer: bool = False
+    """Whether the optimizer's state is loaded too."""
+
+
+async def create_model(
+    lease: SessionLease,
+    base_model: str,
+    lora: LoraConfig,
+    user_metadata: dict[str, Any] | None,
+    optimizer: OptimizerConfig | None,
+) -> TrainingClient:
+    """Make a model with a fresh adapter, and wait until it can be trained."""
+    if not (lora.train_mlp or lora.train_attn or lora.train_unembed):
+        raise ValidationError(
+            "train_mlp, train_attn and train_unembed are all False",
+            remedy="an adapter needs at least one of them",
+        )
+    session = lease.session
+    request = r.CreateModelRequest(
+        session_id=await session.session_id(),
+        model_seq_id=session.next_number("model"),
+        base_model=base_model,
+        user_metadata=user_metadata,
+        lora_config=lora,
+        optimizer_config=optimizer or AdamOptimizerConfig(),
+    )
+    submitted: UntypedAPIFuture = await session.call("create_model", request)
+    made: CreateModelResponse = await Poll(session, submitted.request_id, "CreateModel").result()
+    return TrainingClient(lease, made.model_id)
+
+
+async def create_from_state(lease: SessionLease, source: Source) -> TrainingClient:
+    """Make a model that goes on from a checkpoint, and wait until it is loaded."""
+    session = lease.session
+    flags = await session.ready()
+    if flags.create_model_via_load_weights:
+        return await _create_by_loading(lease, source)
+    info = await _weights_info(session, source)
+    if not info.is_lora or info.lora_rank is None:
+        raise ValidationError(f"{source.path} is not a checkpoint of an adapter")
+    lora = LoraConfig(
+        rank=info.lora_rank,
+        train_mlp=info.train_mlp is not False,
+        train_attn=info.train_attn is not False,
+        train_unembed=info.train_unembed is not False,
+    )
+    # State of one family of optimizers means nothing to another.
+    optimizer = info.optimizer_config if source.with_optimizer else source.optimizer
+    client = await create_model(
+        lease, source.base_model or info.base_model, lora, source.user_metadata, optimizer
+    )
+    token = None if source.token is None else source.token.reveal()
+    await client.load_weights(source.path, token, with_optimizer=source.with_optimizer)
+    return client
+
+
+async def _create_by_loading(lease: SessionLease, source: Source) -> TrainingClient:
+    session = lease.session
+    session_id = await session.session_id()
+    number = session.next_number("model")
+    request = r.LoadWeightsRequest(
+        session_id=session_id,
+        model_seq_id=number,
+        base_model=source.base_model,
+        user_metadata=source.user_metadata,
+        path=source.path,
+        optimizer=source.with_optimizer,
+        optimizer_config=source.optimizer,
+        weights_access_token=None if source.token is None else source.token.reveal(),
+    )
+    submitted: UntypedAPIFuture = await session.call("load_weights", request)
+    await Poll(session, submitted.request_id, "LoadWeights").result()
+    # The service makes the id in this form and need not tell it.
+    return TrainingClient(lease, f"{session_id}:train:{number}")
+
+
+async def _weights_info(session: Session, source: Source) -> WeightsInfoResponse:
+    """What a checkpoint was trained from, asked by the account that may read it."""
+    credential = source.token
+    if credential is not None and session.flags.pjwt_auth_enabled:
+        given: AuthTokenResponse = await session.call(
+            "auth_token", r.AuthTokenRequest(), credential=credential
+        )
+        credential = Secret(given.jwt)
+    info: WeightsInfoResponse = await session.call(
+        "get_weights_info_by_tinker_path",
+        r.WeightsInfoRequest(tinker_path=source.path),
+        credential=credential,
+    )
+    return info
+
+
+async def unload_model(lease: SessionLease, model_id: str) -> UnloadModelResponse:
+    """Have the service let go of a model, and wait until it has."""
+    session = lease.session
+    await session.ready()
+    submitted: UntypedAPIFuture = await session.call(
+        "unload_model", r.UnloadModelRequest(model_id=model_id)
+    )
+    gone: UnloadModelResponse = await Poll(session, submitted.request_id, "UnloadModel").result()
+    return gone

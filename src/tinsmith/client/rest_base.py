@@ -1,0 +1,99 @@
+"""What the clients for looking up and taking care share: a session without a training session.
+
+Clients that are made with the same address and credential share their connections and make their
+start-up calls once; when the last of them is dropped, so are the connections.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from typing import Any
+
+from tinsmith.client.background import background
+from tinsmith.client.futures import APIFuture
+from tinsmith.client.session import Session, SessionLease
+from tinsmith.client.settings import ClientSettings, settings_from
+from tinsmith.errors import ValidationError
+from tinsmith.types.record import Record
+
+
+class ManagementClient:
+    """Makes calls that belong to no training session."""
+
+    def __init__(
+        self,
+        _holder: SessionLease | None = None,
+        *,
+        base_url: str | None = None,
+        api_key: str | None = None,
+    ) -> None:
+        if _holder is not None and (base_url is not None or api_key is not None):
+            raise ValidationError("a client of a service has that service's address and key")
+        if _holder is None:
+            _holder = _shared.lease(settings_from(base_url=base_url, api_key=api_key))
+        self._lease = _holder
+
+    def get_telemetry(self) -> None:
+        """None: tinsmith sends no telemetry. For programs that ask."""
+        return
+
+    def _start(
+        self,
+        name: str,
+        request: Record,
+        timeout: float | None,
+        *,
+        method: str | None = None,
+    ) -> APIFuture[Any]:
+        """Make a call; `method` is the public name that it is made under, if it is another."""
+        return background().start(self._call(name, request, method), method or name, timeout)
+
+    async def _call(self, name: str, request: Record, method: str | None = None) -> Any:
+        session = await self._ready()
+        headers = None if method is None else {"x-sdk-method": method}
+        return await session.call(name, request, headers=headers)
+
+    async def _ready(self) -> Session:
+        session = self._lease.session
+        await session.ready()
+        return session
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(base_url={self._lease.session.settings.base_url!r})"
+
+
+class _SharedLeases:
+    """The leases of this process that were made from an address and a credential alone."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._leases: weakref.WeakValueDictionary[Any, SessionLease] = weakref.WeakValueDictionary()
+
+    def lease(self, settings: ClientSettings) -> SessionLease:
+        """The lease for these settings, which whoever has the same settings holds too."""
+        key = (
+            settings.base_url,
+            settings.api_key,
+            settings.credential_command,
+            tuple(sorted(settings.default_headers.items())),
+            settings.project_id,
+            settings.proxy,
+        )
+        with self._lock:
+            lease = self._leases.get(key)
+            if lease is None:
+                lease = self._leases[key] = SessionLease(Session(settings))
+            return lease
+
+    def forget(self) -> None:
+        """Begin anew: a forked child has none of its parent's connections."""
+        self._lock = threading.Lock()
+        self._leases = weakref.WeakValueDictionary()
+
+
+_shared = _SharedLeases()
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_shared.forget)
