@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.machinery
+import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -23,26 +24,56 @@ from tinsmith.errors import TinkerError
 PROTOCOL_VERSION = "0.36.0"
 """The release whose names and protocol ours are; programs see it as `tinker.__version__`."""
 
+CHILD_PATH = str(pathlib.Path(__file__).resolve().with_name("_child_path"))
+"""What spawned processes find `tinker` in; see the module there."""
+
 _PUBLIC_INTERFACES = (
     "tinsmith.client.service",
     "tinsmith.client.training",
     "tinsmith.client.sampling",
     "tinsmith.client.rest",
     "tinsmith.client.futures",
+    "tinsmith",
+)
+_INTERFACE_NAMES = (
+    "admin_client",
+    "api_future",
+    "custom_loss",
+    "rest_client",
+    "sampling_client",
+    "service_client",
+    "training_client",
 )
 _MODULES: dict[str, tuple[str, ...]] = {
     "tinker": ("tinsmith",),
+    "tinker.auth": ("tinsmith.client.access",),
     "tinker.types": ("tinsmith.types",),
     "tinker._exceptions": ("tinsmith.errors",),
+    "tinker._version": (),
     "tinker.lib": (),
+    "tinker.lib.api_future_impl": ("tinsmith.client.queue_state", "tinsmith.client.futures"),
+    "tinker.lib.experimental": ("tinsmith.errors",),
+    "tinker.lib.internal_client_holder": (),
+    "tinker.lib.queue_state_logger": ("tinsmith.client.queue_state",),
+    "tinker.lib.retry_handler": (),
+    "tinker.lib.retryable_exception": (),
     "tinker.lib.public_interfaces": _PUBLIC_INTERFACES,
-    "tinker.lib.public_interfaces.service_client": _PUBLIC_INTERFACES,
-    "tinker.lib.public_interfaces.training_client": _PUBLIC_INTERFACES,
-    "tinker.lib.public_interfaces.sampling_client": _PUBLIC_INTERFACES,
-    "tinker.lib.public_interfaces.rest_client": _PUBLIC_INTERFACES,
-    "tinker.lib.public_interfaces.api_future": _PUBLIC_INTERFACES,
+    **{f"tinker.lib.public_interfaces.{name}": _PUBLIC_INTERFACES for name in _INTERFACE_NAMES},
 }
 """Where the names of each module come from."""
+
+_RENAMED: dict[str, tuple[str, str]] = {
+    "AwaitableConcurrentFuture": ("tinsmith.client.futures", "APIFuture"),
+    "InternalClientHolder": ("tinsmith.client.session", "SessionLease"),
+    "RetryConfig": ("tinsmith", "RetryConfig"),
+    "RetryableException": ("tinsmith.errors", "ResultExpiredError"),
+}
+"""Names below `tinker.lib` that are others' here, or in other places."""
+
+_TYPE_MODULES = frozenset(
+    {"billing_usage_request", "current_checkpoint_storage_usage_request", "optimizer", "shared"}
+)
+"""Modules of `tinker.types` that are not named after a type; each type has one too."""
 
 
 class AsTinkerError(TinkerError, RuntimeError):
@@ -64,23 +95,58 @@ def as_tinker() -> None:
             remedy="call tinsmith.as_tinker() first of all",
         )
     sys.meta_path.insert(0, _Finder())
+    if CHILD_PATH not in sys.path:
+        sys.path.insert(1, CHILD_PATH)  # behind the folder of the program itself
 
 
 class _Alias(ModuleType):
     """A module whose names are those of others, looked up when they are used."""
 
     def __getattr__(self, name: str) -> Any:
-        for source in _sources(self.__name__):
+        if name == "__all__":
+            return list(self._names())
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = _found(self.__name__, name)
+        setattr(self, name, value)
+        return value
+
+    def _names(self) -> Iterator[str]:
+        for source in _MODULES.get(self.__name__, ("tinsmith.types",)):
             module = importlib.import_module(source)
-            if hasattr(module, name):
-                value = getattr(module, name)
-                setattr(self, name, value)
-                return value
-        raise AttributeError(f"tinsmith has no {self.__name__}.{name}")
+            yield from getattr(module, "__all__", ())
 
     def __dir__(self) -> list[str]:
-        modules = map(importlib.import_module, _sources(self.__name__))
-        return sorted({name for module in modules for name in dir(module) if name[0] != "_"})
+        return sorted({*self.__dict__, *self._names()})
+
+
+def _found(module_name: str, name: str) -> Any:
+    """What a name in one of our modules stands for."""
+    full_name = f"{module_name}.{name}"
+    if _is_ours(full_name):
+        return importlib.import_module(full_name)
+    if name in _RENAMED and module_name.startswith("tinker.lib"):
+        source, real_name = _RENAMED[name]
+        return getattr(importlib.import_module(source), real_name)
+    for source in _MODULES.get(module_name, ("tinsmith.types",)):
+        module = importlib.import_module(source)
+        if hasattr(module, name):
+            return getattr(module, name)
+    raise AttributeError(f"tinsmith has no {full_name}")
+
+
+def _is_ours(full_name: str) -> bool:
+    """Whether there is such a module. The official package has one for each type."""
+    if full_name in _MODULES:
+        return True
+    parent, _, name = full_name.rpartition(".")
+    return parent == "tinker.types" and (name in _TYPE_MODULES or _names_a_type(name))
+
+
+def _names_a_type(module_name: str) -> bool:
+    joined = module_name.replace("_", "")
+    types = importlib.import_module("tinsmith.types")
+    return module_name.islower() and any(joined == name.lower() for name in types.__all__)
 
 
 class _Finder:
@@ -94,8 +160,7 @@ class _Finder:
     ) -> importlib.machinery.ModuleSpec | None:
         """The module's spec, if its name is one of those that we stand for."""
         del path, target
-        is_type_module = fullname.startswith("tinker.types.")
-        if fullname not in _MODULES and not is_type_module:
+        if not _is_ours(fullname):
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)  # type: ignore[arg-type]
 
@@ -105,15 +170,8 @@ class _Finder:
 
     def exec_module(self, module: ModuleType) -> None:
         """Give the module what cannot be looked up."""
-        if module.__name__ == "tinker":
+        if module.__name__ in ("tinker", "tinker._version"):
             module.__dict__.update(__version__=PROTOCOL_VERSION, __title__="tinker")
-            importlib.import_module("tinker.types")
-            module.__dict__["__all__"] = list(importlib.import_module("tinsmith").__all__)
-
-
-def _sources(name: str) -> tuple[str, ...]:
-    # The official package has a module for each type; any of them finds all of ours.
-    return _MODULES.get(name, ("tinsmith.types",))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -133,6 +191,7 @@ def main(arguments: list[str] | None = None) -> None:
         runpy.run_module(given[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = given
+        sys.path[0] = str(pathlib.Path(given[0]).resolve().parent)  # as `python script.py`
         runpy.run_path(given[0], run_name="__main__")
 
 

@@ -35,6 +35,11 @@ class ManagementClient:
             _holder = _shared.lease(settings_from(base_url=base_url, api_key=api_key))
         self._lease = _holder
 
+    @property
+    def holder(self) -> SessionLease:
+        """This client's hold on its connections, for programs that reach below the surface."""
+        return self._lease
+
     def get_telemetry(self) -> None:
         """None: tinsmith sends no telemetry. For programs that ask."""
         return

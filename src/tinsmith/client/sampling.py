@@ -150,9 +150,16 @@ class SamplingClient:
         )
         return background().start(self._sample(request), f"sample of {self._sampling_session_id}")
 
-    async def sample_async(self, *args: Any, **kwargs: Any) -> SampleResponse:
+    async def sample_async(
+        self,
+        prompt: ModelInput,
+        num_samples: int,
+        sampling_params: SamplingParams,
+        *args: Any,
+        **kwargs: Any,
+    ) -> SampleResponse:
         """As `sample`, for coroutines: gives the result itself."""
-        return await self.sample(*args, **kwargs)
+        return await self.sample(prompt, num_samples, sampling_params, *args, **kwargs)
 
     def compute_logprobs(
         self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
@@ -386,6 +393,11 @@ class SamplingClient:
     def limiter(self) -> Limiter:
         """What paces this client's samples; `limiter.pause()` says whether and why they wait."""
         return self._lease.session.limiter
+
+    @property
+    def holder(self) -> SessionLease:
+        """This client's hold on its session, for programs that reach below the surface."""
+        return self._lease
 
     def __repr__(self) -> str:
         return f"SamplingClient(sampling_session_id={self._sampling_session_id!r})"

@@ -448,6 +448,11 @@ class ServiceClient:
         except TinkerError as failure:  # the block's own error is the one to raise
             _log.warning("the session could not be finished: %s", failure)
 
+    @property
+    def holder(self) -> SessionLease:
+        """This client's hold on its session, for programs that reach below the surface."""
+        return self._lease
+
     def __repr__(self) -> str:
         return f"ServiceClient(base_url={self._settings.base_url!r})"
 

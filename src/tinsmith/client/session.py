@@ -21,6 +21,7 @@ from tinsmith._version import __version__
 from tinsmith.client import events
 from tinsmith.client.auth import Credentials
 from tinsmith.client.background import background
+from tinsmith.client.futures import APIFuture
 from tinsmith.client.heartbeat import keep_alive
 from tinsmith.client.limits import Limiter, shared_limiter
 from tinsmith.client.retry import Retrier
@@ -439,13 +440,40 @@ def _failed(task: asyncio.Task[Any]) -> bool:
 
 
 class SessionLease:
-    """A user's hold on a session; when the last one is dropped, the session is closed."""
+    """A user's hold on a session; when the last one is dropped, the session is closed.
+
+    Clients show it as `holder`. The methods are what programs use of the official SDK's holder;
+    they may be called from any thread but the background loop's.
+    """
 
     def __init__(self, session: Session) -> None:
         self.session = session
         finalizer = weakref.finalize(self, _close_dropped, session)
         finalizer.atexit = False  # at exit `_finish_all` does it, while the loop still runs
         _open_sessions.add(session)
+
+    def get_session_id(self) -> str:
+        """The session's id; opens it if need be, which blocks."""
+        return background().run(self.session.session_id(), "get_session_id")
+
+    def get_client_config(self) -> ClientConfigResponse:
+        """The service's flags; asks for them if need be, which blocks."""
+        return background().run(self.session.ready(), "get_client_config")
+
+    def get_client_dynamic_config(self) -> ClientDynamicConfigResponse:
+        """The flags that may change, as they were when last asked for."""
+        return self.session.dynamic_flags
+
+    def get_loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop that carries all traffic: what blocks it stops everything."""
+        return background().loop
+
+    def run_coroutine_threadsafe(self, work: Coroutine[Any, Any, T]) -> APIFuture[T]:
+        """Run a coroutine on that loop; returns at once."""
+        return background().start(work, "run_coroutine_threadsafe")
+
+    def get_telemetry(self) -> None:
+        """There is none."""
 
 
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()

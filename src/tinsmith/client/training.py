@@ -606,6 +606,11 @@ class TrainingClient:
 
         return submitter.start(work(), place, f"{name} of {self.model_id}", timeout)
 
+    @property
+    def holder(self) -> SessionLease:
+        """This client's hold on its session, for programs that reach below the surface."""
+        return self._lease
+
     def __repr__(self) -> str:
         return f"TrainingClient(model_id={self.model_id!r})"
 

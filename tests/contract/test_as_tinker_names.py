@@ -1,0 +1,133 @@
+"""Names and modules of the official package that programs import are there under its name."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+import tinker
+import tinker.lib.public_interfaces
+
+from tests.contract.test_json_types import NAMED
+
+MISSING = {"Timeout", "RequestOptions"}
+"""Nothing takes them; see docs/divergences.md."""
+
+PRIVATE = {
+    "tinker._exceptions": ["TinkerError", "RequestFailedError", "BillingError"],
+    "tinker._version": ["__version__"],
+    "tinker.auth": [
+        "get_tinker_token",
+        "raise_if_tinker_not_accessible",
+        "tinker_has_credentials",
+    ],
+    "tinker.lib.api_future_impl": ["APIFuture", "QueueState", "QueueStateObserver"],
+    "tinker.lib.experimental": ["ExperimentalWarning"],
+    "tinker.lib.internal_client_holder": ["InternalClientHolder"],
+    "tinker.lib.public_interfaces": [
+        "AdminClient",
+        "APIFuture",
+        "AwaitableConcurrentFuture",
+        "LossHandle",
+        "PerDatumLossFn",
+        "RestClient",
+        "SamplingClient",
+        "ServiceClient",
+        "TrainingClient",
+    ],
+    "tinker.lib.public_interfaces.admin_client": ["AdminClient"],
+    "tinker.lib.public_interfaces.api_future": ["APIFuture", "AwaitableConcurrentFuture"],
+    "tinker.lib.public_interfaces.custom_loss": ["LossHandle", "PerDatumLossFn"],
+    "tinker.lib.public_interfaces.rest_client": ["RestClient"],
+    "tinker.lib.public_interfaces.sampling_client": ["SamplingClient"],
+    "tinker.lib.public_interfaces.service_client": ["ServiceClient"],
+    "tinker.lib.public_interfaces.training_client": ["TrainingClient"],
+    "tinker.lib.queue_state_logger": ["QueueStateLogger"],
+    "tinker.lib.retry_handler": ["RetryConfig"],
+    "tinker.lib.retryable_exception": ["RetryableException"],
+    "tinker.types.generic_event": ["GenericEvent"],
+    "tinker.types.optimizer": ["OptimParamsBase", "OptimizerConfigBase"],
+    "tinker.types.tensor_data": ["TensorData"],
+    "tinker.types.topk_logprobs": ["TopkLogprobs"],
+    "tinker.types.try_again_response": ["TryAgainResponse"],
+}
+
+PROGRAM = """
+import importlib, json, sys
+import tinsmith
+tinsmith.as_tinker()
+absent = []
+for module_name, names in json.load(sys.stdin).items():
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError:
+        absent.append(module_name)
+        continue
+    absent += [f"{module_name}.{name}" for name in names if not hasattr(module, name)]
+print(json.dumps(absent))
+"""
+
+
+def absent_of(wanted: dict[str, list[str]]) -> list[str]:
+    """Which of these names are not there on `as_tinker`, in a fresh process."""
+    finished = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        input=json.dumps(wanted),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    absent: list[str] = json.loads(finished.stdout)
+    return absent
+
+
+def test_every_public_name_is_there() -> None:
+    wanted = {"tinker": list(tinker.__all__), "tinker.types": list(NAMED)}
+
+    assert set(absent_of(wanted)) == {f"tinker.{name}" for name in MISSING}
+
+
+def test_every_module_of_a_type_is_there() -> None:
+    modules = [
+        f"tinker.types.{found.name}"
+        for found in pkgutil.iter_modules(tinker.types.__path__)
+        if not found.name.startswith("_")
+    ]
+
+    assert len(modules) > 80
+    assert absent_of({name: [] for name in modules}) == []
+
+
+@pytest.mark.parametrize("module", PRIVATE)
+def test_the_list_of_private_paths_is_that_of_the_official_package(module: str) -> None:
+    found = importlib.import_module(module)
+
+    assert [name for name in PRIVATE[module] if not hasattr(found, name)] == []
+
+
+def test_private_paths_that_programs_import_are_there() -> None:
+    assert absent_of(PRIVATE) == ["tinker.lib.retry_handler.RetryConfig"]  # it comes next
+
+
+def test_modules_are_found_as_attributes_too() -> None:
+    program = (
+        "import tinsmith; tinsmith.as_tinker(); import tinker\n"
+        "assert tinker.types.tensor_data.TensorData is tinker.TensorData\n"
+        "assert tinker.lib.public_interfaces.rest_client.RestClient is tinker.RestClient\n"
+        "assert tinker.auth.tinker_has_credentials() in (True, False)\n"
+        "assert not hasattr(tinker.types, 'nothing'), 'it is not there'\n"
+        "from tinker.types import *\n"
+        "assert ModelInput is tinker.ModelInput\n"
+    )
+
+    finished = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert finished.returncode == 0, finished.stderr
