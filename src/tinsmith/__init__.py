@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from tinsmith.client.loss_graph import PerDatumLossFn as PerDatumLossFn
     from tinsmith.client.rest import RestClient as RestClient
     from tinsmith.client.retry import RetryBudget as RetryBudget
+    from tinsmith.client.sample_stream import AsyncSampleStream as AsyncSampleStream
+    from tinsmith.client.sample_stream import SampleEvent as SampleEvent
+    from tinsmith.client.sample_stream import SampleStream as SampleStream
     from tinsmith.client.sampling import SamplingClient as SamplingClient
     from tinsmith.client.service import ServiceClient as ServiceClient
     from tinsmith.client.trace_export import TraceExportError as TraceExportError
@@ -107,6 +110,9 @@ _MODULE_OF = {
     "LossTerm": "tinsmith.client.composed_loss",
     "compose_losses": "tinsmith.client.composed_loss",
     "on_event": "tinsmith.client.events",
+    "SampleStream": "tinsmith.client.sample_stream",
+    "AsyncSampleStream": "tinsmith.client.sample_stream",
+    "SampleEvent": "tinsmith.client.sample_stream",
     "RetryBudget": "tinsmith.client.retry",
     "APIConnectionError": "tinsmith.errors",
     "APIError": "tinsmith.errors",

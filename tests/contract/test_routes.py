@@ -116,11 +116,18 @@ def test_the_table_holds_the_routes_of_the_protocol_and_no_others() -> None:
     table = {
         f"{endpoint.method} {without_names(endpoint.path)}": endpoint.until
         for endpoint in ENDPOINTS.values()
+        if not endpoint.is_extension
     }
 
     assert set(table) == PROTOCOL
     assert {name: until for name, until in table.items() if until} == OF_OLDER_SDKS
-    assert len(table) == len(ENDPOINTS)
+    assert len(table) == sum(not endpoint.is_extension for endpoint in ENDPOINTS.values())
+
+
+def test_extensions_have_a_folder_of_their_own() -> None:
+    """So that no route of theirs can ever be one of the protocol."""
+    for endpoint in ENDPOINTS.values():
+        assert endpoint.is_extension is endpoint.path.startswith("/api/v1/tinsmith/")
 
 
 def test_the_sdk_calls_the_routes_that_are_not_of_older_releases() -> None:

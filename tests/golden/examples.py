@@ -9,6 +9,7 @@ import datetime
 from typing import Any
 
 from tinsmith import types as t
+from tinsmith.types import extensions as x
 
 HOUR = datetime.datetime(2026, 1, 2, 3, tzinfo=datetime.UTC)
 RUN = "sess-1:train:0"
@@ -108,6 +109,14 @@ MINIMAL: dict[str, Any] = {
         target=t.SamplingSessionFuturesTarget(sampling_session_id="s")
     ),
     "cancel_future": t.FutureCancelRequest(request_id="r"),
+    "asample_many": x.SampleManyRequest(samples=[{"seq_id": 1}]),
+    "retrieve_results": x.ResultsRetrieveRequest(
+        target=t.SamplingSessionFuturesTarget(sampling_session_id="s"), inline_bytes=65536
+    ),
+    "fetch_results": x.ResultsFetchRequest(request_ids=["r"]),
+    "asample_stream": t.SampleRequest(
+        prompt=t.ModelInput.from_ints([1]), sampling_params=t.SamplingParams()
+    ),
     "list_training_runs": t.ListTrainingRunsRequest(),
     "get_training_run": t.GetTrainingRunRequest(training_run_id=RUN),
     "list_checkpoints": t.ListCheckpointsRequest(training_run_id=RUN),
@@ -245,6 +254,14 @@ FULL: dict[str, Any] = {
         timeout=1.5,
         retrieved_request_ids=["r-1"],
     ),
+    "retrieve_results": x.ResultsRetrieveRequest(
+        target=t.SamplingSessionFuturesTarget(sampling_session_id="s", cloned_sampler_id=7),
+        prev_cursor=3,
+        timeout=1.5,
+        retrieved_request_ids=["r-1"],
+        inline_bytes=1,
+        answer_bytes=2,
+    ),
     "list_training_runs": t.ListTrainingRunsRequest(
         limit=1, offset=2, access_scope="accessible", project_id="p"
     ),
@@ -265,3 +282,4 @@ FULL: dict[str, Any] = {
     "get_audit_log": t.GetAuditLogRequest(event_type="teams", day=HOUR.date()),
 }
 """By endpoint, with every field set; not those that have required fields alone."""
+FULL["asample_stream"] = FULL["asample"]

@@ -17,20 +17,24 @@ import contextlib
 import logging
 import socket
 import ssl
+from collections.abc import AsyncIterator
 from urllib.parse import urlencode, urlsplit
 
 import aiohappyeyeballs
 
 from tinsmith.client.connection import Connection, ConnectionLostError, RawReply
+from tinsmith.client.stream_connection import StreamConnection
 from tinsmith.client.transport import (
     CONNECT_TIMEOUT_S,
     KEEP_ALIVE_S,
     Credentials,
     ExchangeReply,
+    StreamReply,
     TransportSettings,
     connection_error,
     late_error,
     request_headers,
+    silent_error,
 )
 from tinsmith.errors import APIConnectionError, ValidationError
 from tinsmith.wire import content
@@ -56,6 +60,7 @@ class DirectTransport:
         self._address = _Address(settings)
         self._pools: dict[Pool, _ConnectionPool] = {}
         self._prefix = urlsplit(settings.base_url).path.rstrip("/")
+        self._streams: set[StreamConnection] = set()
         self._is_closed = False
 
     async def send(
@@ -92,14 +97,63 @@ class DirectTransport:
             body = content.decompress(body, encoding, self._settings.limits)
         return ExchangeReply(raw.status, raw.headers, body)
 
+    @contextlib.asynccontextmanager
+    async def stream(
+        self, request: HttpRequest, *, pool: Pool, timeout_s: float, idle_s: float
+    ) -> AsyncIterator[StreamReply]:
+        """As `Transport.stream`; each has a connection of its own, of no pool."""
+        del pool
+        if self._is_closed:
+            raise APIConnectionError("the client is closed; make a new one")
+        head = self._head(request, None, None, packings="identity")
+        connection = StreamConnection(asyncio.get_running_loop())
+        self._streams.add(connection)
+        try:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._address.connect(connection)
+                    await connection.begin(head, request.parts)
+            except TimeoutError as exc:
+                raise late_error(self._settings, request, timeout_s) from exc
+            except OSError as exc:
+                is_unreached = not isinstance(exc, ConnectionLostError)
+                raise connection_error(self._settings, request, exc, is_unreached) from exc
+            pieces = self._pieces(request, connection, idle_s)
+            yield StreamReply(connection.status, connection.headers, pieces)
+        finally:
+            self._streams.discard(connection)
+            connection.close()
+
+    async def _pieces(
+        self, request: HttpRequest, connection: StreamConnection, idle_s: float
+    ) -> AsyncIterator[bytes]:
+        while True:
+            try:
+                async with asyncio.timeout(idle_s):
+                    piece = await connection.next_piece()
+            except TimeoutError as exc:
+                raise silent_error(request, idle_s) from exc
+            except OSError as exc:
+                raise connection_error(self._settings, request, exc, is_unreached=False) from exc
+            if not piece:
+                return
+            yield piece
+
     def _head(
-        self, request: HttpRequest, idempotency_key: str | None, credential: str | None
+        self,
+        request: HttpRequest,
+        idempotency_key: str | None,
+        credential: str | None,
+        *,
+        packings: str | None = None,
     ) -> bytes:
         """The request's first line and headers."""
         headers = request_headers(
             self._settings, request, idempotency_key, credential or self._credentials()
         )
         headers["Host"] = self._address.host_header
+        if packings is not None:
+            headers["Accept-Encoding"] = packings
         if request.method != "GET" or request.parts:
             headers["Content-Length"] = str(sum(map(len, request.parts)))
         target = self._prefix + request.path
@@ -125,6 +179,8 @@ class DirectTransport:
     async def close(self) -> None:
         """As `Transport.close`."""
         self._is_closed = True
+        for stream in list(self._streams):
+            stream.close()
         for connections in self._pools.values():
             await connections.close()
 
@@ -299,7 +355,7 @@ class _Address:
         shown = f"[{self._host}]" if ":" in self._host else self._host
         self.host_header = shown if parts.port is None else f"{shown}:{parts.port}"
 
-    async def connect(self, connection: Connection) -> None:
+    async def connect(self, connection: asyncio.Protocol) -> None:
         """Connect it, within `CONNECT_TIMEOUT_S`.
 
         Raises:

@@ -8,13 +8,15 @@ status, compression and bounds are the same.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from typing import Any, TypeAlias
 from urllib.parse import urlencode, urlsplit
 
 from tinsmith.client.transport import (
     Credentials,
     ExchangeReply,
+    StreamReply,
     TransportSettings,
     connection_error,
     late_error,
@@ -25,6 +27,9 @@ from tinsmith.types.buffers import Memory
 from tinsmith.wire import content
 from tinsmith.wire.endpoints import Pool
 from tinsmith.wire.exchange import HttpRequest
+
+MOST_WAITING = 16
+"""How many pieces of a streamed answer wait before the application has to."""
 
 Message: TypeAlias = MutableMapping[str, Any]
 Application: TypeAlias = Callable[
@@ -79,6 +84,69 @@ class InProcessTransport:
         except Exception as exc:
             raise connection_error(self._settings, request, exc, is_unreached=False) from exc
         return exchange.reply(self._settings)
+
+    @contextlib.asynccontextmanager
+    async def stream(
+        self, request: HttpRequest, *, pool: Pool, timeout_s: float, idle_s: float
+    ) -> AsyncIterator[StreamReply]:
+        """As `Transport.stream`."""
+        del pool
+        if self._is_closed:
+            raise APIConnectionError("the client is closed; make a new one")
+        headers = request_headers(self._settings, request, None, self._credentials())
+        headers["Accept-Encoding"] = "identity"
+        exchange = _StreamedExchange(
+            request, headers, self._prefix, self._settings.limits.memory_bytes
+        )
+        task = asyncio.ensure_future(exchange.run(self._application))
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+        try:
+            first = await self._next_of(exchange, task, request, timeout_s)
+            pieces = self._pieces(exchange, task, request, idle_s)
+            yield StreamReply(first["status"], exchange.headers, pieces)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _pieces(
+        self,
+        exchange: _StreamedExchange,
+        task: asyncio.Task[None],
+        request: HttpRequest,
+        idle_s: float,
+    ) -> AsyncIterator[bytes]:
+        while True:
+            message = await self._next_of(exchange, task, request, idle_s)
+            if message.get("body"):
+                yield bytes(message["body"])
+            if not message.get("more_body", False):
+                return
+
+    async def _next_of(
+        self,
+        exchange: _StreamedExchange,
+        task: asyncio.Task[None],
+        request: HttpRequest,
+        timeout_s: float,
+    ) -> Message:
+        """The application's next message, unless it ends or is silent before that."""
+        coming = asyncio.ensure_future(exchange.messages.get())
+        try:
+            await asyncio.wait(
+                (coming, task), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if coming.done():
+                return coming.result()
+            if not task.done():
+                raise late_error(self._settings, request, timeout_s)
+            if not exchange.messages.empty():
+                return exchange.messages.get_nowait()
+            raise ConnectionError("the service ended before its answer did")
+        except OSError as exc:
+            raise connection_error(self._settings, request, exc, is_unreached=False) from exc
+        finally:
+            coming.cancel()
 
     async def close(self) -> None:
         """As `Transport.close`. The application is not ours to end."""
@@ -163,3 +231,21 @@ class _Exchange:
         if encoding is not None:
             body = content.decompress(body, encoding, settings.limits)
         return ExchangeReply(self._status, self._headers, body)
+
+
+class _StreamedExchange(_Exchange):
+    """One request whose answer is taken as it comes; few messages wait at a time."""
+
+    def __init__(
+        self, request: HttpRequest, headers: dict[str, str], prefix: str, most_bytes: int
+    ) -> None:
+        super().__init__(request, headers, prefix, most_bytes)
+        self.messages: asyncio.Queue[Message] = asyncio.Queue(MOST_WAITING)
+        self.headers: dict[str, str] = self._headers
+
+    async def _send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            await super()._send(message)
+        elif not message.get("more_body", False):
+            self._ended.set()
+        await self.messages.put(message)

@@ -8,9 +8,10 @@ the reply began.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import ssl
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any
 
 import aiohttp
@@ -21,10 +22,12 @@ from tinsmith.client.transport import (
     KEEP_ALIVE_S,
     Credentials,
     ExchangeReply,
+    StreamReply,
     TransportSettings,
     connection_error,
     late_error,
     request_headers,
+    silent_error,
 )
 from tinsmith.errors import APIConnectionError
 from tinsmith.wire import content
@@ -79,11 +82,48 @@ class ProxiedTransport:
             is_unreached = isinstance(exc, aiohttp.ClientConnectorError)
             raise connection_error(self._settings, request, exc, is_unreached) from exc
 
-    async def _exchange(
+    @contextlib.asynccontextmanager
+    async def stream(
+        self, request: HttpRequest, *, pool: Pool, timeout_s: float, idle_s: float
+    ) -> AsyncIterator[StreamReply]:
+        """As `Transport.stream`."""
+        headers = request_headers(self._settings, request, None, self._credentials())
+        headers["Accept-Encoding"] = "identity"  # events are to be seen when they are sent
+        try:
+            async with asyncio.timeout(timeout_s):
+                reply = await self._begin(request, headers, pool)
+        except TimeoutError as exc:
+            raise late_error(self._settings, request, timeout_s) from exc
+        except (aiohttp.ClientError, OSError) as exc:
+            is_unreached = isinstance(exc, aiohttp.ClientConnectorError)
+            raise connection_error(self._settings, request, exc, is_unreached) from exc
+        pieces = self._pieces(request, reply, idle_s)
+        try:
+            found = {name.lower(): value for name, value in reply.headers.items()}
+            yield StreamReply(reply.status, found, pieces)
+        finally:
+            reply.close()  # not given back: the rest of the body would be waited for
+            await pieces.aclose()
+
+    async def _pieces(
+        self, request: HttpRequest, reply: aiohttp.ClientResponse, idle_s: float
+    ) -> AsyncGenerator[bytes, None]:
+        while True:
+            try:
+                async with asyncio.timeout(idle_s):
+                    piece = await reply.content.readany()
+            except TimeoutError as exc:
+                raise silent_error(request, idle_s) from exc
+            except (aiohttp.ClientError, OSError) as exc:
+                raise connection_error(self._settings, request, exc, is_unreached=False) from exc
+            if not piece:
+                return
+            yield piece
+
+    async def _begin(
         self, request: HttpRequest, headers: Mapping[str, str], pool: Pool
-    ) -> ExchangeReply:
-        session = self._session(pool)
-        async with session.request(
+    ) -> aiohttp.ClientResponse:
+        return await self._session(pool).request(
             request.method,
             self._settings.base_url + request.path,
             params=request.query or None,
@@ -91,7 +131,12 @@ class ProxiedTransport:
             data=_body(request.parts),
             proxy=self._settings.proxy,
             allow_redirects=False,
-        ) as reply:
+        )
+
+    async def _exchange(
+        self, request: HttpRequest, headers: Mapping[str, str], pool: Pool
+    ) -> ExchangeReply:
+        async with await self._begin(request, headers, pool) as reply:
             found = {name.lower(): value for name, value in reply.headers.items()}
             packed = await self._read(reply)
         encoding = found.get("content-encoding")

@@ -14,7 +14,8 @@ import re
 import msgspec
 
 from tinsmith.errors import DecodeError, ValidationError
-from tinsmith.types.service import ClientConfigResponse, ClientDynamicConfigResponse
+from tinsmith.types.extensions import ServiceFlags
+from tinsmith.types.service import ClientDynamicConfigResponse
 from tinsmith.wire import json_format
 
 NUMBERS_PER_CLONE = 1_000_000_000
@@ -50,9 +51,9 @@ class SamplerHandle(msgspec.Struct, frozen=True, kw_only=True):
                 "this is not a sampler handle", remedy="make one with get_sampler_handle()"
             ) from exc
 
-    def client_flags(self) -> ClientConfigResponse:
+    def client_flags(self) -> ServiceFlags:
         """The service's flags as the first process saw them."""
-        return msgspec.convert(self.flags, ClientConfigResponse)
+        return msgspec.convert(self.flags, ServiceFlags)
 
     def client_dynamic_flags(self) -> ClientDynamicConfigResponse:
         """The service's flags that may change, as the first process saw them last."""

@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import atexit
 import concurrent.futures
+import contextlib
 import logging
 import sys
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from tinsmith._version import __version__
@@ -44,6 +45,7 @@ from tinsmith.errors import (
     TinkerError,
 )
 from tinsmith.types import requests as r
+from tinsmith.types.extensions import ServiceFlags
 from tinsmith.types.record import Frozen, Record
 from tinsmith.types.runs import (
     ClientSessionFinishErrored,
@@ -53,7 +55,6 @@ from tinsmith.types.runs import (
 )
 from tinsmith.types.service import (
     AuthTokenResponse,
-    ClientConfigResponse,
     ClientDynamicConfigResponse,
 )
 from tinsmith.wire.endpoints import ENDPOINTS, Endpoint, RetryClass
@@ -71,6 +72,7 @@ EMPTY_400_BUDGET = 16
 """How many 400s without a body are taken for a broken proxy before one is believed."""
 
 
+MOST_ERROR_BYTES = 64 * 1024
 EXIT_TIMEOUT_S = 3.0
 """How long the interpreter's exit may wait for sessions to be finished."""
 
@@ -87,11 +89,11 @@ class Session:
         self.credentials = Credentials(settings)
         self.retrier = Retrier(settings.retry)
         self.limiter = self._limiter()
-        self.flags = ClientConfigResponse()
+        self.flags = ServiceFlags()
         self.dynamic_flags = ClientDynamicConfigResponse()
         self._transport = transport
         self._empty_400s_left = EMPTY_400_BUDGET
-        self._starting: asyncio.Task[ClientConfigResponse] | None = None
+        self._starting: asyncio.Task[ServiceFlags] | None = None
         self._opening: asyncio.Task[str] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing: asyncio.Task[None] | None = None
@@ -99,7 +101,7 @@ class Session:
         self._adopted_id: str | None = None
 
     def adopt(
-        self, session_id: str, flags: ClientConfigResponse, dynamic: ClientDynamicConfigResponse
+        self, session_id: str, flags: ServiceFlags, dynamic: ClientDynamicConfigResponse
     ) -> None:
         """Take part in a session that another process opened; it is not ours to finish."""
         self._adopted_id = session_id
@@ -216,6 +218,38 @@ class Session:
             reply.status, reply.headers, reply.body, request_id=reply.headers.get("x-request-id")
         )
 
+    @contextlib.asynccontextmanager
+    async def stream(
+        self,
+        endpoint: Endpoint,
+        sent: HttpRequest,
+        *,
+        headers: Mapping[str, str] | None = None,
+        idle_s: float,
+    ) -> AsyncIterator[AsyncIterator[bytes]]:
+        """Send a call once and read its reply, which is not a refusal, piece by piece.
+
+        Raises:
+            APIStatusError: The reply refuses.
+            APIConnectionError: There was none, or it broke off; also from the pieces.
+        """
+        if self._closing is not None:
+            raise ClosedError("the client is closed", remedy="make a new one")
+        sent.headers.update({**self._own_headers(endpoint), **(headers or {})})
+        async with self._carrier().stream(
+            sent, pool=endpoint.pool, timeout_s=endpoint.timeout_s, idle_s=idle_s
+        ) as reply:
+            if not 200 <= reply.status < 300:
+                body = await _first_bytes(reply.pieces)
+                self._check_empty_400(endpoint, ExchangeReply(reply.status, reply.headers, body))
+                raise error_from_reply(
+                    reply.status,
+                    reply.headers,
+                    body,
+                    request_id=reply.headers.get("x-request-id"),
+                )
+            yield reply.pieces
+
     def _own_headers(self, endpoint: Endpoint) -> dict[str, str]:
         headers = {
             "User-Agent": f"tinsmith/{__version__}",
@@ -281,12 +315,12 @@ class Session:
 
     # Start and session
 
-    async def ready(self) -> ClientConfigResponse:
+    async def ready(self) -> ServiceFlags:
         """Introduce ourselves and learn the service's flags; done once."""
         self._starting = _once(self._starting, self._start)
         return await asyncio.shield(self._starting)
 
-    async def _start(self) -> ClientConfigResponse:
+    async def _start(self) -> ServiceFlags:
         raw = await self.credentials.open()
         if self._adopted_id is not None:
             if self.flags.pjwt_auth_enabled:
@@ -416,6 +450,16 @@ def transport_for(reach: TransportSettings, credentials: Callable[[], str]) -> T
     from tinsmith.client.direct_transport import DirectTransport
 
     return DirectTransport(reach, credentials)
+
+
+async def _first_bytes(pieces: AsyncIterator[bytes]) -> bytes:
+    """As much of a refusal's body as an error keeps."""
+    body = bytearray()
+    async for piece in pieces:
+        body += piece
+        if len(body) > MOST_ERROR_BYTES:
+            break
+    return bytes(body[:MOST_ERROR_BYTES])
 
 
 _AFTER_CLOSE = frozenset({"finish_session"})

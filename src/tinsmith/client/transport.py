@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 import msgspec
@@ -39,6 +40,15 @@ class ExchangeReply(msgspec.Struct, frozen=True):
     body: Memory
 
 
+class StreamReply(msgspec.Struct, frozen=True):
+    """A reply whose body is read as it comes: header names in lower case, nothing compressed."""
+
+    status: int
+    headers: dict[str, str]
+    pieces: AsyncIterator[bytes]
+    """Raises as `Transport.send` does where the body breaks off or falls silent."""
+
+
 class Transport(Protocol):
     """Carries requests to a service."""
 
@@ -63,6 +73,25 @@ class Transport(Protocol):
         Raises:
             APIConnectionError: No whole reply arrived.
             APITimeoutError: Not within `timeout_s`.
+        """
+        ...
+
+    def stream(
+        self, request: HttpRequest, *, pool: Pool, timeout_s: float, idle_s: float
+    ) -> AbstractAsyncContextManager[StreamReply]:
+        """Send a request and read its reply piece by piece, over a connection of its own.
+
+        Leaving the block before the end of the body closes the connection. The block may be left
+        on another task than it was entered on.
+
+        Args:
+            request: What to send.
+            pool: Over which connections.
+            timeout_s: Until the reply begins.
+            idle_s: How long the body may be silent.
+
+        Raises:
+            APIConnectionError: As `send`, on entering and from the pieces.
         """
         ...
 
@@ -139,6 +168,11 @@ def late_error(
     return APITimeoutError(
         f"{request.path}: no reply from {settings.base_url} within {timeout_s:g} s"
     )
+
+
+def silent_error(request: HttpRequest, idle_s: float) -> APITimeoutError:
+    """For a body that fell silent before its end."""
+    return APITimeoutError(f"{request.path}: silent for {idle_s:g} s")
 
 
 def connection_error(

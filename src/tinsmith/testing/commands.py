@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from tinsmith.errors import BadRequestError, NotFoundError, TinkerError
+from tinsmith.errors import APIStatusError, BadRequestError, NotFoundError, TinkerError
 from tinsmith.testing.completion_feed import CompletionFeed
 from tinsmith.testing.faults import CommandFault, Faults
 from tinsmith.testing.holds import Hold
@@ -32,6 +32,8 @@ from tinsmith.wire.failures import failed_from_error
 from tinsmith.wire.protobuf import Parts
 
 _log = logging.getLogger(__name__)
+
+_GONE = 410
 
 Identity = tuple[tuple[str, Any], ...]
 Result = Record | Frozen
@@ -137,6 +139,16 @@ class Commands:
             raise NotFoundError(f"there is no request {request_id!r}")
         return command
 
+    def check_lifetime(self, command: Command) -> None:
+        """Raise a 410 if the command's result is no longer kept."""
+        lifetime_s = self._settings.result_lifetime_s
+        if lifetime_s is not None and time.monotonic() > command.settled_at + lifetime_s:
+            command.forget()
+        if command.is_gone:
+            raise APIStatusError(
+                f"the result of {command.request_id} is no longer kept", status_code=_GONE
+            )
+
     def forget(self, request_ids: list[str]) -> None:
         """Let go of results that their client has."""
         for request_id in request_ids:
@@ -156,7 +168,7 @@ class Commands:
         for fault in command.faults:
             if fault.hold is not None:
                 command.hold = fault.hold
-                await fault.hold.wait_released()
+                await self._wait_released(command, fault.hold)
             await asyncio.sleep(fault.delay_s)
         command.hold = None
         outcome = self._done(command, work)
@@ -164,6 +176,16 @@ class Commands:
             self._start(self._settle_in_turn(command, outcome))
         else:
             self.settle(command, outcome)
+
+    async def _wait_released(self, command: Command, hold: Hold) -> None:
+        if command.feed is None or hold.queue_state == "active":
+            await hold.wait_released()
+            return
+        command.feed.begin_pause(hold)
+        try:
+            await hold.wait_released()
+        finally:
+            command.feed.end_pause(hold)
 
     def run_soon(self, command: Command, work: Work) -> None:
         """Do the work now if nothing keeps it back, else when it may be done."""

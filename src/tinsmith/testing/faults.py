@@ -1,8 +1,8 @@
 """What shall go wrong, as data: rules that tests add and the service asks for each request.
 
-Two kinds of rule. An `ExchangeFault` strikes one HTTP exchange: a status, a delay, a reply that is
-lost, broken off or withheld. A `CommandFault` strikes work that was accepted: it fails, is held
-back, ends out of turn, or its result is gone.
+Three kinds of rule. An `ExchangeFault` strikes one HTTP exchange: a status, a delay, a reply that
+is lost, broken off or withheld. A `CommandFault` strikes work that was accepted: it fails, is held
+back, ends out of turn, or its result is gone. A `StreamFault` strikes the tokens of a stream.
 
 A rule strikes the requests to its endpoints (`on`) for which `when` holds: the `nth` of them
 alone, or the first `times`, or with `times=None` all of them. The first exchange rule that strikes
@@ -110,6 +110,14 @@ class CommandFault(Rule):
     expires: bool = False
 
 
+class StreamFault(Rule):
+    """What happens to a stream of tokens once so many were sent over this connection."""
+
+    after_tokens: int = 0
+    cut: bool = False
+    """The connection is closed in the middle of an event."""
+
+
 RuleT = TypeVar("RuleT", bound=Rule)
 
 
@@ -119,6 +127,7 @@ class Faults:
     def __init__(self) -> None:
         self._exchange: list[ExchangeFault] = []
         self._command: list[CommandFault] = []
+        self._stream: list[StreamFault] = []
         self._lock = threading.Lock()
 
     def add(self, on: Names = None, **fields: Any) -> ExchangeFault:
@@ -206,10 +215,24 @@ class Faults:
         """Do the work and lose its result: polls are answered with 410."""
         return self._added(self._command, CommandFault(on=on, expires=True, **match))
 
+    def cut_stream(self, *, after_tokens: int, **match: Any) -> StreamFault:
+        """Cut connections of `asample_stream` once so many tokens went over them."""
+        fault = StreamFault(on="asample_stream", after_tokens=after_tokens, cut=True, **match)
+        return self._added(self._stream, fault)
+
+    def hold_stream(self, *, after_tokens: int, **match: Any) -> Hold:
+        """Keep back what comes after so many tokens of a stream."""
+        hold = Hold()
+        fault = StreamFault(on="asample_stream", after_tokens=after_tokens, hold=hold, **match)
+        self._added(self._stream, fault)
+        return hold
+
     def clear(self) -> None:
         """Remove all rules, and let go of what they hold back."""
         with self._lock:
-            holds = [rule.hold for rule in (*self._exchange, *self._command) if rule.hold]
+            rules = (*self._exchange, *self._command, *self._stream)
+            holds = [rule.hold for rule in rules if rule.hold]
+            self._stream.clear()
             self._exchange.clear()
             self._command.clear()
         for hold in holds:
@@ -226,6 +249,13 @@ class Faults:
     def of_command(self, received: ReceivedRequest) -> list[CommandFault]:
         """For the service: what shall go wrong with this work."""
         due = self._due(self._command, received)
+        for rule in due:
+            rule.struck += 1
+        return due
+
+    def of_stream(self, received: ReceivedRequest) -> list[StreamFault]:
+        """For the service: what shall go wrong with this stream."""
+        due = self._due(self._stream, received)
         for rule in due:
             rule.struck += 1
         return due

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable
 from typing import Any
 
-from tinsmith.errors import APIStatusError, BadRequestError
+from tinsmith.errors import BadRequestError
 from tinsmith.testing.commands import Command, Commands, Result
 from tinsmith.testing.holds import Hold
 from tinsmith.testing.received import ReceivedRequest
@@ -33,8 +32,6 @@ from tinsmith.wire.content import accepts_protobuf
 from tinsmith.wire.endpoints import Format
 from tinsmith.wire.exchange import HttpReply, to_reply
 from tinsmith.wire.failures import failed_from_error
-
-_GONE = 410
 
 
 class Polls:
@@ -59,7 +56,7 @@ class Polls:
         command = self._commands.known(request.request_id)
         if not await self._wait_settled(command):
             return _not_yet(command)
-        self._check_lifetime(command)
+        self._commands.check_lifetime(command)
         assert command.outcome is not None
         if command.is_failed:
             return command.outcome
@@ -80,7 +77,10 @@ class Polls:
         timeout_s = self._settings.long_poll_s
         if request.timeout is not None:
             timeout_s = min(timeout_s, request.timeout)
-        return await feed.wait_after(request.prev_cursor, timeout_s)
+        found = await feed.wait_after(request.prev_cursor, timeout_s)
+        return FuturesRetrieveResponse(
+            completions=list(found.values()), cursor=max(found, default=request.prev_cursor)
+        )
 
     def cancel(self, received: ReceivedRequest) -> None:
         """End a command as failed, if it has not ended."""
@@ -97,15 +97,6 @@ class Polls:
             async with asyncio.timeout(self._settings.long_poll_s if held_s is None else held_s):
                 await command.settled.wait()
         return command.settled.is_set()
-
-    def _check_lifetime(self, command: Command) -> None:
-        lifetime_s = self._settings.result_lifetime_s
-        if lifetime_s is not None and time.monotonic() > command.settled_at + lifetime_s:
-            command.forget()
-        if command.is_gone:
-            raise APIStatusError(
-                f"the result of {command.request_id} is no longer kept", status_code=_GONE
-            )
 
 
 def _not_yet(command: Command) -> HttpReply:

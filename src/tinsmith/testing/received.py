@@ -97,6 +97,16 @@ class RequestLog:
             )
         return found
 
+    def wait_ended(self, endpoint: str | None, count: int, timeout_s: float) -> None:
+        """Block until `count` requests have ended; raises `TimeoutError`."""
+
+        def ended() -> int:
+            return sum(received.is_ended for received in self.requests(endpoint))
+
+        with self._changed:
+            if not self._changed.wait_for(lambda: ended() >= count, timeout_s):
+                raise TimeoutError(f"{ended()} of {count} requests ended within {timeout_s:g} s")
+
     def clear(self) -> None:
         """Forget what has come so far."""
         with self._changed:

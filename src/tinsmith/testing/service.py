@@ -2,8 +2,9 @@
 
 One request goes: routed by the table of endpoints, recorded, its credential checked, struck by a
 fault if a rule says so, decoded, answered by the part that its endpoint belongs to, and written.
-The parts are `account.py`, `sessions.py`, `training.py`, `sampling.py`, `polls.py` and
-`checkpoints.py`; this module knows how an exchange goes and not what any endpoint does.
+The parts are `account.py`, `sessions.py`, `training.py`, `sampling.py`, `polls.py`,
+`extensions.py` and `checkpoints.py`; this module knows how an exchange goes and not what any
+endpoint does.
 
 The service runs in a thread of its own (`with`) or on the current loop (`async with`).
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,9 +23,10 @@ from tinsmith.testing.checkpoint_store import CheckpointStore
 from tinsmith.testing.checkpoints import Checkpoints
 from tinsmith.testing.commands import Commands
 from tinsmith.testing.downloads import FOLDER, Downloads
+from tinsmith.testing.extensions import Extensions
 from tinsmith.testing.faults import ExchangeFault, Faults
 from tinsmith.testing.http_reading import Incoming
-from tinsmith.testing.http_server import BrokenReply, HttpServer, Reply
+from tinsmith.testing.http_server import BrokenReply, HttpServer, Reply, StreamedReply
 from tinsmith.testing.polls import Polls
 from tinsmith.testing.received import WAIT_TIMEOUT_S, ReceivedRequest, RequestLog
 from tinsmith.testing.routes import Router
@@ -75,6 +77,9 @@ class ScriptedService:
             **self._models.handlers(),
             **samplers.handlers(),
             **Polls(self.settings, self._commands, samplers).handlers(),
+            **Extensions(
+                self.settings, self.account.flags, self._commands, samplers, self.faults
+            ).handlers(),
             **Checkpoints(self.settings, store, audit, self._downloads).handlers(),
             "get_billing_usage": usage.show,
             "get_audit_log": AuditLog(self.settings, audit, self._downloads).show,
@@ -111,6 +116,12 @@ class ScriptedService:
     ) -> list[ReceivedRequest]:
         """As `wait_requests`, without blocking the loop."""
         return await asyncio.to_thread(self._log.wait, endpoint, count, timeout_s)
+
+    def wait_ended(
+        self, endpoint: str | None, count: int, timeout_s: float = WAIT_TIMEOUT_S
+    ) -> None:
+        """Block until `count` requests have been answered or left by their client."""
+        self._log.wait_ended(endpoint, count, timeout_s)
 
     def forget_requests(self) -> None:
         """Begin to record anew."""
@@ -179,8 +190,23 @@ class ScriptedService:
             status = None if isinstance(reply, BrokenReply) else reply.status
             client_left = False
         finally:
-            self._log.end(received, status, client_left=client_left)
+            if client_left or not isinstance(reply, StreamedReply):
+                self._log.end(received, status, client_left=client_left)
+        if isinstance(reply, StreamedReply):
+            return StreamedReply(reply.status, reply.headers, self._logged(reply, received))
         return reply
+
+    async def _logged(
+        self, reply: StreamedReply, received: ReceivedRequest
+    ) -> AsyncIterator[bytes]:
+        """The pieces of a streamed reply; the exchange ends with the last."""
+        client_left = True
+        try:
+            async for piece in reply.pieces:
+                yield piece
+            client_left = False
+        finally:
+            self._log.end(received, reply.status, client_left=client_left)
 
     def _answer_unrouted(self, path: str, incoming: Incoming) -> HttpReply:
         """A file, or the news that there is nothing here."""
@@ -206,7 +232,7 @@ class ScriptedService:
         fault = self.faults.of_exchange(received)
         if fault is None:
             return await self._work(endpoint, received, problem)
-        reply = HttpReply(204, {}, [])
+        reply: HttpReply | StreamedReply = HttpReply(204, {}, [])
         if fault.does_work:
             reply = await self._work(endpoint, received, problem)
         if fault.status is not None:
@@ -237,7 +263,7 @@ class ScriptedService:
 
     async def _work(
         self, endpoint: Endpoint, received: ReceivedRequest, problem: TinkerError | None
-    ) -> HttpReply:
+    ) -> HttpReply | StreamedReply:
         """Do what was asked for, or say why not."""
         try:
             credential = received.headers.get("x-api-key")
@@ -252,7 +278,7 @@ class ScriptedService:
             reply = reply_from_error(exc)
             self._count_refused(received, reply.status)
             return reply
-        return result if isinstance(result, HttpReply) else to_reply(result)
+        return result if isinstance(result, HttpReply | StreamedReply) else to_reply(result)
 
     def _count_refused(self, received: ReceivedRequest, status: int) -> None:
         """A training number that was refused for good is never sent again; see §7.1."""
@@ -270,14 +296,18 @@ def _refusal(fault: ExchangeFault) -> HttpReply:
     return HttpReply(fault.status, headers, [json_format.encode(body)])
 
 
-def _struck(fault: ExchangeFault, reply: HttpReply) -> Reply:
-    """What becomes of a reply under a fault."""
+def _struck(fault: ExchangeFault, reply: HttpReply | StreamedReply) -> Reply:
+    """What becomes of a reply under a fault; a stream has no half, and is cut by other rules."""
     if fault.empty_400:
         return HttpReply(400, fault.headers, [])
     if fault.reset:
         return BrokenReply("reset")
     if fault.lose_reply:
         return BrokenReply("close")
+    if isinstance(reply, StreamedReply):
+        is_lost = fault.half_reply
+        headers = {**reply.headers, **fault.headers}
+        return BrokenReply("close") if is_lost else StreamedReply(200, headers, reply.pieces)
     if fault.half_reply:
         return BrokenReply("half", reply)
     return HttpReply(reply.status, {**reply.headers, **fault.headers}, reply.parts)

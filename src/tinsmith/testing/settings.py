@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 
 from tinsmith.errors import UnknownFieldError
+from tinsmith.types.extensions import ServiceFlags
 from tinsmith.types.record import Request
-from tinsmith.types.service import ClientConfigResponse, ClientDynamicConfigResponse
+from tinsmith.types.service import ClientDynamicConfigResponse
 
 
 class ServiceSettings(Request):
@@ -74,7 +75,7 @@ def split_options(
     Raises:
         UnknownFieldError: An option is none of these.
     """
-    kinds = (ServiceSettings, ClientConfigResponse, ClientDynamicConfigResponse)
+    kinds = (ServiceSettings, ServiceFlags, ClientDynamicConfigResponse)
     known = {name for kind in kinds for name in kind.__struct_fields__}
     for name in options:
         if name not in known:
@@ -86,7 +87,7 @@ def split_options(
         for kind in kinds
     )
     # Made once, so that a flag of the wrong type is told now and not by a client's parser.
-    msgspec.convert(flags, ClientConfigResponse)
+    msgspec.convert(flags, ServiceFlags)
     msgspec.convert(dynamic_flags, ClientDynamicConfigResponse)
     made = ServiceSettings(**settings)
     return made, {**flags, **made.extra_flags}, dynamic_flags

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from tinsmith import types as t
+from tinsmith.types import extensions as x
 from tinsmith.types import requests as r
 from tinsmith.wire.content import JSON_TYPE, PROTOBUF_TYPE
 
@@ -42,6 +43,8 @@ class Answer(enum.Enum):
     """Whatever the awaited request gave; see `FUTURE_RESULTS`."""
     NOTHING = "nothing"
     """A status; a body is ignored."""
+    EVENTS = "events"
+    """A stream of server-sent events, whose names and data are of `types/extensions.py`."""
 
 
 class RetryClass(enum.Enum):
@@ -93,6 +96,9 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     follows_redirects: bool = False
     until: str | None = None
     """The last SDK release that calls it, if it is no longer called."""
+    is_extension: bool = False
+    """Whether it is ours: called only where a service's flags offer it; see
+    `docs/extensions.md`."""
 
     @property
     def path_fields(self) -> tuple[str, ...]:
@@ -165,11 +171,12 @@ def _manage(
 
 
 _MODEL = ("model_id", "seq_id")
+_BACKPRESSURE = {"X-Tinker-Sampling-Backpressure": "1"}
 _RUN = "/training_runs/{training_run_id}"
 _CHECKPOINT = _RUN + "/checkpoints/{checkpoint_id:path}"
 
 _START = [
-    _direct("client_config", "/client/config", r.ClientConfigRequest, t.ClientConfigResponse),
+    _direct("client_config", "/client/config", r.ClientConfigRequest, x.ServiceFlags),
     _direct(
         "client_dynamic_config",
         "/client/dynamic_config",
@@ -362,7 +369,7 @@ _SAMPLING = [
         ("sampling_session_id", "seq_id"),
         retry=RetryClass.CALL,
         pool=Pool.SAMPLE,
-        headers={"X-Tinker-Sampling-Backpressure": "1"},
+        headers=_BACKPRESSURE,
     ),
 ]
 
@@ -395,6 +402,52 @@ _FUTURES = [
         retry=RetryClass.CALL,
         pool=Pool.RETRIEVE,
         timeout_s=30.0,
+    ),
+]
+
+_EXTENSIONS = [
+    _direct(
+        "asample_many",
+        "/tinsmith/asample_many",
+        x.SampleManyRequest,
+        x.SampleManyResponse,
+        retry=RetryClass.OWN,
+        pool=Pool.SAMPLE,
+        headers=_BACKPRESSURE,
+        is_extension=True,
+    ),
+    _direct(
+        "retrieve_results",
+        "/tinsmith/retrieve_results",
+        x.ResultsRetrieveRequest,
+        x.ResultsRetrieveResponse,
+        retry=RetryClass.OWN,
+        pool=Pool.RETRIEVE,
+        timeout_s=45.0,
+        is_extension=True,
+    ),
+    _direct(
+        "fetch_results",
+        "/tinsmith/fetch_results",
+        x.ResultsFetchRequest,
+        x.ResultsFetchResponse,
+        retry=RetryClass.OWN,
+        pool=Pool.RETRIEVE,
+        timeout_s=45.0,
+        is_extension=True,
+    ),
+    _direct(
+        "asample_stream",
+        "/tinsmith/asample_stream",
+        r.SampleRequest,
+        None,
+        answer=Answer.EVENTS,
+        result="Sample",
+        identity=("sampling_session_id", "seq_id"),
+        retry=RetryClass.OWN,
+        pool=Pool.SAMPLE,
+        headers=_BACKPRESSURE,
+        is_extension=True,
     ),
 ]
 
@@ -492,6 +545,7 @@ ENDPOINTS: dict[str, Endpoint] = {
         *_TRAINING,
         *_SAMPLING,
         *_FUTURES,
+        *_EXTENSIONS,
         *_RUNS,
         *_USAGE,
     ]

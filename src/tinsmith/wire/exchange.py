@@ -143,6 +143,11 @@ def read_request(
         if header.lower() in headers:
             fields[name] = headers[header.lower()]
     fields.update(path_fields)
+    return request_from_fields(endpoint, fields)
+
+
+def request_from_fields(endpoint: Endpoint, fields: dict[str, Any]) -> Any:
+    """The request that a JSON object or a query stands for; raises as `read_request`."""
     # SDKs up to 0.16 write null for what they leave unset.
     nullable = nullable_fields(endpoint.request)
     fields = {
@@ -178,7 +183,7 @@ def read_reply(endpoint: Endpoint, body: Memory, limits: DecodeLimits = DEFAULT_
     """
     if endpoint.answer is Answer.NOTHING:
         return None
-    if endpoint.answer is Answer.RESULT:
+    if endpoint.answer in (Answer.RESULT, Answer.EVENTS):
         return json_format.decode_any(body, limits)
     return decode_body(body, endpoint.response, Format.JSON, limits)
 

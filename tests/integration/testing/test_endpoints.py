@@ -17,7 +17,9 @@ from tests.integration.testing.caller import (
 )
 from tinsmith import types as t
 from tinsmith.testing.service import ScriptedService
+from tinsmith.types import extensions as x
 from tinsmith.types import requests as r
+from tinsmith.types.record import to_plain
 from tinsmith.wire.endpoints import ENDPOINTS, Answer
 from tinsmith.wire.exchange import read_reply
 
@@ -111,6 +113,12 @@ REQUESTS: dict[str, Make] = {
         target=r.SamplingSessionFuturesTarget(sampling_session_id=w.sampler_id)
     ),
     "cancel_future": lambda w: r.FutureCancelRequest(request_id=w.request_id),
+    "asample_many": lambda w: x.SampleManyRequest(samples=[to_plain(asample(w.sampler_id, 2))]),
+    "retrieve_results": lambda w: x.ResultsRetrieveRequest(
+        target=r.SamplingSessionFuturesTarget(sampling_session_id=w.sampler_id), inline_bytes=1000
+    ),
+    "fetch_results": lambda w: x.ResultsFetchRequest(request_ids=[w.request_id]),
+    "asample_stream": lambda w: asample(w.sampler_id, 3),
     "list_training_runs": lambda _: r.ListTrainingRunsRequest(),
     "get_training_run": lambda w: r.GetTrainingRunRequest(training_run_id=w.model_id),
     "list_checkpoints": lambda w: r.ListCheckpointsRequest(training_run_id=w.model_id),
@@ -135,8 +143,16 @@ REQUESTS: dict[str, Make] = {
 
 @pytest.fixture(scope="module")
 def caller() -> Iterator[Caller]:
-    with calling() as made:
+    with calling(tinsmith_batch_items=8, tinsmith_inline_bytes=65536, tinsmith_stream=True) as made:
         yield made
+
+
+@pytest.mark.parametrize("name", [name for name, e in ENDPOINTS.items() if e.is_extension])
+def test_an_extension_that_is_not_switched_on_is_not_there(name: str) -> None:
+    with calling() as caller:
+        reply = caller.call(name, REQUESTS[name](World(caller)))
+
+    assert reply.status == 404
 
 
 @pytest.mark.parametrize("name", ENDPOINTS)

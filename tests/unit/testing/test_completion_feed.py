@@ -17,15 +17,13 @@ def test_entries_stay_until_the_cursor_passes_them() -> None:
         first, again = await feed.wait_after(0, 0), await feed.wait_after(0, 0)
 
         assert first == again
-        assert first.cursor == 2
-        assert first.completions == [
-            FutureFinished(request_id="a", response_payload_uncompressed_size=10),
-            FutureFailed(request_id="b"),
-        ]
+        assert first == {
+            1: FutureFinished(request_id="a", response_payload_uncompressed_size=10),
+            2: FutureFailed(request_id="b"),
+        }
         partly = await feed.wait_after(1, 0)
-        assert [one.request_id for one in partly.completions] == ["b"]
-        nothing = await feed.wait_after(2, 0)
-        assert (nothing.completions, nothing.cursor) == ([], 2)
+        assert [one.request_id for one in partly.values()] == ["b"]
+        assert await feed.wait_after(2, 0) == {}
 
     asyncio.run(story())
 
@@ -40,6 +38,6 @@ def test_all_who_wait_are_told_at_once() -> None:
 
         async with asyncio.timeout(5):
             told = await asyncio.gather(*waiting)
-        assert {one.cursor for one in told} == {1}
+        assert [list(one) for one in told] == [[1], [1], [1]]
 
     asyncio.run(story())

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import inspect
 
 from tinsmith import types
-from tinsmith.types import requests
+from tinsmith.types import extensions, requests
 from tinsmith.types.record import Frozen, Record
 from tinsmith.types.requests import ForwardBackwardRequest
 from tinsmith.wire import proto_format
@@ -61,7 +61,7 @@ PLAIN_OF_CUSTOM: dict[str, Any] = {
 
 def _all_types() -> dict[str, type[Any]]:
     """Every type that has a JSON form to be read: all records, and what holds arrays."""
-    found = {**vars(types), **vars(requests)}
+    found = {**vars(types), **vars(requests), **vars(extensions)}
     return {
         name: value
         for name, value in sorted(found.items())
