@@ -500,7 +500,7 @@ class SessionLease:
         """The session's id; opens it if need be, which blocks."""
         return background().run(self.session.session_id(), "get_session_id")
 
-    def get_client_config(self) -> ClientConfigResponse:
+    def get_client_config(self) -> ServiceFlags:
         """The service's flags; asks for them if need be, which blocks."""
         return background().run(self.session.ready(), "get_client_config")
 
