@@ -75,8 +75,8 @@ class LossHandle:
 
     @property
     def input_names(self) -> tuple[str, ...]:
-        """The names of its parameters, in order."""
-        return tuple(given.name for given in self.inputs)
+        """What it takes of a datum's `loss_fn_inputs`, in order; `logprobs` comes before them."""
+        return tuple(one.name for one in self.inputs[1:])
 
 
 class TracedLosses:
@@ -206,7 +206,7 @@ def evaluate(
     total = torch.zeros(())
     metrics: dict[str, float] = {}
     for index, (datum, logprobs_of_datum) in enumerate(zip(data, logprobs, strict=True)):
-        inputs = [datum.loss_fn_inputs[name].to_torch() for name in handle.input_names[1:]]
+        inputs = [datum.loss_fn_inputs[name].to_torch() for name in handle.input_names]
         loss, named = handle.graph(logprobs_of_datum, *inputs)
         total = total + _scalar(loss, f"loss {handle.name!r}", index).reshape(())
         for name, value in named.items():

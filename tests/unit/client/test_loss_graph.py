@@ -39,7 +39,7 @@ def a_datum(**inputs: Any) -> Datum:
 def test_a_handle_names_its_inputs_in_order() -> None:
     handle = a_handle()
 
-    assert handle.input_names == ("logprobs", "weights")
+    assert handle.input_names == ("weights",)
     assert [given.rank for given in handle.inputs] == [1, 1]
     assert handle.loss_id is None
     assert "graph" not in repr(handle)
