@@ -149,10 +149,7 @@ RESULTS = [
 ]
 
 _START = "Start and weight"
-_START_NOTE = (
-    "Our client and our command are not complete yet, so these figures will be taken again when "
-    "they are. Times are those of the whole process, the interpreter's own start included."
-)
+_START_NOTE = "Times are those of the whole process, the interpreter's own start included."
 _ALL_NAMES = "import {0}\nfor name in {0}.__all__: getattr({0}, name)"
 
 
@@ -265,4 +262,98 @@ CODEC = [
     )
 ]
 
-BENCHMARKS = [*TRAINING, *SAMPLING, *ANSWERS, *RESULTS, *START, *CODEC]
+EXTENDED, CORE = "tinsmith, extensions", "tinsmith, core install"
+_LOADS = ((1, 100), (50, 500), (400, 1000), (2000, 2000))
+"""How many samples are in flight, and how many are drawn in all."""
+_CLIENT = "The client at work"
+_CLIENT_NOTE = (
+    "The server is a process of its own that takes 20 ms for a sample and reads as little as it "
+    "can; added latency is what the caller waited beyond that. Wall time is that of one sample, so "
+    "its ratio is that of the rates, turned over. Both SDKs use the session poll. *Extensions* are "
+    "what our client and our server agree on (docs/extensions.md). *Core install* has neither "
+    "uvloop nor orjson. Where the server's share is near 1, the server is the limit and not the "
+    "client."
+)
+
+
+def _client(package: str, function: str, **parameters: str) -> Figures:
+    told = {"package": package, "server_python": str(PYTHONS["ours"]), **parameters}
+    return Figures(f"benchmarks.workloads.client:{function}", told)
+
+
+def _samples(tokens: int, in_flight: int, count: int) -> Benchmark:
+    sizes = {"tokens": str(tokens), "in_flight": str(in_flight), "count": str(count)}
+    ours = _client("tinsmith", "samples", **sizes)
+    aims = [
+        Aim("cpu_s", 1 / 10, of=OURS),
+        Aim("cpu_s", 1 / 25, of=EXTENDED),
+    ]
+    if in_flight >= 50:  # one after another, it is the server's 20 ms that set the rate
+        aims += [Aim("wall_s", 1 / 10, of=OURS), Aim("wall_s", 1 / 10, of=EXTENDED)]
+    if in_flight == 2000:
+        aims += [Aim("resident_bytes", 1 / 3, of=OURS), Aim("threads", 1 / 3, of=OURS)]
+    return Benchmark(
+        name=f"client-{tokens // 1000}k-{in_flight}",
+        group=_CLIENT,
+        title=f"samples of {tokens:,} tokens, {in_flight:,} in flight",
+        contestants=(
+            _ours(OURS, ours),
+            _ours(EXTENDED, _client("tinsmith", "samples", extensions="yes", **sizes)),
+            _ours(CORE, ours, "core"),
+            _rival(_client("tinker", "samples", **sizes)),
+        ),
+        aims=tuple(aims),
+        shown=(
+            "cpu_s",
+            "wall_s",
+            "added_p50_s",
+            "added_p99_s",
+            "server_share",
+            "threads",
+            "resident_bytes",
+        ),
+        note=_CLIENT_NOTE,
+        most_rounds=3,
+    )
+
+
+CLIENT = [
+    *(_samples(1000, in_flight, count) for in_flight, count in _LOADS),
+    *(_samples(32_768, in_flight, max(50, count // 4)) for in_flight, count in _LOADS),
+    Benchmark(
+        name="client-busy-thread",
+        group=_CLIENT,
+        title="samples of 1,000 tokens, 400 in flight, beside a busy Python thread",
+        contestants=(
+            _ours(OURS, _client("tinsmith", "beside_busy_thread", count="1000")),
+            _rival(_client("tinker", "beside_busy_thread", count="400")),
+        ),
+        aims=(Aim("slowdown", 2.0, "itself"),),
+        shown=("slowdown", "wall_s"),
+        most_rounds=3,
+    ),
+    Benchmark(
+        name="client-batch",
+        group=_CLIENT,
+        title="forward_backward of 64 × 32,768 tokens, from lists",
+        contestants=(
+            _ours(OURS, _client("tinsmith", "batch", tokens="32768", datums="64")),
+            _rival(_client("tinker", "batch", tokens="32768", datums="64")),
+        ),
+        aims=(_cpu(1 / 3),),
+        shown=("cpu_s", "wall_s", "server_share", "resident_peak_bytes"),
+    ),
+    Benchmark(
+        name="client-start",
+        group=_CLIENT,
+        title="from nothing loaded to the first sample",
+        contestants=(
+            _ours(OURS, _client("tinsmith", "first_answer")),
+            _ours(CORE, _client("tinsmith", "first_answer"), "core"),
+            _rival(_client("tinker", "first_answer")),
+        ),
+        shown=("cpu_s", "wall_s", "resident_bytes"),
+    ),
+]
+
+BENCHMARKS = [*TRAINING, *SAMPLING, *ANSWERS, *RESULTS, *START, *CLIENT, *CODEC]

@@ -14,6 +14,11 @@ Metric: TypeAlias = Literal[
     "resident_bytes",
     "installed_bytes",
     "packages",
+    "added_p50_s",
+    "added_p99_s",
+    "server_share",
+    "slowdown",
+    "threads",
 ]
 
 
@@ -63,12 +68,15 @@ class Aim:
 
     Against `"rival"` it is a ratio to the rival's figure, the median of the rounds. Against
     `"body"` it is a ratio to the size of the body; against `"input and body"` the input is counted
-    on both sides, since its caller holds it all the while.
+    on both sides, since its caller holds it all the while. Against `"itself"` it is the figure, not
+    a ratio.
     """
 
     metric: Metric
     at_most: float
-    against: Literal["rival", "body", "input and body"] = "rival"
+    against: Literal["rival", "body", "input and body", "itself"] = "rival"
+    of: str | None = None
+    """Whose aim it is; everybody's but the rival's if None."""
 
 
 @dataclass(frozen=True)
@@ -85,3 +93,5 @@ class Benchmark:
     aims: tuple[Aim, ...] = ()
     shown: tuple[Metric, ...] = ("cpu_s", "traced_peak_bytes", "resident_peak_bytes")
     note: str = ""
+    most_rounds: int | None = None
+    """For what takes long: how many rounds are enough."""

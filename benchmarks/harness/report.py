@@ -27,6 +27,11 @@ LABELS = {
     "resident_bytes": "resident memory",
     "installed_bytes": "installed size",
     "packages": "packages",
+    "added_p50_s": "added latency, half below",
+    "added_p99_s": "added latency, 99 % below",
+    "server_share": "the server's share of a core",
+    "slowdown": "time beside a busy thread / alone",
+    "threads": "threads",
 }
 
 
@@ -80,6 +85,8 @@ def _aims(found: list[Verdict]) -> str:
 
 def _aim(verdict: Verdict) -> str:
     figure, against = LABELS[verdict.aim.metric], verdict.aim.against
+    if against == "itself":
+        return figure
     if against == "rival":
         return f"{figure} / that of {list(verdict.benchmark.samples)[-1]}"
     return f"input and {figure} / {against}" if against == "input and body" else f"{figure} / body"
@@ -176,6 +183,8 @@ def _ratio(ratio: Spread | None, *, bold_above: float = 1) -> str:
 
 def value(metric: str, number: float) -> str:
     """A figure with its unit."""
+    if metric in ("server_share", "slowdown"):
+        return f"{number:.2f}"
     if metric.endswith("_s"):
         unit, per_second = ("µs", 1e6) if number < 1e-3 else ("ms", 1e3) if number < 1 else ("s", 1)
         return f"{number * per_second:.3g} {unit}"

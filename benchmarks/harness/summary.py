@@ -73,6 +73,7 @@ def verdicts(run: Run) -> list[Verdict]:
         for benchmark in run.benchmarks
         for aim in benchmark.aims
         for contestant in list(benchmark.samples)[:-1]
+        if aim.of in (None, contestant)
     ]
 
 
@@ -81,6 +82,8 @@ def _verdict(benchmark: Measured, contestant: str, aim: Aim) -> Verdict:
         rival = list(benchmark.samples)[-1]
         ratio = compare(benchmark, contestant, rival, aim.metric).ratio
         found = ratio or Spread(0, 0, 0)
+    elif aim.against == "itself":
+        found = spread([figures[aim.metric] for figures in benchmark.samples[contestant]])
     else:
         found = spread([_to_body(figures, aim) for figures in benchmark.samples[contestant]])
     return Verdict(benchmark, contestant, aim, found, found.middle <= aim.at_most)

@@ -7,6 +7,7 @@ Arguments count before the environment, and the environment is read once. Secret
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -131,6 +132,9 @@ def _checked_url(text: str) -> str:
 
 def _proxy_for(url: str) -> str | None:
     """The proxy that the environment names for an address, as other programs would use it."""
+    has_system_settings = sys.platform in ("darwin", "win32")
+    if not has_system_settings and not any(name.lower().endswith("_proxy") for name in os.environ):
+        return None
     import urllib.request  # brings a whole HTTP client along
 
     parts = urlsplit(url)

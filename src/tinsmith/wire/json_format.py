@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -65,7 +66,8 @@ class BodyWriter:
     def write_array(self, numbers: Numbers) -> Any:
         """What stands for an array in plain data, for `to_plain`."""
         if len(numbers) < _LONG_ARRAY:
-            return array_writer()(numbers)
+            # To load numpy takes 0.1 s and 16 MB, which short arrays never earn back.
+            return array_writer()(numbers) if "numpy" in sys.modules else _write_list(numbers)
         self._texts.append(_array_text(numbers))
         return _SET_ASIDE
 

@@ -1,0 +1,202 @@
+"""What a client costs while it samples and trains, the same lines for both SDKs.
+
+The server runs in a process of its own and costs as little as it can (`server.py`). What it took is
+told beside the client's figures: where it was busy all the time, the rate is its own and not the
+client's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import os
+import resource
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import quantiles
+from typing import Any, NamedTuple
+
+from benchmarks.harness.memory import resident_bytes
+
+ROOT = Path(__file__).resolve().parents[2]
+DELAY_S = 0.02
+"""How long the server takes for a sample; what a caller waits beyond it is what the client adds."""
+WARM_UP_SAMPLES = 50
+_THREADS = Path("/proc/self/task")
+
+
+class Server:
+    """The server's process."""
+
+    def __init__(self, python: str, *, is_plain: bool) -> None:
+        command = [python, "-m", "benchmarks.workloads.server", f"--delay-ms={DELAY_S * 1e3:g}"]
+        self._process = subprocess.Popen(
+            [*command, *(["--plain"] if is_plain else [])],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        self.url = f"http://127.0.0.1:{int(self._process.stdout.readline())}"
+
+    def cpu_s(self) -> float:
+        """What it has used so far; 0 where the system cannot say."""
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            fields = Path(f"/proc/{self._process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return 0.0
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+@contextlib.contextmanager
+def running(server_python: str, *, is_plain: bool) -> Iterator[Server]:
+    server = Server(server_python, is_plain=is_plain)
+    try:
+        yield server
+    finally:
+        server.end()
+
+
+class Burst(NamedTuple):
+    """What a number of samples took."""
+
+    cpu_s: float
+    wall_s: float
+    server_cpu_s: float
+    latencies_s: list[float]
+
+
+def samples(
+    package: str,
+    server_python: str,
+    tokens: str,
+    in_flight: str,
+    count: str,
+    extensions: str = "no",
+) -> dict[str, float]:
+    """So many samples of one prompt, so many of them at a time, from coroutines."""
+    with running(server_python, is_plain=extensions != "yes") as server:
+        client, sampler = _sampler(package, server.url)
+        prompt = client.ModelInput.from_ints(list(range(1000, 1000 + int(tokens))))
+        _burst(client, sampler, server, prompt, 1, 1)
+        _burst(client, sampler, server, prompt, WARM_UP_SAMPLES, int(in_flight))
+        found = _burst(client, sampler, server, prompt, int(count), int(in_flight))
+        percentiles = quantiles(found.latencies_s, n=100, method="inclusive")
+        return {
+            "cpu_s": found.cpu_s / int(count),
+            "wall_s": found.wall_s / int(count),
+            "added_p50_s": max(1e-6, percentiles[49] - DELAY_S),
+            "added_p99_s": max(1e-6, percentiles[98] - DELAY_S),
+            "server_share": found.server_cpu_s / found.wall_s,
+            "threads": len(list(_THREADS.iterdir()))
+            if _THREADS.exists()
+            else threading.active_count(),
+            "resident_bytes": resident_bytes(),
+        }
+
+
+def beside_busy_thread(package: str, server_python: str, count: str) -> dict[str, float]:
+    """How much longer samples take while another thread of the program computes in Python."""
+    with running(server_python, is_plain=True) as server:
+        client, sampler = _sampler(package, server.url)
+        prompt = client.ModelInput.from_ints(list(range(1000, 2000)))
+        _burst(client, sampler, server, prompt, WARM_UP_SAMPLES, 400)
+        alone = _burst(client, sampler, server, prompt, int(count), 400)
+        is_over = threading.Event()
+        busy = threading.Thread(target=_compute, args=(is_over,), daemon=True)
+        busy.start()
+        beside = _burst(client, sampler, server, prompt, int(count), 400)
+        is_over.set()
+        busy.join()
+        return {"slowdown": beside.wall_s / alone.wall_s, "wall_s": beside.wall_s / int(count)}
+
+
+def batch(package: str, server_python: str, tokens: str, datums: str) -> dict[str, float]:
+    """One training batch: from the user's lists to the loss that came back."""
+    with running(server_python, is_plain=True) as server:
+        client = importlib.import_module(package)
+        service = client.ServiceClient(base_url=server.url, api_key="tml-bench")
+        training = service.create_lora_training_client("bench")
+        _train(client, training, 16, 2)
+        cpu, wall, used = time.process_time(), time.perf_counter(), server.cpu_s()
+        _train(client, training, int(tokens), int(datums))
+        cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+        return {
+            "cpu_s": cpu,
+            "wall_s": wall,
+            "server_share": (server.cpu_s() - used) / wall,
+            "resident_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }
+
+
+def first_answer(package: str, server_python: str) -> dict[str, float]:
+    """From nothing loaded to the first sample in hand."""
+    with running(server_python, is_plain=True) as server:
+        cpu, wall = time.process_time(), time.perf_counter()
+        client, sampler = _sampler(package, server.url)
+        prompt = client.ModelInput.from_ints([1, 2, 3])
+        sampler.sample(prompt, 1, client.SamplingParams(max_tokens=64)).result()
+        return {
+            "cpu_s": time.process_time() - cpu,
+            "wall_s": time.perf_counter() - wall,
+            "resident_bytes": resident_bytes(),
+        }
+
+
+def _sampler(package: str, url: str) -> tuple[Any, Any]:
+    client = importlib.import_module(package)
+    service = client.ServiceClient(base_url=url, api_key="tml-bench")
+    return client, service.create_sampling_client(base_model="bench")
+
+
+def _burst(
+    client: Any, sampler: Any, server: Server, prompt: Any, count: int, in_flight: int
+) -> Burst:
+    params = client.SamplingParams(max_tokens=64, temperature=1.0)
+    latencies: list[float] = []
+
+    async def worker(numbers: Iterator[int]) -> None:
+        for _ in numbers:  # shared: each takes the next one when it is free
+            began = time.perf_counter()
+            await sampler.sample_async(prompt, 1, params)
+            latencies.append(time.perf_counter() - began)
+
+    async def whole() -> None:
+        numbers = iter(range(count))
+        await asyncio.gather(*(worker(numbers) for _ in range(min(in_flight, count))))
+
+    used, cpu, wall = server.cpu_s(), time.process_time(), time.perf_counter()
+    asyncio.run(whole())
+    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    return Burst(cpu, wall, server.cpu_s() - used, latencies)
+
+
+def _train(client: Any, training: Any, tokens: int, datums: int) -> None:
+    ids = list(range(1000, 1000 + tokens))
+    weights = [1.0] * tokens
+    data = [
+        client.Datum(
+            model_input=client.ModelInput.from_ints(ids),
+            loss_fn_inputs={
+                "target_tokens": client.TensorData(data=ids, dtype="int64", shape=[tokens]),
+                "weights": client.TensorData(data=weights, dtype="float32", shape=[tokens]),
+            },
+        )
+        for _ in range(datums)
+    ]
+    training.forward_backward(data, "cross_entropy").result()
+
+
+def _compute(is_over: threading.Event) -> None:
+    number = 1
+    while not is_over.is_set():
+        for _ in range(1000):
+            number = number * 1103515245 + 12345 & 0x7FFFFFFF
