@@ -32,12 +32,11 @@ HEAVY = {
     "vllm",
 }
 TOUCH_EVERY_NAME = "import tinsmith\nfor name in tinsmith.__all__: getattr(tinsmith, name)\n"
-SHOW_HELP = """\
-from tinsmith.cli.main import main
-try:
-    main(["--help"])
-except SystemExit:
-    pass
+SHOW_HELP = "from tinsmith.cli.main import main; main(['--help'])"
+SHOW_EVERY_HELP = """\
+from tinsmith.cli.completion import levels
+from tinsmith.cli.main import main, root_parser
+for level in levels(root_parser()): main([*level.words, "--help"])
 """
 
 
@@ -59,8 +58,9 @@ def test_nothing_heavy_is_loaded(program: str) -> None:
     assert loaded & HEAVY == set()
 
 
-@pytest.mark.parametrize("program", ["import tinsmith", SHOW_HELP])
-def test_import_and_help_load_neither_msgspec_nor_asyncio(program: str) -> None:
+@pytest.mark.parametrize("program", ["import tinsmith", SHOW_HELP, SHOW_EVERY_HELP])
+def test_w2_import_and_help_load_neither_msgspec_nor_asyncio(program: str) -> None:
     loaded = modules_loaded_by(program)
 
-    assert loaded & {"msgspec", "asyncio", "tinsmith.types", "tinsmith.wire"} == set()
+    heavy = {"msgspec", "asyncio", "tinsmith.types", "tinsmith.wire", "tinsmith.client"}
+    assert loaded & heavy == set()

@@ -33,6 +33,8 @@ class Pages(Iterator[T], AsyncIterator[T]):
         self._fetch = fetch
         self._read = read
         self._page_size = page_size
+        self.total_count: int | None = None
+        """How many there are in all, once a page has told it."""
         self._offset = 0
         self._items: list[T] = []
         self._position = 0
@@ -63,6 +65,7 @@ class Pages(Iterator[T], AsyncIterator[T]):
 
     def _take(self, page: Any) -> None:
         self._items, cursor = self._read(page)
+        self.total_count = None if cursor is None else cursor.total_count
         self._position = 0
         self._offset += len(self._items)
         is_short = len(self._items) < self._page_size

@@ -1,11 +1,13 @@
 """Files behind plain addresses: exported weights, archives and traces.
 
-They are fetched without a credential, whole or from a byte on. Knows nothing of what the files
-hold; `checkpoint_files` writes those of a checkpoint.
+They are fetched without a credential, whole or in parts. Requests for them are recorded, and
+struck by faults, under the name `download`. Knows nothing of what the files hold;
+`checkpoint_files` writes those of a checkpoint.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 import re
 import struct
@@ -19,14 +21,17 @@ from tinsmith.testing.http_reading import Incoming
 from tinsmith.wire.exchange import HttpReply
 
 FOLDER = "/downloads/"
+DOWNLOAD = "download"
+"""What requests for files are called where endpoints go by their names."""
 _RANGE = re.compile(r"bytes=([0-9]{1,15})-([0-9]{0,15})")
 
 
 class Downloads:
-    """Files by path."""
+    """Files by path; `gives_parts` says whether a part of a file may be asked for."""
 
-    def __init__(self, base_url: Callable[[], str]) -> None:
+    def __init__(self, base_url: Callable[[], str], *, gives_parts: bool = True) -> None:
         self._base_url = base_url
+        self._gives_parts = gives_parts
         self._files: dict[str, bytes] = {}
 
     def put(self, path: str, content: bytes) -> str:
@@ -39,9 +44,14 @@ class Downloads:
         content = self._files.get(path.removeprefix(FOLDER))
         if content is None:
             raise NotFoundError(f"there is no file {path!r}")
-        headers = {"Content-Type": "application/octet-stream", "Accept-Ranges": "bytes"}
+        tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
+        headers = {"Content-Type": "application/octet-stream", "ETag": tag}
+        if not self._gives_parts:
+            return HttpReply(200, headers, [content])
+        headers["Accept-Ranges"] = "bytes"
         wanted = _RANGE.fullmatch(incoming.headers.get("range", ""))
-        if wanted is None:
+        is_changed = incoming.headers.get("if-range", tag) != tag
+        if wanted is None or is_changed:
             return HttpReply(200, headers, [content])
         start, stop = int(wanted[1]), int(wanted[2] or len(content) - 1) + 1
         if start >= len(content):

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from tinsmith.errors import ValidationError
+from tinsmith.testing.downloads import DOWNLOAD
 from tinsmith.wire.endpoints import ENDPOINTS
 
 WAIT_TIMEOUT_S = 10.0
@@ -25,7 +26,7 @@ class ReceivedRequest(msgspec.Struct, kw_only=True, eq=False):
     number: int
     """Counted from 0 in order of arrival."""
     endpoint: str | None
-    """The name in `ENDPOINTS`; None for a path that is not there."""
+    """The name in `ENDPOINTS`, or `download`; None for a path that is not there."""
     method: str
     path: str
     query: dict[str, str]
@@ -115,7 +116,8 @@ class RequestLog:
 
 def check_endpoint(name: str | None) -> None:
     """Refuse a name that no endpoint has: a test with a typing mistake would pass for ever."""
-    if name is not None and name not in ENDPOINTS:
+    known = (*ENDPOINTS, DOWNLOAD)
+    if name is not None and name not in known:
         raise ValidationError(
-            f"there is no endpoint {name!r}", remedy=f"the names are {', '.join(ENDPOINTS)}"
+            f"there is no endpoint {name!r}", remedy=f"the names are {', '.join(known)}"
         )

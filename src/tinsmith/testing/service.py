@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,7 +22,7 @@ from tinsmith.testing.account import OPEN_ENDPOINTS, Account, Audit, AuditLog, U
 from tinsmith.testing.checkpoint_store import CheckpointStore
 from tinsmith.testing.checkpoints import Checkpoints
 from tinsmith.testing.commands import Commands
-from tinsmith.testing.downloads import FOLDER, Downloads
+from tinsmith.testing.downloads import DOWNLOAD, FOLDER, Downloads
 from tinsmith.testing.extensions import Extensions
 from tinsmith.testing.faults import ExchangeFault, Faults
 from tinsmith.testing.http_reading import Incoming
@@ -65,9 +65,11 @@ class ScriptedService:
     def _build(self) -> None:
         audit, usage = Audit(), Usage()
         store = CheckpointStore(audit)
-        self._downloads = Downloads(lambda: self.base_url)
+        self.downloads = Downloads(
+            lambda: self.base_url, gives_parts=self.settings.downloads_in_parts
+        )
         self._commands = Commands(self.settings, self.faults)
-        self.sessions = Sessions(self.settings, audit, store.sizes, self._downloads)
+        self.sessions = Sessions(self.settings, audit, store.sizes, self.downloads)
         shared = (self.settings, self.sessions, self._commands, store)
         samplers = Samplers(*shared, usage)
         self._models = Models(*shared, samplers, usage)
@@ -80,9 +82,9 @@ class ScriptedService:
             **Extensions(
                 self.settings, self.account.flags, self._commands, samplers, self.faults
             ).handlers(),
-            **Checkpoints(self.settings, store, audit, self._downloads).handlers(),
+            **Checkpoints(self.settings, store, audit, self.downloads).handlers(),
             "get_billing_usage": usage.show,
-            "get_audit_log": AuditLog(self.settings, audit, self._downloads).show,
+            "get_audit_log": AuditLog(self.settings, audit, self.downloads).show,
         }
 
     # For tests
@@ -171,8 +173,9 @@ class ScriptedService:
     async def _answer(self, incoming: Incoming) -> Reply:
         path = incoming.path.removeprefix(self.settings.path_prefix)
         found = self._router.find(incoming.method, path)
+        is_download = path.startswith(FOLDER) and incoming.method == "GET"
         received = self._log.add(
-            endpoint=found[0].name if found else None,
+            endpoint=found[0].name if found else DOWNLOAD if is_download else None,
             method=incoming.method,
             path=path,
             query=incoming.query,
@@ -184,7 +187,8 @@ class ScriptedService:
         client_left = True  # unless the exchange comes to its end
         try:
             if found is None:
-                reply: Reply = self._answer_unrouted(path, incoming)
+                unrouted = self._answer_unrouted(path, incoming)
+                reply: Reply = await self._under_faults(received, lambda: _ready(unrouted))
             else:
                 reply = await self._exchange(*found, received, incoming)
             status = None if isinstance(reply, BrokenReply) else reply.status
@@ -212,7 +216,7 @@ class ScriptedService:
         """A file, or the news that there is nothing here."""
         try:
             if path.startswith(FOLDER) and incoming.method == "GET":
-                return self._downloads.get(path, incoming)
+                return self.downloads.get(path, incoming)
             raise NotFoundError(f"there is no {incoming.method} {path}")
         except TinkerError as exc:
             refusal = reply_from_error(exc)
@@ -229,12 +233,18 @@ class ScriptedService:
         incoming: Incoming,
     ) -> Reply:
         problem = self._decode(endpoint, path_fields, received, incoming)
+        return await self._under_faults(received, lambda: self._work(endpoint, received, problem))
+
+    async def _under_faults(
+        self, received: ReceivedRequest, work: Callable[[], Awaitable[HttpReply | StreamedReply]]
+    ) -> Reply:
+        """Do the work, unless a rule says that it goes wrong."""
         fault = self.faults.of_exchange(received)
         if fault is None:
-            return await self._work(endpoint, received, problem)
+            return await work()
         reply: HttpReply | StreamedReply = HttpReply(204, {}, [])
         if fault.does_work:
-            reply = await self._work(endpoint, received, problem)
+            reply = await work()
         if fault.status is not None:
             reply = _refusal(fault)
             self._count_refused(received, reply.status)
@@ -287,6 +297,10 @@ class ScriptedService:
         seq_id = getattr(received.request, "seq_id", None)
         if is_final and model_id is not None and seq_id:
             self._models.spend(model_id, seq_id)
+
+
+async def _ready(reply: HttpReply) -> HttpReply:
+    return reply
 
 
 def _refusal(fault: ExchangeFault) -> HttpReply:

@@ -58,6 +58,8 @@ class ServiceSettings(Request):
     """Whether archives are answered with a redirect, as older services do."""
     audit_redirects: bool = False
     """Whether the audit log is answered with a redirect to a file."""
+    downloads_in_parts: bool = True
+    """Whether files can be asked for in parts; False gives them whole whatever was asked."""
     max_body_bytes: int = 256 * 1024 * 1024
     kept_requests: int = 100_000
     """How many of the newest requests are kept for assertions."""

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
 import pytest
 
 from tinsmith import __version__
-from tinsmith.cli.main import NOUNS, main
+from tinsmith.cli.completion import levels
+from tinsmith.cli.main import NOUNS, main, root_parser
 
 
 def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -16,21 +18,19 @@ def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("usage: tinsmith")
 
 
-def test_help_names_every_noun_and_says_what_exists(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["--help"])
+def test_help_names_every_noun_and_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(["--help"])
 
     shown = capsys.readouterr().out
-    assert stopped.value.code == 0
+    assert status == 0
     assert all(summary in shown for summary in NOUNS.values())
-    assert "no service that trains a model yet" in shown
+    assert "exit codes: 0 done, 1 failed, 2 wrong usage, 130" in shown
 
 
 def test_unknown_noun_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["verson"])
+    status = main(["verson"])
 
-    assert stopped.value.code == 2
+    assert status == 2
     assert "verson" in capsys.readouterr().err
 
 
@@ -38,11 +38,67 @@ def test_unknown_noun_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_noun_has_a_module_and_help_of_its_own(
     noun: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main([noun, "--help"])
+    status = main([noun, "--help"])
 
-    assert stopped.value.code == 0
+    assert status == 0
     assert f"usage: tinsmith {noun}" in capsys.readouterr().out
+
+
+def test_every_command_has_help_that_describes_its_arguments(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for level in levels(root_parser()):
+        status = main([*level.words, "--help"])
+
+        shown = capsys.readouterr().out
+        assert status == 0
+        assert all(option.help for option in level.options), level.words
+        assert all(level.commands.values()), level.words
+        assert shown.startswith(f"usage: {' '.join(('tinsmith', *level.words))}")
+
+
+def test_a_noun_without_its_verb_is_wrong_usage_and_shows_the_verbs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    status = main(["run"])
+
+    shown = capsys.readouterr()
+    assert (status, shown.out) == (2, "")
+    assert "list training runs" in shown.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-f", "json", "run", "lst"],
+        ["run", "list", "--format=json", "--no-such-option"],
+        ["run", "info", "--format", "json"],
+        ["run", "-f", "json"],
+        ["run", "list", "--limit", "-1", "-fjson"],
+        ["run", "list", "--columns", "id,colour", "-f", "json"],
+        ["checkpoint", "info", "not-a-path", "-f", "json"],
+        ["checkpoint", "delete", "--run-id", "r", "--before", "yesterday", "-f", "json"],
+        ["billing", "usage", "monday", "tuesday", "-f", "json"],
+    ],
+)
+def test_w43_wrong_usage_in_json_mode_is_told_in_json(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = main(words)
+
+    shown = capsys.readouterr()
+    assert (status, shown.out) == (2, "")
+    assert json.loads(shown.err)["error"]["type"] == "UsageError"
+
+
+def test_options_are_not_guessed_from_their_beginning() -> None:
+    assert main(["run", "list", "--lim", "3"]) == 2
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "soon"])
+def test_a_timeout_is_a_number_above_zero(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "list", "--timeout", value]) == 2
+    assert "--timeout" in capsys.readouterr().err
 
 
 def test_package_runs_as_the_command() -> None:

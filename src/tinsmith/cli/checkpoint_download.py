@@ -1,0 +1,147 @@
+"""`tinsmith checkpoint download`: the files of a checkpoint, in a folder of their own.
+
+Exported weights have addresses of their own. A training or sampler checkpoint is asked for as an
+archive; a service that makes none of a training checkpoint is made to export it: it is loaded into
+a new model, saved for export, fetched, and the export deleted again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import logging
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+from tinsmith.cli.connect import rest_client, service_client, wait
+from tinsmith.cli.failures import CommandError, in_short
+from tinsmith.cli.fetch import Addresses, Fetch
+from tinsmith.cli.output import Properties, show
+from tinsmith.cli.progress import Progress
+from tinsmith.cli.staging import Staging, exists_already
+from tinsmith.cli.text import size_text
+from tinsmith.cli.unpack import unpack
+from tinsmith.errors import APIStatusError
+from tinsmith.types.checkpoints import ParsedCheckpointTinkerPath
+
+_log = logging.getLogger(__name__)
+
+EXPORT_TTL_S = 3600
+EXPORT_TIMEOUT_S = 600.0
+ARCHIVE = "archive.tar"
+# Statuses of a service that makes no archive of this; 404 may also mean that nothing is there,
+# which exporting it will tell.
+_NO_ARCHIVE = frozenset({400, 404, 405, 410, 422, 501})
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Download a checkpoint.
+
+    Raises:
+        CommandError: The folder exists, or not everything could be fetched.
+    """
+    path = arguments.checkpoint_path
+    ParsedCheckpointTinkerPath.from_tinker_path(path)
+    name = path.removeprefix("tinker://").replace("/", "_")
+    target = pathlib.Path(arguments.output or ".") / name
+    if target.exists() and not arguments.force:
+        raise exists_already(target)
+    size = download(arguments, path, target, resume=not arguments.no_resume)
+    plain = {"checkpoint_path": path, "destination": str(target), "file_size_bytes": size}
+    pairs = [
+        ("Checkpoint Path", path),
+        ("Total Size", size_text(size)),
+        ("Downloaded to", str(target)),
+    ]
+    show(arguments.format, plain, Properties("Checkpoint downloaded", pairs))
+
+
+def download(
+    arguments: argparse.Namespace, path: str, target: pathlib.Path, *, resume: bool
+) -> int:
+    """Make `target` a folder with the files of a checkpoint; returns their size in all."""
+    rest = rest_client(arguments)
+    with Staging(target, resume=resume) as staging:
+        if ParsedCheckpointTinkerPath.from_tinker_path(path).checkpoint_type == "external":
+            size = _fetch(arguments, _exported(rest, arguments, path), staging)
+        else:
+            size = _from_archive(arguments, rest, path, staging)
+        staging.place(staging.files, replace=arguments.force)
+    return size
+
+
+def _from_archive(arguments: argparse.Namespace, rest: Any, path: str, staging: Staging) -> int:
+    def sign() -> tuple[dict[str, str], datetime.datetime | None]:
+        signed = wait(rest.get_checkpoint_archive_url_from_tinker_path(path), arguments)
+        return {ARCHIVE: signed.url}, signed.expires
+
+    try:
+        addresses = Addresses(sign)
+    except APIStatusError as error:
+        if error.status_code not in _NO_ARCHIVE:
+            raise
+        if "/sampler_weights/" in path:
+            raise CommandError(
+                f"the service gives no archive of {path}: {in_short(error)}",
+                remedy="training checkpoints (weights/…) can be exported and downloaded",
+            ) from error
+        with _export(arguments, rest, path) as addresses:
+            return _fetch(arguments, addresses, staging)
+    _fetch(arguments, addresses, staging)
+    archive = (staging.files / ARCHIVE).rename(staging.folder / ARCHIVE)
+    try:
+        return unpack(archive, staging.files)
+    except BaseException:
+        staging.clear()  # a broken archive is no better the next time
+        raise
+
+
+def _fetch(arguments: argparse.Namespace, addresses: Addresses, staging: Staging) -> int:
+    if not addresses.names:
+        raise CommandError("the checkpoint has no files")
+    with Progress("Downloading", None, in_bytes=True, format_=arguments.format) as bar:
+        fetch = Fetch(addresses, staging, bar, connections=arguments.connections)
+        return fetch.run()
+
+
+def _exported(
+    rest: Any, arguments: argparse.Namespace, path: str, *, renew_ttl_s: int | None = None
+) -> Addresses:
+    """The addresses of exported weights; those of a passing export live as long as we sign."""
+
+    def sign() -> tuple[dict[str, str], datetime.datetime | None]:
+        signed = wait(rest.get_external_weights_urls(path), arguments)
+        if renew_ttl_s is not None:
+            wait(rest.set_checkpoint_ttl_from_tinker_path(path, renew_ttl_s), arguments)
+        return signed.urls, signed.expires
+
+    return Addresses(sign)
+
+
+@contextlib.contextmanager
+def _export(arguments: argparse.Namespace, rest: Any, path: str) -> Iterator[Addresses]:
+    """Have the service export a training checkpoint for as long as the block lasts."""
+    note = "Exporting: this starts a training session on the checkpoint's base model"
+    with (
+        service_client(arguments) as client,
+        Progress(note, None, format_=arguments.format) as shown,
+    ):
+        training = client.create_training_client_from_state(
+            path, user_metadata={"created_by": "tinsmith checkpoint download"}
+        )
+        saving = training.save_weights_external("download", ttl_seconds=EXPORT_TTL_S)
+        exported = wait(saving, arguments, EXPORT_TIMEOUT_S).path
+        shown.hide()
+        try:
+            yield _exported(rest, arguments, exported, renew_ttl_s=EXPORT_TTL_S)
+        finally:
+            error = rest.delete_checkpoint_from_tinker_path(exported).exception(EXPORT_TIMEOUT_S)
+            if error is not None:
+                _log.warning(
+                    "the passing export %s could not be deleted (%s); it expires in %d s",
+                    exported,
+                    in_short(error),
+                    EXPORT_TTL_S,
+                )

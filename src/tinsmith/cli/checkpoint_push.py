@@ -1,0 +1,193 @@
+"""`tinsmith checkpoint push-hf`: a checkpoint's adapter as a repository of the Hugging Face Hub.
+
+Needs the package `huggingface_hub`, which tinsmith does not bring, and a login made with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import pathlib
+import re
+import tempfile
+from typing import Any
+
+from tinsmith.cli.checkpoint_download import download
+from tinsmith.cli.connect import rest_client, wait
+from tinsmith.cli.failures import CommandError
+from tinsmith.cli.output import Properties, show
+from tinsmith.cli.text import yes_or_no
+from tinsmith.types.checkpoints import ParsedCheckpointTinkerPath
+from tinsmith.types.runs import WeightsInfoResponse
+
+CONFIG = "adapter_config.json"
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+CARD = "README.md"
+NOT_UPLOADED = "checkpoint_complete"
+"""A mark that services leave beside the files."""
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Download a checkpoint and upload it.
+
+    Raises:
+        CommandError: It is no adapter, the hub cannot be used, or its repository holds another.
+    """
+    path = arguments.checkpoint_path
+    parsed = ParsedCheckpointTinkerPath.from_tinker_path(path)
+    hub = _hub()
+    info: WeightsInfoResponse = wait(
+        rest_client(arguments).get_weights_info_by_tinker_path(path), arguments
+    )
+    repository = arguments.repo or hub_name(
+        f"tinker-{info.base_model.rpartition('/')[2]}-{parsed.training_run_id}"
+    )
+    revision = arguments.revision
+    if revision is None and arguments.repo is None:
+        revision = hub_name(parsed.checkpoint_id)
+    with tempfile.TemporaryDirectory() as parent:
+        folder = pathlib.Path(parent) / "adapter"
+        # The options of `download` that this command does not have.
+        arguments.force, arguments.connections = False, 8
+        download(arguments, path, folder, resume=False)
+        _check_adapter(folder)
+        _name_base_model(folder / CONFIG, info.base_model)
+        if not arguments.no_model_card and not (folder / CARD).exists():
+            (folder / CARD).write_text(model_card(path, repository, info), encoding="utf-8")
+        repository, revision = _upload(hub, arguments, folder, repository, revision)
+    plain = {
+        "checkpoint_path": path,
+        "repo_id": repository,
+        "revision": revision,
+        "public": arguments.public,
+    }
+    pairs = [
+        ("Checkpoint Path", path),
+        ("Repo ID", repository),
+        ("Revision", revision or "main"),
+        ("Public", yes_or_no(arguments.public)),
+    ]
+    show(arguments.format, plain, Properties("Checkpoint uploaded", pairs))
+
+
+def _hub() -> Any:
+    try:
+        hub = importlib.import_module("huggingface_hub")
+    except ImportError as exc:
+        raise CommandError(
+            "this needs the package huggingface_hub",
+            remedy="pip install huggingface_hub, then hf auth login",
+        ) from exc
+    try:
+        hub.HfApi().whoami()
+    except (OSError, ValueError) as exc:  # its own errors are both
+        raise CommandError(
+            f"the hub does not accept you: {str(exc).splitlines()[0]}", remedy="hf auth login"
+        ) from exc
+    return hub
+
+
+def _check_adapter(folder: pathlib.Path) -> None:
+    has_weights = any((folder / name).exists() for name in WEIGHTS)
+    if not (folder / CONFIG).exists() or not has_weights:
+        raise CommandError(
+            f"the checkpoint holds no adapter: it needs {CONFIG} and {' or '.join(WEIGHTS)}",
+            remedy="weights that were encrypted for export cannot be uploaded",
+        )
+
+
+def _name_base_model(config: pathlib.Path, base_model: str) -> None:
+    """Loaders need to know what the adapter is for."""
+    fields = json.loads(config.read_text(encoding="utf-8"))
+    if not isinstance(fields.get("base_model_name_or_path"), str):
+        fields["base_model_name_or_path"] = base_model
+        config.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+
+def _upload(
+    hub: Any,
+    arguments: argparse.Namespace,
+    folder: pathlib.Path,
+    repository: str,
+    revision: str | None,
+) -> tuple[str, str | None]:
+    api = hub.HfApi()
+    try:
+        made = api.create_repo(repo_id=repository, private=not arguments.public, exist_ok=True)
+        repository = getattr(made, "repo_id", repository)
+        if revision is not None:
+            api.create_branch(repo_id=repository, branch=revision, exist_ok=True)
+        _check_same(hub, arguments.checkpoint_path, repository, revision)
+        ignored = [*arguments.ignore_pattern]
+        if not arguments.allow_pattern:
+            ignored.append(NOT_UPLOADED)
+        api.upload_folder(
+            folder_path=folder,
+            repo_id=repository,
+            revision=revision,
+            commit_message=arguments.commit_message,
+            create_pr=arguments.create_pr,
+            allow_patterns=arguments.allow_pattern or None,
+            ignore_patterns=ignored or None,
+        )
+    except (OSError, ValueError) as exc:
+        raise CommandError(f"the hub refused: {str(exc).splitlines()[0]}") from exc
+    return repository, revision
+
+
+def _check_same(hub: Any, path: str, repository: str, revision: str | None) -> None:
+    """Refuse a repository that holds another checkpoint."""
+    try:
+        file = hub.hf_hub_download(repo_id=repository, filename=CARD, revision=revision)
+    except (OSError, ValueError):  # there is none yet
+        return
+    text = pathlib.Path(file).read_text(encoding="utf-8", errors="replace")
+    named = re.search(r"tinker://[^\s`]+", text)
+    if named is not None and named[0] != path:
+        raise CommandError(
+            f"{repository} holds another checkpoint, {named[0]}",
+            remedy="choose another repository with --repo, or another branch with --revision",
+        )
+
+
+def hub_name(text: str) -> str:
+    """The text as the hub takes names: letters, digits, and single `-`, `_` and `.`."""
+    return re.sub(r"-{2,}", "-", re.sub(r"[^\w.-]", "-", text, flags=re.ASCII)).strip("-_.")
+
+
+def model_card(path: str, repository: str, info: WeightsInfoResponse) -> str:
+    """A page for the adapter's repository."""
+    trained = {
+        "attention": info.train_attn,
+        "feed-forward": info.train_mlp,
+        "output": info.train_unembed,
+    }
+    layers = ", ".join(name for name, is_trained in trained.items() if is_trained) or "not known"
+    return f"""\
+---
+base_model: {info.base_model}
+library_name: peft
+tags:
+- tinker
+- peft
+- lora
+- base_model:adapter:{info.base_model}
+tinker_path: {path}
+---
+
+# A LoRA adapter of {info.base_model}
+
+Trained through the Tinker API and uploaded from `{path}`.
+
+| | |
+|---|---|
+| rank | {info.lora_rank or "not known"} |
+| layers | {layers} |
+
+```python
+from peft import AutoPeftModelForCausalLM
+
+model = AutoPeftModelForCausalLM.from_pretrained("{repository}")
+```
+"""

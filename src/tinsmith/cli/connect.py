@@ -1,0 +1,111 @@
+"""Clients for commands, made from the command line and the environment.
+
+A command is less patient than a program: it gives up on a service that does not answer within a
+minute, and on one that was never reached within seconds. What the client logs goes to stderr.
+
+Loads the client, and so is imported when a command runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from typing import Any, TypeVar
+
+from tinsmith.cli.text import printable
+from tinsmith.client.futures import APIFuture
+from tinsmith.client.retry import RetryBudget
+from tinsmith.client.settings import ClientSettings, settings_from
+from tinsmith.errors import APITimeoutError
+
+T = TypeVar("T")
+
+CALL_TIMEOUT_S = 60.0
+FIRST_CONTACT_S = 5.0
+
+
+def rest_client(arguments: argparse.Namespace) -> Any:
+    """A client for runs, checkpoints and sessions; it opens no session of its own."""
+    from tinsmith.client.rest import RestClient
+
+    return RestClient(_lease(arguments))
+
+
+def admin_client(arguments: argparse.Namespace) -> Any:
+    """A client for usage and storage."""
+    from tinsmith.client.admin import AdminClient
+
+    return AdminClient(_lease(arguments))
+
+
+def service_client(arguments: argparse.Namespace) -> Any:
+    """A client that trains and samples; use it with `with`, so that its session is finished."""
+    from tinsmith.client.service import ServiceClient
+
+    _listen_to_log(arguments)
+    return ServiceClient(base_url=arguments.base_url, retry=_patience(arguments))
+
+
+def settings(arguments: argparse.Namespace, **fields: Any) -> ClientSettings:
+    """The settings of a command's client."""
+    _listen_to_log(arguments)
+    return settings_from(base_url=arguments.base_url, retry=_patience(arguments), **fields)
+
+
+def wait(future: APIFuture[T], arguments: argparse.Namespace, most_s: float = CALL_TIMEOUT_S) -> T:
+    """The result of a call.
+
+    Args:
+        future: What the client returned.
+        arguments: Of the command; its `--timeout` counts before `most_s`.
+        most_s: How long to wait where the user did not say.
+
+    Raises:
+        APITimeoutError: It did not come in time.
+    """
+    limit_s = arguments.timeout or most_s
+    try:
+        return future.result(limit_s)
+    except TimeoutError as exc:
+        if future.done():
+            raise
+        future.cancel()
+        raise APITimeoutError(f"{future.what}: no answer within {limit_s:g} s") from exc
+
+
+def _lease(arguments: argparse.Namespace) -> Any:
+    from tinsmith.client.session import Session, SessionLease
+
+    return SessionLease(Session(settings(arguments)))
+
+
+def _patience(arguments: argparse.Namespace) -> RetryBudget:
+    total_s = arguments.timeout or CALL_TIMEOUT_S
+    # Want of funds is told at once: nobody looks at a command that pauses for an hour.
+    return RetryBudget(
+        total_s=total_s, first_contact_s=min(FIRST_CONTACT_S, total_s), billing_s=0.0
+    )
+
+
+def _listen_to_log(arguments: argparse.Namespace) -> None:
+    log = logging.getLogger("tinsmith")
+    if not log.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(_JsonLines() if arguments.format == "json" else _Lines())
+        log.addHandler(handler)
+
+
+class _Lines(logging.Formatter):
+    """Log lines as people read them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return f"tinsmith: {printable(record.getMessage())}"
+
+
+class _JsonLines(logging.Formatter):
+    """Log lines as programs read them, beside errors of the same form."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return json.dumps({record.levelname.lower(): record.getMessage()})

@@ -1,0 +1,54 @@
+"""`tinsmith model`: what can be trained and sampled."""
+
+from __future__ import annotations
+
+import argparse
+
+from tinsmith.cli.parser import Parser
+from tinsmith.cli.text import MISSING, counted, yes_or_no
+
+TYPE_CHECKING = False  # loading `typing` takes longer than all of a help
+if TYPE_CHECKING:
+    from tinsmith.types.service import SupportedModel
+
+
+def configure(parser: Parser) -> None:
+    """Add the verbs of `tinsmith model`."""
+    listing = parser.add_verb("list", "list the models that you can use", list_models)
+    listing.add_argument("substring", nargs="?", help="only those with this in their name")
+
+
+def list_models(arguments: argparse.Namespace) -> None:
+    """Show the models whose names have the substring, in any case."""
+    from tinsmith.cli.connect import service_client
+    from tinsmith.cli.failures import CommandError
+    from tinsmith.cli.output import Table, plain_of, show
+
+    with service_client(arguments) as client:
+        models: list[SupportedModel] = client.get_server_capabilities().supported_models
+    wanted = (arguments.substring or "").lower()
+    found = [model for model in models if wanted in (model.model_name or "").lower()]
+    if wanted and not found:
+        raise CommandError(
+            f"no model has {arguments.substring!r} in its name",
+            remedy="`tinsmith model list` shows all that you can use",
+        )
+    show(
+        arguments.format,
+        {"models": [plain_of(model) for model in found]},
+        Table(
+            counted(len(found), "model") if found else "No models found",
+            ["Model", "Max Context", "Trainable", "Sampleable"],
+            [_row(model) for model in found],
+        ),
+    )
+
+
+def _row(model: SupportedModel) -> list[str]:
+    context = model.max_context_length
+    return [
+        model.model_name or MISSING,
+        MISSING if context is None else str(context),
+        yes_or_no(model.trainable),
+        yes_or_no(model.sampleable),
+    ]

@@ -1,0 +1,152 @@
+"""`tinsmith sample`: text in, text out.
+
+The text is continued as it is, or with `--chat` taken for what a user says and put into the
+model's own template.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from tinsmith.cli.parser import Parser, checkpoint_path, positive
+from tinsmith.cli.text import harmless
+
+TYPE_CHECKING = False  # loading `typing` takes longer than all of a help
+if TYPE_CHECKING:
+    from typing import Any
+
+    from tinsmith.types.sampling import SampleResponse
+
+SAMPLE_TIMEOUT_S = 600.0
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+"""What a tokenizer gives for bytes that are not a whole character yet."""
+
+
+def configure(parser: Parser) -> None:
+    """Add the arguments of `tinsmith sample`."""
+    parser.set_defaults(run=run)
+    parser.add_argument("text", nargs="?", default="-", help="the text; - or nothing for stdin")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--base-model", metavar="NAME", help="sample from this model")
+    source.add_argument(
+        "--model-path", metavar="PATH", type=checkpoint_path, help="sample from this checkpoint"
+    )
+    parser.add_argument("--chat", action="store_true", help="use the model's chat template")
+    parser.add_argument("--system", metavar="TEXT", help="a system message; implies --chat")
+    parser.add_argument("--max-tokens", type=positive, default=256, metavar="N", help="default 256")
+    parser.add_argument("--temperature", type=float, default=1.0, help="default 1.0")
+    parser.add_argument("--top-p", type=float, default=1.0, help="default 1.0, all tokens")
+    parser.add_argument("--top-k", type=int, default=-1, help="default -1, all tokens")
+    parser.add_argument("--seed", type=int, help="draw the same each time")
+    parser.add_argument(
+        "--stop", action="append", metavar="TEXT", help="stop there; may be given several times"
+    )
+    parser.add_argument(
+        "-n", "--num-samples", type=positive, default=1, metavar="N", help="default 1"
+    )
+    parser.add_argument(
+        "--stream", action="store_true", help="show tokens as they are drawn, if the service can"
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Sample, and print what was drawn."""
+    from tinsmith.cli.failures import UsageError
+
+    if arguments.stream and arguments.num_samples > 1:
+        raise UsageError("--stream shows one sample; leave out -n")
+    text = sys.stdin.read() if arguments.text == "-" else arguments.text
+    if not text:
+        raise UsageError("there is no text to sample from")
+    from tinsmith.cli.connect import service_client
+
+    with service_client(arguments) as client:
+        sampler = client.create_sampling_client(
+            model_path=arguments.model_path, base_model=arguments.base_model
+        )
+        tokenizer = sampler.get_tokenizer()
+        prompt = _prompt(tokenizer, text, arguments)
+        if arguments.stream and arguments.format == "table":
+            _stream(sampler, tokenizer, prompt, arguments)
+        else:
+            _sample(sampler, tokenizer, prompt, arguments)
+
+
+def _prompt(tokenizer: Any, text: str, arguments: argparse.Namespace) -> list[int]:
+    if not arguments.chat and arguments.system is None:
+        return list(tokenizer.encode(text))
+    messages = [{"role": "user", "content": text}]
+    if arguments.system is not None:
+        messages.insert(0, {"role": "system", "content": arguments.system})
+    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+
+
+def _asked(prompt: list[int], arguments: argparse.Namespace) -> tuple[Any, int, Any]:
+    """What a sampling client is asked for, in its order."""
+    from tinsmith.types.inputs import ModelInput
+    from tinsmith.types.sampling import SamplingParams
+
+    params = SamplingParams(
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+        seed=arguments.seed,
+        stop=arguments.stop,
+    )
+    return ModelInput.from_ints(prompt), arguments.num_samples, params
+
+
+def _sample(sampler: Any, tokenizer: Any, prompt: list[int], arguments: argparse.Namespace) -> None:
+    from tinsmith.cli.connect import wait
+    from tinsmith.cli.output import show
+
+    future = sampler.sample(*_asked(prompt, arguments))
+    response: SampleResponse = wait(future, arguments, SAMPLE_TIMEOUT_S)
+    texts = [_text(tokenizer, list(sequence.tokens)) for sequence in response.sequences]
+    if arguments.format == "json":
+        plain = _plain(response)
+        for sequence, text in zip(plain["sequences"], texts, strict=True):
+            sequence["text"] = text
+        show("json", {"prompt_tokens": prompt, **plain}, "")
+        return
+    many = len(texts) > 1
+    heads = [
+        f"--- {number} of {len(texts)}\n" if many else "" for number in range(1, len(texts) + 1)
+    ]
+    print("\n".join(head + _shown(text) for head, text in zip(heads, texts, strict=True)))
+
+
+def _plain(response: SampleResponse) -> dict[str, Any]:
+    import msgspec
+
+    from tinsmith.types.record import foreign_to_plain, to_plain
+
+    plain = msgspec.to_builtins(to_plain(response, keep_none=True), enc_hook=foreign_to_plain)
+    assert isinstance(plain, dict)
+    return plain
+
+
+def _stream(sampler: Any, tokenizer: Any, prompt: list[int], arguments: argparse.Namespace) -> None:
+    """Print the text as it grows; a character whose bytes have not all come is held back."""
+    tokens: list[int] = []
+    printed = ""
+    for event in sampler.sample_stream(*_asked(prompt, arguments)):
+        tokens += event.tokens
+        text = _text(tokenizer, tokens).rstrip(UNFINISHED)
+        if text.startswith(printed):
+            print(_shown(text[len(printed) :]), end="", flush=True)
+            printed = text
+    rest = _text(tokenizer, tokens)
+    print(_shown(rest[len(printed) :]))
+
+
+def _text(tokenizer: Any, tokens: list[int]) -> str:
+    text: str = tokenizer.decode(tokens, skip_special_tokens=True)
+    return text
+
+
+def _shown(text: str) -> str:
+    """Text for stdout: a file gets it as it is, a terminal without what it would obey."""
+    return harmless(text) if sys.stdout.isatty() else text

@@ -1,0 +1,78 @@
+"""`tinsmith session`: what happened in a session."""
+
+from __future__ import annotations
+
+import argparse
+
+from tinsmith.cli.parser import Parser
+
+TYPE_CHECKING = False  # loading `typing` takes longer than all of a help
+if TYPE_CHECKING:
+    import pathlib
+
+EXPORT_TIMEOUT_S = 600.0
+
+
+def configure(parser: Parser) -> None:
+    """Add the verbs of `tinsmith session`."""
+    export = parser.add_verb(
+        "export-trace",
+        "export a session's timeline as a Perfetto trace",
+        export_trace,
+        " Open it at https://ui.perfetto.dev.",
+    )
+    export.add_argument("session_id", help="the session's id")
+    export.add_argument(
+        "-o", "--output", metavar="FILE", help="where to write it (default ./<id>.pftrace)"
+    )
+    export.add_argument(
+        "--url-only", action="store_true", help="print its address instead of downloading it"
+    )
+
+
+def export_trace(arguments: argparse.Namespace) -> None:
+    """Have the service make a trace, and fetch it."""
+    import pathlib
+
+    from tinsmith.cli.connect import rest_client, wait
+    from tinsmith.cli.output import Properties, show
+    from tinsmith.cli.progress import Progress
+    from tinsmith.cli.staging import safe_parts
+    from tinsmith.cli.text import size_text
+
+    session_id: str = arguments.session_id
+    target = pathlib.Path(arguments.output or f"{'_'.join(safe_parts(session_id))}.pftrace")
+    with Progress("Exporting the trace", None, format_=arguments.format):
+        rest = rest_client(arguments)
+        url = wait(rest.export_session_trace(session_id), arguments, EXPORT_TIMEOUT_S)
+    if arguments.url_only:
+        show(arguments.format, {"session_id": session_id, "url": url}, url)
+        return
+    size = _fetch(arguments, url, target)
+    show(
+        arguments.format,
+        {"session_id": session_id, "destination": str(target), "file_size_bytes": size},
+        Properties(
+            "Trace exported",
+            [
+                ("Session ID", session_id),
+                ("Saved to", str(target)),
+                ("Size", size_text(size)),
+            ],
+        ),
+    )
+
+
+def _fetch(arguments: argparse.Namespace, url: str, target: pathlib.Path) -> int:
+    from tinsmith.cli.fetch import Addresses, Fetch
+    from tinsmith.cli.progress import Progress
+    from tinsmith.cli.staging import Staging
+
+    # Each export is a trace of its own: parts of an older one are of no use.
+    with (
+        Staging(target, resume=False) as staging,
+        Progress("Downloading", None, in_bytes=True, format_=arguments.format) as bar,
+    ):
+        size = Fetch(Addresses(lambda: ({"trace": url}, None)), staging, bar).run()
+        staging.place(staging.files / "trace")
+        return size

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import pytest
+
+from tinsmith.cli.progress import Progress
+
+
+def test_a_bar_says_how_much_how_fast_and_how_long() -> None:
+    bar = Progress("Downloading", None, in_bytes=True)
+    bar.begin(4 * 1024, done=1024)
+    bar.add(1024)
+
+    line = bar.line(2.0)
+
+    assert line == f"Downloading [{'#' * 12}{'-' * 12}] 2.0 KB of 4.0 KB, 512 B/s, 0:04 left"
+
+
+def test_an_unknown_total_has_no_bar() -> None:
+    bar = Progress("Fetching runs", None)
+    bar.add(3)
+
+    assert bar.line(1.0) == "Fetching runs  3"
+
+
+def test_nothing_is_drawn_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress("Deleting", 3) as bar:
+        bar.add(1)
+
+    assert capsys.readouterr() == ("", "")
