@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
+import functools
 import json
 import sys
 from collections.abc import Callable
@@ -44,7 +46,7 @@ class Bench:
         self.count = 0
         self.ended: dict[int, str] = {}
         self.last = 0
-        self.waiting: list[tuple[Connection, int]] = []
+        self.waiting: list[tuple[Connection, int, bool]] = []
         self.results: dict[str, bytes] = {}
         self.is_telling = False
         sequence = SampledSequence(
@@ -53,6 +55,8 @@ class Bench:
             logprobs=[-0.5] * SAMPLED_TOKENS,
         )
         self.sample = b"".join(proto_format.encode_sample_response(SampleResponse([sequence])))
+        self.size = f'"response_payload_uncompressed_size":{len(self.sample)}'
+        self.inline = f'{self.size},"payload":"{base64.b64encode(self.sample).decode()}"'
         self.loop = asyncio.get_running_loop()
 
     # Samples
@@ -73,17 +77,16 @@ class Bench:
     def _tell(self) -> None:
         self.is_telling = False
         waiting, self.waiting = self.waiting, []
-        for connection, cursor in waiting:
-            connection.reply(self.completions(cursor))
+        for connection, cursor, are_inline in waiting:
+            connection.reply(self.completions(cursor, are_inline=are_inline))
 
-    def completions(self, cursor: int) -> bytes:
+    def completions(self, cursor: int, *, are_inline: bool) -> bytes:
         for number in range(cursor, 0, -1):
             if self.ended.pop(number, None) is None:
                 break
-        size = len(self.sample)
+        told = self.inline if are_inline else self.size
         found = ",".join(
-            f'{{"state":"finished","request_id":"{request_id}",'
-            f'"response_payload_uncompressed_size":{size}}}'
+            f'{{"state":"finished","request_id":"{request_id}",{told}}}'
             for request_id in self.ended.values()
         )
         return f'{{"completions":[{found}],"cursor":{self.last}}}'.encode()
@@ -165,20 +168,27 @@ def _flags(connection: Connection) -> None:
 
 
 def _sample(connection: Connection) -> None:
-    request_id = connection.bench.submit_sample()
-    connection.reply(
-        b'{"request_id":"%b","sample_sequence_ids":["%b-0"]}'
-        % (request_id.encode(), request_id.encode())
-    )
+    connection.reply(_submitted(connection.bench).encode())
 
 
-def _retrieve_many(connection: Connection) -> None:
+def _submitted(bench: Bench) -> str:
+    request_id = bench.submit_sample()
+    return f'{{"request_id":"{request_id}","sample_sequence_ids":["{request_id}-0"]}}'
+
+
+def _sample_many(connection: Connection) -> None:
+    count = connection.body.count(b'"seq_id":')
+    items = ",".join(_submitted(connection.bench) for _ in range(count))
+    connection.reply(f'{{"items":[{items}]}}'.encode())
+
+
+def _retrieve_many(connection: Connection, *, are_inline: bool = False) -> None:
     bench = connection.bench
     cursor = json.loads(connection.body)["prev_cursor"]
     if bench.last > cursor:
-        connection.reply(bench.completions(cursor))
+        connection.reply(bench.completions(cursor, are_inline=are_inline))
     else:
-        bench.waiting.append((connection, cursor))
+        bench.waiting.append((connection, cursor, are_inline))
 
 
 def _retrieve(connection: Connection) -> None:
@@ -211,6 +221,8 @@ ANSWERS: dict[bytes, Answer] = {
     b"asample": _sample,
     b"retrieve_futures": _retrieve_many,
     b"retrieve_future": _retrieve,
+    b"tinsmith/asample_many": _sample_many,
+    b"tinsmith/retrieve_results": functools.partial(_retrieve_many, are_inline=True),
     b"create_model": _later(type="create_model", model_id="bench:train:0"),
     b"forward_backward": _train,
     b"optim_step": _later(type="optim_step", metrics={}),
@@ -232,7 +244,9 @@ def main() -> None:
     parser.add_argument("--delay-ms", type=float, default=20.0)
     parser.add_argument("--plain", action="store_true")
     arguments = parser.parse_args()
-    flags = {"sample_use_retrieve_futures": True, "parallel_fwdbwd_chunks": True}
+    flags: dict[str, Any] = {"sample_use_retrieve_futures": True, "parallel_fwdbwd_chunks": True}
+    if not arguments.plain:
+        flags |= {"tinsmith_batch_items": 64, "tinsmith_inline_bytes": 65_536}
     uvloop.run(serve(arguments.delay_ms / 1000, flags))
 
 

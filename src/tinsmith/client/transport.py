@@ -14,6 +14,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 import msgspec
+from msgspec.structs import force_setattr
 
 from tinsmith.errors import APIConnectionError, APITimeoutError
 from tinsmith.types.buffers import Memory
@@ -100,6 +101,10 @@ class Transport(Protocol):
         ...
 
 
+_OWN_HEADERS = frozenset({"x-api-key", "host", "content-length", "transfer-encoding"})
+"""What nobody else may set: the credential (S12), and what says where a request ends."""
+
+
 class TransportSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How to reach a service."""
 
@@ -114,9 +119,11 @@ class TransportSettings(msgspec.Struct, frozen=True, kw_only=True):
     most_connections: int = MOST_CONNECTIONS
     limits: DecodeLimits = DEFAULT_LIMITS
 
-
-_OWN_HEADERS = frozenset({"x-api-key", "host", "content-length", "transfer-encoding"})
-"""What nobody else may set: the credential (S12), and what says where a request ends."""
+    def __post_init__(self) -> None:
+        allowed = {
+            name: value for name, value in self.headers.items() if name.lower() not in _OWN_HEADERS
+        }
+        force_setattr(self, "headers", allowed)
 
 
 def request_headers(
@@ -131,8 +138,7 @@ def request_headers(
         **request.headers,
         **settings.headers,
     }
-    for name in [name for name in headers if name.lower() in _OWN_HEADERS]:
-        del headers[name]
+    headers.pop("X-API-Key", None)
     if credential:
         headers["X-API-Key"] = credential
     if request.method != "GET":

@@ -7,11 +7,13 @@ of them does any I/O: what goes out and comes in are methods, paths, headers and
 from __future__ import annotations
 
 import datetime
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import quote
 
 import msgspec
+from msgspec.structs import fields as fields_of
 
 from tinsmith.errors import DecodeError, ValidationError, shown
 from tinsmith.types.buffers import Memory
@@ -89,7 +91,18 @@ def to_http(
     return _json_request(endpoint, request, headers)
 
 
+@functools.cache
+def _is_flat(endpoint_path: str, cls: type[Record]) -> bool:
+    """Whether all of it goes into the body, and is numbers and text that are always there."""
+    flat = {str, int, float, bool}
+    return "{" not in endpoint_path and all(field.type in flat for field in fields_of(cls))
+
+
 def _json_request(endpoint: Endpoint, request: Record, headers: dict[str, str]) -> HttpRequest:
+    if endpoint.method == "POST" and _is_flat(endpoint.path, type(request)):
+        headers["Content-Type"] = Format.JSON.value
+        body = msgspec.json.encode(request)
+        return HttpRequest(endpoint.method, endpoint.path, {}, headers, [body])
     writer = json_format.BodyWriter()
     fields = to_plain(request, write_array=writer.write_array)
     for name, header in endpoint.header_fields.items():
