@@ -63,6 +63,8 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
             APITimeoutError: It did not come in time.
         """
         try:
+            if timeout is None:
+                return await self._settled()
             async with asyncio.timeout(timeout):
                 return await self._settled()
         except TimeoutError as exc:

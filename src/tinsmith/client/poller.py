@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from tinsmith.client import events
@@ -314,11 +314,8 @@ def _pending_of(error: APIError) -> _Pending | None:
     return None
 
 
-@contextlib.asynccontextmanager
-async def room_for(room: Budget | None, size_bytes: int) -> AsyncIterator[None]:
+def room_for(
+    room: Budget | None, size_bytes: int
+) -> contextlib.AbstractAsyncContextManager[None, bool | None]:
     """Hold room for a result while the block lasts; without a budget there is always room."""
-    if room is None:
-        yield
-        return
-    async with room.taken(size_bytes):
-        yield
+    return contextlib.nullcontext() if room is None else room.taken(size_bytes)

@@ -12,6 +12,7 @@ import asyncio
 import atexit
 import concurrent.futures
 import contextlib
+import functools
 import logging
 import sys
 import weakref
@@ -195,7 +196,7 @@ class Session:
         """As `exchange`, for a request that is bytes already."""
         if endpoint.name not in _AFTER_CLOSE:
             self.check_open()
-        sent.headers.update(self._own_headers(endpoint))
+        sent.headers.update(_own_headers(endpoint.name))
         sent.headers.update(headers or {})
         exchange = self._carrier().send(
             sent,
@@ -235,7 +236,7 @@ class Session:
         """
         if self._closing is not None:
             raise ClosedError("the client is closed", remedy="make a new one")
-        sent.headers.update({**self._own_headers(endpoint), **(headers or {})})
+        sent.headers.update({**_own_headers(endpoint.name), **(headers or {})})
         async with self._carrier().stream(
             sent, pool=endpoint.pool, timeout_s=endpoint.timeout_s, idle_s=idle_s
         ) as reply:
@@ -249,16 +250,6 @@ class Session:
                     request_id=reply.headers.get("x-request-id"),
                 )
             yield reply.pieces
-
-    def _own_headers(self, endpoint: Endpoint) -> dict[str, str]:
-        headers = {
-            "User-Agent": f"tinsmith/{__version__}",
-            "X-Stainless-Package-Version": SDK_VERSION,
-            "x-stainless-read-timeout": f"{endpoint.timeout_s:g}",
-        }
-        if endpoint.is_management:
-            headers |= {"x-sdk-version": SDK_VERSION, "x-sdk-method": endpoint.name}
-        return headers
 
     def _carrier(self) -> Transport:
         if self._transport is None:
@@ -460,6 +451,20 @@ async def _first_bytes(pieces: AsyncIterator[bytes]) -> bytes:
         if len(body) > MOST_ERROR_BYTES:
             break
     return bytes(body[:MOST_ERROR_BYTES])
+
+
+@functools.cache
+def _own_headers(endpoint_name: str) -> Mapping[str, str]:
+    """What we say of ourselves with each call."""
+    endpoint = ENDPOINTS[endpoint_name]
+    headers = {
+        "User-Agent": f"tinsmith/{__version__}",
+        "X-Stainless-Package-Version": SDK_VERSION,
+        "x-stainless-read-timeout": f"{endpoint.timeout_s:g}",
+    }
+    if endpoint.is_management:
+        headers |= {"x-sdk-version": SDK_VERSION, "x-sdk-method": endpoint.name}
+    return headers
 
 
 _AFTER_CLOSE = frozenset({"finish_session"})
