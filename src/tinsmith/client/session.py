@@ -334,8 +334,9 @@ class Session:
         about = r.ClientConfigRequest(sdk_version=SDK_VERSION)
         endpoint = ENDPOINTS["client_dynamic_config"]
 
-        async def attempt(_: int) -> ClientDynamicConfigResponse:
-            reply = await self.exchange(endpoint, about)
+        async def attempt(number: int) -> ClientDynamicConfigResponse:
+            headers = {"x-stainless-retry-count": str(number)}
+            reply = await self.exchange(endpoint, about, headers=headers)
             flags: ClientDynamicConfigResponse = self._decoded(endpoint, reply)
             return flags
 

@@ -34,6 +34,8 @@ class ReceivedRequest(msgspec.Struct, kw_only=True, eq=False):
     """Names in lower case."""
     body_bytes: int
     """As it was sent, compressed or not."""
+    body: bytes | None = None
+    """The same, with the option `keep_bodies`."""
     connection: int
     arrived_at: float
     """In seconds of `time.monotonic()`."""

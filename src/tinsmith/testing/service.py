@@ -181,6 +181,7 @@ class ScriptedService:
             query=incoming.query,
             headers=incoming.headers,
             body_bytes=len(incoming.body),
+            body=bytes(incoming.body) if self.settings.keep_bodies else None,
             connection=incoming.connection,
         )
         status: int | None = None

@@ -52,6 +52,8 @@ class ServiceSettings(Request):
     """For samples that do not say how long they may be."""
     learning_speed: float = 10_000.0
     """How much a step of learning rate 1 teaches; see `arithmetic.py`."""
+    keep_bodies: bool = False
+    """Whether requests are kept with the bytes that were sent."""
     trace_polls: int = 0
     """How often a session's trace is asked for before it is ready."""
     archive_redirects: bool = False
