@@ -41,7 +41,7 @@ class Account:
         return {
             "deleted_count": len(self.deleted),
             "failed": [{"tinker_path": path, "error": why} for path, why in self.failed.items()],
-            "not_tried": self.unknown,
+            "unknown": self.unknown,
         }
 
     def text(self) -> str:

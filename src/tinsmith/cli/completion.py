@@ -50,6 +50,7 @@ class Level:
         self.commands: dict[str, str] = {}
         self.parsers: dict[str, Parser] = {}
         self.options: list[argparse.Action] = []
+        self.arguments: list[argparse.Action] = []
         self.choices: list[str] = []
         for action in parser._actions:
             if isinstance(action, argparse._SubParsersAction):
@@ -58,8 +59,9 @@ class Level:
                 self.commands = {name: shown.get(name, "") for name in self.parsers}
             elif action.option_strings:
                 self.options.append(action)
-            elif action.choices is not None:
-                self.choices += map(str, action.choices)
+            else:
+                self.arguments.append(action)
+                self.choices += map(str, action.choices or ())
 
     @property
     def candidates(self) -> list[str]:

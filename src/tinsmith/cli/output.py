@@ -43,7 +43,7 @@ def show(format_: str, plain: Any, table: Table | Properties | str) -> None:
         table: The same for people.
     """
     if format_ == "json":
-        print(json.dumps(plain, indent=2))
+        print(json.dumps(plain, indent=2, allow_nan=False))
     elif isinstance(table, str):
         print(table)
     else:

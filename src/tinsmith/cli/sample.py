@@ -106,10 +106,7 @@ def _sample(sampler: Any, tokenizer: Any, prompt: list[int], arguments: argparse
     response: SampleResponse = wait(future, arguments, SAMPLE_TIMEOUT_S)
     texts = [_text(tokenizer, list(sequence.tokens)) for sequence in response.sequences]
     if arguments.format == "json":
-        plain = _plain(response)
-        for sequence, text in zip(plain["sequences"], texts, strict=True):
-            sequence["text"] = text
-        show("json", {"prompt_tokens": prompt, **plain}, "")
+        show("json", _plain(prompt, response, texts), "")
         return
     many = len(texts) > 1
     heads = [
@@ -118,14 +115,27 @@ def _sample(sampler: Any, tokenizer: Any, prompt: list[int], arguments: argparse
     print("\n".join(head + _shown(text) for head, text in zip(heads, texts, strict=True)))
 
 
-def _plain(response: SampleResponse) -> dict[str, Any]:
-    import msgspec
+def _plain(prompt: list[int], response: SampleResponse, texts: list[str]) -> dict[str, Any]:
+    """The whole answer for programs, with the text of each sequence."""
+    import math
 
-    from tinsmith.types.record import foreign_to_plain, to_plain
-
-    plain = msgspec.to_builtins(to_plain(response, keep_none=True), enc_hook=foreign_to_plain)
-    assert isinstance(plain, dict)
-    return plain
+    return {
+        "prompt_tokens": prompt,
+        "prompt_cache_hit_tokens": response.prompt_cache_hit_tokens,
+        "sequences": [
+            {
+                "sequence_id": sequence.sequence_id,
+                "text": text,
+                "stop_reason": sequence.stop_reason,
+                "tokens": list(sequence.tokens),
+                # JSON knows neither infinities nor NaN.
+                "logprobs": None
+                if sequence.logprobs is None
+                else [p if math.isfinite(p) else None for p in sequence.logprobs],
+            }
+            for sequence, text in zip(response.sequences, texts, strict=True)
+        ],
+    }
 
 
 def _stream(sampler: Any, tokenizer: Any, prompt: list[int], arguments: argparse.Namespace) -> None:

@@ -1,0 +1,286 @@
+"""`tinsmith checkpoint download` and `session export-trace`, as processes."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import pathlib
+
+import pytest
+
+from tests.integration.cli.command import Commands
+from tinsmith.client.service import ServiceClient
+from tinsmith.client.training import TrainingClient
+from tinsmith.testing import ScriptedService, running_service
+
+NAMES = ["adapter_config.json", "adapter_model.safetensors"]
+
+
+def folder_of(tinsmith: Commands, path: str) -> pathlib.Path:
+    return tinsmith.folder / path.removeprefix("tinker://").replace("/", "_")
+
+
+def names_in(folder: pathlib.Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture
+def exported(training: TrainingClient) -> str:
+    return training.save_weights_external("shared").result().path
+
+
+def test_exported_weights_are_downloaded_into_a_folder_of_their_own(
+    tinsmith: Commands, exported: str
+) -> None:
+    ended = tinsmith.run("checkpoint", "download", exported, "-f", "json")
+
+    folder = folder_of(tinsmith, exported)
+    assert ended.status == 0, ended.err
+    assert names_in(folder) == NAMES
+    assert json.loads((folder / NAMES[0]).read_text())["r"] == 4
+    assert ended.json == {
+        "checkpoint_path": exported,
+        "destination": folder.name,
+        "file_size_bytes": sum(path.stat().st_size for path in folder.iterdir()),
+    }
+
+
+def test_a_training_checkpoint_comes_as_an_archive_without_a_session(
+    tinsmith: Commands, checkpoint: str, service: ScriptedService
+) -> None:
+    sessions = len(service.requests("create_session"))
+
+    ended = tinsmith.run("checkpoint", "download", checkpoint, "-o", "models")
+
+    folder = tinsmith.folder / "models" / folder_of(tinsmith, checkpoint).name
+    assert ended.status == 0, ended.err
+    assert f"Downloaded to    models/{folder.name}" in ended.out
+    assert names_in(folder) == NAMES
+    assert len(service.requests("create_session")) == sessions
+
+
+def test_a_sampler_checkpoint_can_be_downloaded_where_the_service_packs_it(
+    tinsmith: Commands, training: TrainingClient
+) -> None:
+    path = training.save_weights_for_sampler("drawn").result().path
+
+    ended = tinsmith.run("checkpoint", "download", path)
+
+    assert ended.status == 0, ended.err
+    assert names_in(folder_of(tinsmith, path)) == NAMES
+
+
+def test_a_sampler_checkpoint_without_an_archive_is_refused_with_a_way_out(
+    tinsmith: Commands, training: TrainingClient, service: ScriptedService
+) -> None:
+    path = training.save_weights_for_sampler("drawn").result().path
+    service.faults.add(on="get_checkpoint_archive_url", times=None, status=404)
+
+    ended = tinsmith.run("checkpoint", "download", path, "-f", "json")
+
+    assert ended.status == 1
+    assert "gives no archive" in ended.error["message"]
+    assert "training checkpoints" in ended.error["remedy"]
+
+
+def test_a_service_without_archives_exports_and_the_export_is_deleted_again(
+    tinsmith: Commands, checkpoint: str, service: ScriptedService
+) -> None:
+    service.faults.add(on="get_checkpoint_archive_url", times=None, status=404)
+
+    ended = tinsmith.run("checkpoint", "download", checkpoint)
+
+    assert ended.status == 0, ended.err
+    assert names_in(folder_of(tinsmith, checkpoint)) == NAMES
+    saved = service.requests("save_weights_external")
+    assert [asked.request.ttl_seconds for asked in saved] == [3600]
+    deleted = [asked.request.checkpoint_id for asked in service.requests("delete_checkpoint")]
+    assert deleted == ["external_weights/download"]
+    assert len(service.requests("set_checkpoint_ttl")) == 1
+
+
+def test_w12_the_session_of_an_export_is_finished(
+    tinsmith: Commands, checkpoint: str, service: ScriptedService
+) -> None:
+    service.faults.add(on="get_checkpoint_archive_url", times=None, status=404)
+    service.faults.add(on="download", times=None, status=404)
+
+    ended = tinsmith.run("checkpoint", "download", checkpoint)
+
+    assert ended.status == 1
+    finished = service.requests("finish_session")
+    assert [type(asked.request.reason).__name__ for asked in finished] == [
+        "ClientSessionFinishErrored"
+    ]
+    assert len(service.requests("delete_checkpoint")) == 1
+
+
+def test_a_checkpoint_that_is_not_there_is_told_as_such(
+    tinsmith: Commands, checkpoint: str
+) -> None:
+    ended = tinsmith.run("checkpoint", "download", f"{checkpoint}-not", "-f", "json")
+
+    assert ended.status == 1
+    assert ended.error["type"] == "NotFoundError"
+    assert not list(tinsmith.folder.glob("*first-not"))
+
+
+def test_an_existing_folder_is_replaced_only_by_force(tinsmith: Commands, exported: str) -> None:
+    folder = folder_of(tinsmith, exported)
+    folder.mkdir()
+    (folder / "mine").write_text("keep me")
+
+    refused = tinsmith.run("checkpoint", "download", exported)
+    kept = names_in(folder)
+    forced = tinsmith.run("checkpoint", "download", exported, "--force")
+
+    assert (refused.status, kept) == (1, ["mine"])
+    assert "--force" in refused.err
+    assert forced.status == 0
+    assert names_in(folder) == NAMES
+
+
+def test_a_folder_that_is_to_be_replaced_stays_until_the_new_one_is_whole(
+    tinsmith: Commands, exported: str, service: ScriptedService
+) -> None:
+    folder = folder_of(tinsmith, exported)
+    folder.mkdir()
+    (folder / "mine").write_text("keep me")
+    service.faults.add(on="download", times=None, status=404)
+
+    ended = tinsmith.run("checkpoint", "download", exported, "--force")
+
+    assert ended.status == 1
+    assert names_in(folder) == ["mine"]
+
+
+def test_w43_ctrl_c_leaves_parts_for_later_and_nothing_under_the_final_name(
+    tinsmith: Commands, exported: str, service: ScriptedService
+) -> None:
+    big = NAMES[1]
+    hold = service.faults.hold(
+        on="download",
+        when=lambda asked: asked.path.endswith(big) and asked.headers["range"] != "bytes=0-0",
+    )
+    process = tinsmith.start("checkpoint", "download", exported)
+    hold.wait_held(1)
+
+    ended = tinsmith.interrupted(process)
+
+    folder = folder_of(tinsmith, exported)
+    assert (ended.status, ended.out) == (130, "")
+    assert "Traceback" not in ended.err
+    assert not folder.exists()
+    assert folder.with_name(f"{folder.name}.partial").is_dir()
+
+    service.faults.clear()
+    service.forget_requests()
+    again = tinsmith.run("checkpoint", "download", exported)
+
+    assert again.status == 0, again.err
+    assert names_in(folder) == NAMES
+    assert not folder.with_name(f"{folder.name}.partial").exists()
+
+
+def test_ctrl_c_during_an_export_deletes_it_and_ends_the_session(
+    tinsmith: Commands, checkpoint: str, service: ScriptedService
+) -> None:
+    service.faults.add(on="get_checkpoint_archive_url", times=None, status=404)
+    hold = service.faults.hold(on="download")
+    process = tinsmith.start("checkpoint", "download", checkpoint, "--no-resume")
+    hold.wait_held(1)
+
+    ended = tinsmith.interrupted(process)
+
+    assert ended.status == 130
+    assert len(service.requests("delete_checkpoint")) == 1
+    reasons = [type(asked.request.reason).__name__ for asked in service.requests("finish_session")]
+    assert reasons == ["ClientSessionFinishInterrupted"]
+    assert [path.name for path in tinsmith.folder.iterdir()] == ["home"]
+
+
+@pytest.mark.parametrize("name", ["../../evil", "/tmp/tinsmith-evil"])
+def test_files_that_would_be_written_elsewhere_are_refused(
+    tinsmith: Commands, exported: str, service: ScriptedService, name: str
+) -> None:
+    expires = datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=1)
+    url = service.downloads.put("evil", b"evil")
+    service.faults.add(
+        on="get_external_weights_urls",
+        status=200,
+        body={"urls": {name: url}, "expires": expires.isoformat()},
+    )
+
+    ended = tinsmith.run("checkpoint", "download", exported, "-f", "json")
+
+    assert ended.status == 1
+    assert "written elsewhere" in ended.error["message"]
+    assert not list(tinsmith.folder.parent.rglob("*evil*"))
+
+
+def test_a_broken_archive_is_not_kept(
+    tinsmith: Commands, checkpoint: str, service: ScriptedService
+) -> None:
+    expires = datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=1)
+    url = service.downloads.put("broken.tar", b"this is no archive" * 100)
+    service.faults.add(
+        on="get_checkpoint_archive_url",
+        status=200,
+        body={"url": url, "expires": expires.isoformat()},
+    )
+
+    broken = tinsmith.run("checkpoint", "download", checkpoint)
+    again = tinsmith.run("checkpoint", "download", checkpoint)
+
+    assert broken.status == 1
+    assert "cannot be taken apart" in broken.err
+    assert again.status == 0, again.err
+
+
+def test_old_services_that_redirect_to_an_archive_work_too(tmp_path: pathlib.Path) -> None:
+    with running_service(archive_redirects=True, downloads_in_parts=False) as service:
+        tinsmith = Commands(service, tmp_path)
+        with ServiceClient(base_url=service.base_url, api_key=service.api_key) as client:
+            path = client.create_lora_training_client("m", rank=4).save_state("a").result().path
+
+        ended = tinsmith.run("checkpoint", "download", path)
+
+    assert ended.status == 0, ended.err
+    assert names_in(folder_of(tinsmith, path)) == NAMES
+
+
+def test_a_trace_is_written_to_a_file(
+    tinsmith: Commands, training: TrainingClient, service: ScriptedService
+) -> None:
+    session_id = training.model_id.split(":")[0]
+
+    plain = tinsmith.run("session", "export-trace", session_id, "-f", "json")
+    named = tinsmith.run("session", "export-trace", session_id, "-o", "trace.bin")
+    address = tinsmith.run("session", "export-trace", session_id, "--url-only")
+
+    assert plain.status == 0, plain.err
+    trace = tinsmith.folder / f"{session_id}.pftrace"
+    assert plain.json == {
+        "session_id": session_id,
+        "destination": trace.name,
+        "file_size_bytes": trace.stat().st_size,
+    }
+    assert named.status == 0
+    assert (tinsmith.folder / "trace.bin").read_bytes() == trace.read_bytes()
+    assert address.out.strip().startswith(service.base_url)
+    assert not list(tinsmith.folder.glob("*.partial"))
+
+
+def test_w16_an_export_that_never_ends_is_given_up(
+    tinsmith: Commands, training: TrainingClient, service: ScriptedService
+) -> None:
+    session_id = training.model_id.split(":")[0]
+    service.faults.add(
+        on="export_session_trace", times=None, status=200, body={"status": "pending"}
+    )
+
+    ended = tinsmith.run("session", "export-trace", session_id, "--timeout", "0.5", "-f", "json")
+
+    assert ended.status == 1
+    assert ended.error["type"] == "APITimeoutError"
+    assert "--timeout" in ended.error["remedy"]
