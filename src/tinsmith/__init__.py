@@ -10,6 +10,7 @@ from __future__ import annotations
 TYPE_CHECKING = False  # `typing` would be the heaviest import of this module
 
 if TYPE_CHECKING:
+    from tinsmith import auth as auth
     from tinsmith import types as types
     from tinsmith._version import __version__ as __version__
     from tinsmith.as_tinker import as_tinker as as_tinker
@@ -93,6 +94,7 @@ if TYPE_CHECKING:
 _MODULE_OF = {
     "__version__": "tinsmith._version",
     "types": "tinsmith.types",
+    "auth": "tinsmith.auth",
     "as_tinker": "tinsmith.as_tinker",
     "ServiceClient": "tinsmith.client.service",
     "TrainingClient": "tinsmith.client.training",

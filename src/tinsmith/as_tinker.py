@@ -46,7 +46,7 @@ _INTERFACE_NAMES = (
 )
 _MODULES: dict[str, tuple[str, ...]] = {
     "tinker": ("tinsmith",),
-    "tinker.auth": ("tinsmith.client.access",),
+    "tinker.auth": ("tinsmith.auth",),
     "tinker.types": ("tinsmith.types",),
     "tinker._exceptions": ("tinsmith.errors",),
     "tinker._version": (),

@@ -5,7 +5,8 @@ default key of `~/.tinker/credentials.json`. A key begins with `tml-`, or with `
 JWT; what the command prints is taken as it is.
 
 Where the service says so (`pjwt_auth_enabled`) the credential is exchanged for a JWT, which is
-renewed well before it expires; a renewal that fails leaves the old one in use.
+renewed well before it expires, and once when the service refuses it all the same; a renewal that
+fails leaves the old one in use.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import contextlib
 import json
 import logging
+import os
 import pathlib
+import signal
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -23,7 +27,7 @@ from typing import Any
 import msgspec
 
 from tinsmith.client.settings import ClientSettings, Secret
-from tinsmith.errors import APIError, AuthenticationError, DecodeError, TinkerError
+from tinsmith.errors import AuthenticationError, DecodeError, TinkerError
 from tinsmith.types.service import WhoamiResponse
 from tinsmith.wire import json_format
 
@@ -33,6 +37,8 @@ COMMAND_TIMEOUT_S = 60.0
 RENEW_BEFORE_S = 300.0
 USABLE_BEFORE_S = 60.0
 RENEWAL_PAUSE_S = 60.0
+RENEWAL_TIMEOUT_S = 10.0
+"""How long calls may wait for a new token while there is an old one."""
 
 CREDENTIALS_FILE = pathlib.Path("~/.tinker/credentials.json")
 
@@ -52,39 +58,54 @@ def static_key(settings: ClientSettings, file: pathlib.Path = CREDENTIALS_FILE) 
         TinkerError: There is one, and it is not of the form of a key.
     """
     if settings.api_key is not None:
-        if _is_key(settings.api_key.reveal()):
-            return settings.api_key
-        if settings.credential_command is not None:
+        if settings.credential_command is not None and not _is_key(settings.api_key):
             return None
-        raise TinkerError(
-            "the API key is not one",
-            remedy="a key begins with tml-, or with eyJ if it is a JWT; see TINKER_API_KEY",
-        )
+        return _checked(settings.api_key, "see api_key and TINKER_API_KEY")
     return None if settings.credential_command is not None else stored_key(file)
 
 
 def stored_key(file: pathlib.Path = CREDENTIALS_FILE) -> Secret | None:
-    """The default key of the credentials file, if there is one that can be read."""
+    """The default key of the credentials file, if there is one that can be read.
+
+    Raises:
+        TinkerError: There is one, and it is not of the form of a key.
+    """
     try:
-        stored = json.loads(file.expanduser().read_text())
-        return Secret(str(stored["keys"][stored["default"]]["key"]))
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
+        stored = json.loads(file.expanduser().read_text(encoding="utf-8"))
+        key = Secret(str(stored["keys"][stored["default"]]["key"]))
+    except (OSError, RuntimeError, ValueError, LookupError, TypeError):
+        return None  # RuntimeError: there is no home directory
+    return _checked(key, f"see {file}")
 
 
-def _is_key(text: str) -> bool:
-    return text.startswith(("tml-", "eyJ"))
+def _is_key(key: Secret) -> bool:
+    return key.reveal().startswith(("tml-", "eyJ"))
 
 
-async def command_output(command: str, timeout_s: float = COMMAND_TIMEOUT_S) -> Secret:
+def _checked(key: Secret, where: str) -> Secret:
+    if not _is_key(key):
+        raise TinkerError(
+            "the API key is not one",
+            remedy=f"a key begins with tml-, or with eyJ if it is a JWT; {where}",
+        )
+    return key
+
+
+async def command_output(command: Secret, timeout_s: float = COMMAND_TIMEOUT_S) -> Secret:
     """What the user's credential command prints.
 
     Raises:
         TinkerError: It failed, printed nothing, or did not end in time.
     """
-    process = await asyncio.create_subprocess_shell(
-        command, stdout=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL
-    )
+    try:
+        process = await asyncio.create_subprocess_shell(
+            command.reveal(),
+            stdout=asyncio.subprocess.PIPE,
+            stdin=asyncio.subprocess.DEVNULL,
+            start_new_session=True,  # so that it can be ended with all that it started
+        )
+    except OSError as exc:
+        raise TinkerError("the command in TINKER_CREDENTIAL_CMD could not be run") from exc
     try:
         async with asyncio.timeout(timeout_s):
             output, _ = await process.communicate()
@@ -94,7 +115,7 @@ async def command_output(command: str, timeout_s: float = COMMAND_TIMEOUT_S) -> 
         ) from exc
     finally:
         if process.returncode is None:
-            process.kill()
+            _kill(process)
             await process.wait()
     text = output.decode("utf-8", "replace").strip()
     if process.returncode or not text:
@@ -106,6 +127,14 @@ async def command_output(command: str, timeout_s: float = COMMAND_TIMEOUT_S) -> 
     return Secret(text)
 
 
+def _kill(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        if hasattr(os, "killpg"):
+            os.killpg(process.pid, signal.SIGKILL)
+        else:  # Windows
+            process.kill()
+
+
 class Credentials:
     """The credential that a client sends with each request."""
 
@@ -115,6 +144,8 @@ class Credentials:
         self._static = static_key(settings)
         self._raw = self._static
         self._token: str | None = None
+        self._expires_at = float("inf")
+        self._usable_until = float("inf")
         self._renewal: asyncio.Lock | None = None
         self._failed_at = float("-inf")
         if self._static is None and settings.credential_command is None:
@@ -128,6 +159,18 @@ class Credentials:
         if self._token is not None:
             return self._token
         return "" if self._raw is None else self._raw.reveal()
+
+    @property
+    def token(self) -> str | None:
+        """The JWT that is sent instead of the credential, if there is one."""
+        return self._token
+
+    def is_stale(self) -> bool:
+        """Whether the JWT may expire on the way, and should be renewed before it is sent."""
+        if self._token is None:
+            return False
+        now = self._clock()
+        return now >= self._usable_until and now - self._failed_at >= RENEWAL_PAUSE_S
 
     async def open(self) -> Secret:
         """Find the credential to introduce ourselves with, by running the command if need be."""
@@ -153,33 +196,46 @@ class Credentials:
             )
         return await command_output(self._settings.credential_command)
 
-    async def renew(self, exchange: Exchange, default_source: str = "api_key") -> None:
-        """Get a JWT if there is none, or if it is about to expire.
+    async def renew(
+        self, exchange: Exchange, default_source: str = "api_key", *, refused: str | None = None
+    ) -> None:
+        """Get a JWT if there is none, if it is about to expire, or if it is the one `refused`.
 
         The first exchange must succeed; when a later one fails the old token stays in use.
         """
         if self._renewal is None:
             self._renewal = asyncio.Lock()
         async with self._renewal:
-            if not self._should_renew():
+            if not self._should_renew(refused):
                 return
+            patience_s = None if self._token is None else RENEWAL_TIMEOUT_S
             try:
-                self._token = await exchange(await self.underlying(default_source))
-            except APIError:
+                async with asyncio.timeout(patience_s):
+                    self._keep(await exchange(await self.underlying(default_source)))
+            except (TinkerError, TimeoutError) as error:
                 if self._token is None:
                     raise
                 self._failed_at = self._clock()
-                _log.warning("the credential could not be renewed; the old one stays in use")
+                _log.warning("the token stays in use, since its renewal failed: %r", error)
 
-    def _should_renew(self) -> bool:
+    def _keep(self, token: str) -> None:
+        now = self._clock()
+        expires_at = claims_of(token).get("exp")
+        if not isinstance(expires_at, int | float):
+            expires_at = now + 2 * USABLE_BEFORE_S  # it does not say; asked for again soon
+        self._token, self._expires_at = token, expires_at
+        # A token that lives for a minute or less would else be renewed for each request.
+        self._usable_until = max(expires_at - USABLE_BEFORE_S, (now + expires_at) / 2)
+
+    def _should_renew(self, refused: str | None) -> bool:
         if self._token is None:
             return True
-        just_failed = self._clock() - self._failed_at < RENEWAL_PAUSE_S
-        return self._remaining_s() <= RENEW_BEFORE_S and not just_failed
+        if self._clock() - self._failed_at < RENEWAL_PAUSE_S:
+            return False
+        return self._token == refused or self._remaining_s() <= RENEW_BEFORE_S
 
     def _remaining_s(self) -> float:
-        expires_at = claims_of(self._token or "").get("exp")
-        return expires_at - self._clock() if isinstance(expires_at, int | float) else 0.0
+        return self._expires_at - self._clock()
 
     def next_renewal_s(self) -> float:
         """How long the token can be left alone; at least a minute, whatever its lifetime."""

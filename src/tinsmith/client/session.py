@@ -72,6 +72,7 @@ by."""
 EMPTY_400_BUDGET = 16
 """How many 400s without a body are taken for a broken proxy before one is believed."""
 
+UNAUTHORIZED = 401
 
 MOST_ERROR_BYTES = 64 * 1024
 EXIT_TIMEOUT_S = 3.0
@@ -198,18 +199,16 @@ class Session:
             self.check_open()
         sent.headers.update(_own_headers(endpoint.name))
         sent.headers.update(headers or {})
-        exchange = self._carrier().send(
-            sent,
-            pool=endpoint.pool,
-            timeout_s=endpoint.timeout_s,
-            idempotency_key=idempotency_key,
-            credential=None if credential is None else credential.reveal(),
-        )
-        if events.listeners:
-            attempt = int((headers or {}).get("x-stainless-retry-count", 0))
-            size = sum(map(len, sent.parts))
-            exchange = events.told_exchange(endpoint.name, attempt, size, exchange)
-        reply = await exchange
+        is_ours = credential is None
+        if is_ours and self.credentials.is_stale():
+            await self._renew_credential()
+        token = self.credentials.token
+        reply = await self._reply(endpoint, sent, idempotency_key, credential)
+        if reply.status == UNAUTHORIZED and is_ours and token is not None:
+            # Our clock may be wrong, or the service's keys have changed: one more try.
+            await self._renew_credential(refused=token)
+            if self.credentials.token != token:
+                reply = await self._reply(endpoint, sent, idempotency_key, credential)
         self._tell_deprecation(reply)
         if 200 <= reply.status < 300:
             self._empty_400s_left = min(EMPTY_400_BUDGET, self._empty_400s_left + 1)
@@ -234,8 +233,9 @@ class Session:
             APIStatusError: The reply refuses.
             APIConnectionError: There was none, or it broke off; also from the pieces.
         """
-        if self._closing is not None:
-            raise ClosedError("the client is closed", remedy="make a new one")
+        self.check_open()
+        if self.credentials.is_stale():
+            await self._renew_credential()
         sent.headers.update({**_own_headers(endpoint.name), **(headers or {})})
         async with self._carrier().stream(
             sent, pool=endpoint.pool, timeout_s=endpoint.timeout_s, idle_s=idle_s
@@ -250,6 +250,26 @@ class Session:
                     request_id=reply.headers.get("x-request-id"),
                 )
             yield reply.pieces
+
+    async def _reply(
+        self,
+        endpoint: Endpoint,
+        sent: HttpRequest,
+        idempotency_key: str | None,
+        credential: Secret | None,
+    ) -> ExchangeReply:
+        exchange = self._carrier().send(
+            sent,
+            pool=endpoint.pool,
+            timeout_s=endpoint.timeout_s,
+            idempotency_key=idempotency_key,
+            credential=None if credential is None else credential.reveal(),
+        )
+        if events.listeners:
+            attempt = int(sent.headers.get("x-stainless-retry-count", 0))
+            size = sum(map(len, sent.parts))
+            exchange = events.told_exchange(endpoint.name, attempt, size, exchange)
+        return await exchange
 
     def _carrier(self) -> Transport:
         if self._transport is None:
@@ -345,9 +365,9 @@ class Session:
         except NotFoundError:  # older services do not have it
             return ClientDynamicConfigResponse()
 
-    async def _renew_credential(self) -> None:
+    async def _renew_credential(self, refused: str | None = None) -> None:
         source = self.flags.credential_default_source
-        await self.credentials.renew(self._exchange_credential, source)
+        await self.credentials.renew(self._exchange_credential, source, refused=refused)
 
     async def _exchange_credential(self, credential: Secret) -> str:
         answer: AuthTokenResponse = await self.call(

@@ -58,7 +58,8 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     base_url: str
     api_key: Secret | None = None
-    credential_command: str | None = None
+    credential_command: Secret | None = None
+    """It may hold a secret itself."""
     default_headers: Headers = msgspec.field(default_factory=Headers)
     project_id: str | None = None
     tags: tuple[str, ...] = ()
@@ -75,6 +76,12 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
     ca_file: str | None = None
     unix_socket: str | None = None
     telemetry: bool = False
+
+    def __repr__(self) -> str:
+        return f"ClientSettings(base_url={self.base_url!r})"  # the rest may be secret
+
+    def __reduce__(self) -> Any:
+        raise TypeError("settings hold a credential, and are not pickled")
 
 
 def settings_from(
@@ -103,10 +110,11 @@ def settings_from(
     url = _checked_url(base_url or env.get("TINKER_BASE_URL") or HOSTED_URL)
     tags = tuple(tag for tag in env.get("TINKER_TAGS", "").split(",") if tag)
     key = api_key or env.get("TINKER_API_KEY") or None
+    command = env.get("TINKER_CREDENTIAL_CMD") or None
     return ClientSettings(
         base_url=url,
         api_key=None if key is None else Secret(key),
-        credential_command=env.get("TINKER_CREDENTIAL_CMD") or None,
+        credential_command=None if command is None else Secret(command),
         default_headers=Headers({**_access_headers(env), **(default_headers or {})}),
         project_id=project_id or env.get("TINKER_PROJECT_ID") or None,
         tags=tags,
@@ -116,12 +124,16 @@ def settings_from(
 
 def _checked_url(text: str) -> str:
     url = text.rstrip("/")
+    holds_credential = False
     try:
         parts = urlsplit(url)
         is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and not parts.query
+        holds_credential = "@" in parts.netloc
         _ = parts.port  # raises where it is no number
     except ValueError:
         is_good = False
+    if holds_credential:
+        raise ValidationError("base_url holds a credential, which logs would show; use api_key")
     if not is_good:
         raise ValidationError(
             f"base_url {text!r:.200} is not an http or https address",

@@ -163,9 +163,13 @@ class Account:
 
     def accepts(self, credential: str | None) -> bool:
         """Whether a request with this credential is answered."""
-        if credential == self._settings.api_key:
+        if credential in (self._settings.api_key, *self._settings.further_api_keys):
             return True
         return self._tokens.get(credential or "", 0.0) > time.time()
+
+    def revoke_tokens(self) -> None:
+        """Accept none of the tokens that were given out; clients are not told."""
+        self._tokens = dict.fromkeys(self._tokens, 0.0)
 
     def exchange_token(self, received: ReceivedRequest) -> AuthTokenResponse:  # noqa: ARG002
         """A token that clients can read; it is not signed."""

@@ -21,7 +21,9 @@ class ServiceSettings(Request):
     """How the service behaves; each is an option of `running_service`."""
 
     api_key: str = "tml-test"
-    """The one credential that is accepted, beside the tokens exchanged for it."""
+    """The credential that is accepted, beside the tokens exchanged for it."""
+    further_api_keys: list[str] = []
+    """Credentials of other accounts, which see the same things."""
     path_prefix: str = ""
     """What `base_url` has after its port, such as `/services/test`."""
     port: int = 0

@@ -1,0 +1,292 @@
+"""Credentials: where they are found, how they are renewed, and that they are not shown."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import pathlib
+import pickle
+
+import pytest
+
+from tinsmith.client.auth import (
+    RENEWAL_PAUSE_S,
+    Credentials,
+    NoIdentityError,
+    command_output,
+    static_key,
+    stored_key,
+)
+from tinsmith.client.settings import ClientSettings, Secret, settings_from
+from tinsmith.errors import AuthenticationError, InternalServerError, TinkerError, ValidationError
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def a_token(number: int = 0, **claims: object) -> str:
+    body = base64.urlsafe_b64encode(json.dumps({"jti": number, **claims}).encode()).decode()
+    return f"eyJh.{body.rstrip('=')}.x"
+
+
+def some_settings(**environment: str) -> ClientSettings:
+    return settings_from(base_url="http://127.0.0.1:1", environment=environment)
+
+
+def a_file(folder: pathlib.Path, key: str) -> pathlib.Path:
+    file = folder / "credentials.json"
+    file.write_text(
+        json.dumps(
+            {
+                "version": 1,
+                "default": "k",
+                "keys": {"k": {"type": "manual", "key": key, "name": ""}},
+            }
+        )
+    )
+    return file
+
+
+class Exchanges:
+    """Gives out tokens of one lifetime, and counts."""
+
+    def __init__(self, clock: Clock, lifetime_s: float) -> None:
+        self.clock, self.lifetime_s = clock, lifetime_s
+        self.given: list[str] = []
+        self.broken = False
+
+    async def __call__(self, _: Secret) -> str:
+        await asyncio.sleep(0)
+        if self.broken:
+            raise InternalServerError("down")
+        self.given.append(a_token(len(self.given), exp=self.clock.now + self.lifetime_s))
+        return self.given[-1]
+
+
+# Where they are found
+
+
+def test_the_environment_s_key_counts_before_the_stored_one(tmp_path: pathlib.Path) -> None:
+    file = a_file(tmp_path, "tml-stored")
+
+    assert static_key(some_settings(TINKER_API_KEY="tml-a"), file) == Secret("tml-a")
+    assert static_key(some_settings(), file) == Secret("tml-stored")
+
+
+def test_a_stored_key_does_not_stand_before_a_command(tmp_path: pathlib.Path) -> None:
+    file = a_file(tmp_path, "tml-stored")
+
+    assert static_key(some_settings(TINKER_CREDENTIAL_CMD="echo x"), file) is None
+
+
+def test_what_does_not_look_like_a_key_is_refused_unless_there_is_a_command(
+    tmp_path: pathlib.Path,
+) -> None:
+    with pytest.raises(TinkerError, match="tml-"):
+        static_key(some_settings(TINKER_API_KEY="sk-mine"))
+    with pytest.raises(TinkerError, match=r"credentials\.json") as told:
+        static_key(some_settings(), a_file(tmp_path, "sk-mine"))
+    assert "sk-mine" not in str(told.value)
+
+    both = some_settings(TINKER_API_KEY="sk-mine", TINKER_CREDENTIAL_CMD="echo x")
+    assert static_key(both) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"default": null}', '{"default": "a", "keys": {}}', '{"keys": 3}']
+)
+def test_a_file_that_names_no_default_key_holds_none(tmp_path: pathlib.Path, text: str) -> None:
+    file = tmp_path / "credentials.json"
+    file.write_text(text)
+
+    assert stored_key(file) is None
+    assert stored_key(tmp_path / "missing.json") is None
+
+
+def test_no_credential_at_all_says_what_to_do(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    with pytest.raises(AuthenticationError, match="TINKER_API_KEY"):
+        Credentials(some_settings())
+
+
+# The command
+
+
+def test_a_command_s_output_is_the_credential() -> None:
+    assert asyncio.run(command_output(Secret("echo ' a-token '"))) == Secret("a-token")
+
+
+@pytest.mark.parametrize("command", ["true", "exit 3", "echo half; exit 3", "no-such-command-here"])
+def test_a_command_that_fails_is_told_without_its_output(
+    command: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(TinkerError, match="TINKER_CREDENTIAL_CMD") as told:
+        asyncio.run(command_output(Secret(command)))
+
+    assert "half" not in str(told.value)
+    capfd.readouterr()
+
+
+def test_a_command_that_does_not_end_is_ended() -> None:
+    with pytest.raises(TinkerError, match="did not end"):
+        asyncio.run(command_output(Secret("sleep 600"), timeout_s=0.2))
+
+
+# Tokens
+
+
+def test_a_token_is_exchanged_once_for_many_who_ask_at_once() -> None:
+    async def scenario() -> int:
+        clock = Clock()
+        exchanges = Exchanges(clock, lifetime_s=3600)
+        credentials = Credentials(some_settings(TINKER_API_KEY="tml-a"), clock=clock)
+        await asyncio.gather(*(credentials.renew(exchanges) for _ in range(50)))
+        assert credentials.current() == exchanges.given[0]
+        return len(exchanges.given)
+
+    assert asyncio.run(scenario()) == 1
+
+
+def test_a_token_is_stale_a_minute_before_its_end() -> None:
+    async def scenario() -> None:
+        clock = Clock()
+        credentials = Credentials(some_settings(TINKER_API_KEY="tml-a"), clock=clock)
+        assert not credentials.is_stale()
+        await credentials.renew(Exchanges(clock, lifetime_s=3600))
+
+        clock.now += 3600 - 61
+        assert not credentials.is_stale()
+        clock.now += 2
+        assert credentials.is_stale()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("lifetime_s", [2.0, 60.0, 300.0])
+def test_short_lived_tokens_are_not_renewed_in_a_tight_loop(lifetime_s: float) -> None:
+    async def scenario() -> None:
+        clock = Clock()
+        exchanges = Exchanges(clock, lifetime_s)
+        credentials = Credentials(some_settings(TINKER_API_KEY="tml-a"), clock=clock)
+        await credentials.renew(exchanges)
+
+        assert not credentials.is_stale()
+        assert credentials.next_renewal_s() >= 60
+        clock.now += lifetime_s
+        assert credentials.is_stale()
+
+    asyncio.run(scenario())
+
+
+def test_a_failed_renewal_keeps_the_old_token_and_pauses(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario() -> None:
+        clock = Clock()
+        exchanges = Exchanges(clock, lifetime_s=100)
+        credentials = Credentials(some_settings(TINKER_API_KEY="tml-a"), clock=clock)
+        await credentials.renew(exchanges)
+        exchanges.broken = True
+        clock.now += 99
+
+        await credentials.renew(exchanges)
+
+        assert credentials.current() == exchanges.given[0]
+        assert not credentials.is_stale()
+        clock.now += RENEWAL_PAUSE_S
+        assert credentials.is_stale()
+
+    asyncio.run(scenario())
+    assert "renewal failed" in caplog.text
+
+
+def test_the_first_exchange_must_succeed() -> None:
+    async def scenario() -> None:
+        exchanges = Exchanges(Clock(), lifetime_s=100)
+        exchanges.broken = True
+        await Credentials(some_settings(TINKER_API_KEY="tml-a")).renew(exchanges)
+
+    with pytest.raises(InternalServerError):
+        asyncio.run(scenario())
+
+
+def test_a_refused_token_is_replaced_once_by_however_many_it_was_refused_to() -> None:
+    async def scenario() -> None:
+        clock = Clock()
+        exchanges = Exchanges(clock, lifetime_s=3600)
+        credentials = Credentials(some_settings(TINKER_API_KEY="tml-a"), clock=clock)
+        await credentials.renew(exchanges)
+        first = credentials.token
+
+        await asyncio.gather(*(credentials.renew(exchanges, refused=first) for _ in range(20)))
+
+        assert len(exchanges.given) == 2
+        assert credentials.token == exchanges.given[1]
+
+    asyncio.run(scenario())
+
+
+def test_a_command_that_fails_later_keeps_the_old_token(tmp_path: pathlib.Path) -> None:
+    once = tmp_path / "once"
+    command = f"test ! -e {once} && touch {once} && echo fresh"
+
+    async def scenario() -> None:
+        clock = Clock()
+        exchanges = Exchanges(clock, lifetime_s=100)
+        credentials = Credentials(some_settings(TINKER_CREDENTIAL_CMD=command), clock=clock)
+        await credentials.renew(exchanges)
+        clock.now += 99
+        await credentials.renew(exchanges)
+        assert credentials.current() == exchanges.given[0]
+
+    asyncio.run(scenario())
+
+
+# Whose they are
+
+
+def test_a_jwt_of_one_s_own_says_whose_it_is_if_the_service_issued_it() -> None:
+    issued = a_token(iss="passport-1", sub="me", org_id="us", email="")
+    foreign = a_token(iss="https://elsewhere", sub="me", org_id="us")
+
+    me = Credentials(some_settings(TINKER_API_KEY=issued)).whoami()
+
+    assert (me.user_urn, me.org_urn, me.email) == ("me", "tml:organization:us", None)
+    with pytest.raises(NoIdentityError):
+        Credentials(some_settings(TINKER_API_KEY=foreign)).whoami()
+
+
+# Secrets
+
+
+def test_s40_settings_show_no_secret_and_are_not_pickled() -> None:
+    secrets = {
+        "TINKER_API_KEY": "tml-secret-1",
+        "TINKER_CREDENTIAL_CMD": "echo secret-2",
+        "CLOUDFLARE_ACCESS_CLIENT_SECRET": "secret-3",
+    }
+    settings = settings_from(
+        base_url="http://127.0.0.1:1", environment=secrets, proxy="http://me:secret-4@proxy"
+    )
+
+    shown = f"{settings!r} {settings} {settings.api_key} {settings.default_headers}"
+
+    assert "secret-" not in shown
+    with pytest.raises(TypeError):
+        pickle.dumps(settings)
+
+
+def test_s40_a_credential_in_the_address_is_refused_and_not_shown() -> None:
+    with pytest.raises(ValidationError, match="api_key") as told:
+        settings_from(base_url="https://me:secret@host", environment={})
+
+    assert "secret" not in str(told.value)
