@@ -261,6 +261,7 @@ FULL: dict[str, Any] = {
         retrieved_request_ids=["r-1"],
         inline_bytes=1,
         answer_bytes=2,
+        linger_ms=3.0,
     ),
     "list_training_runs": t.ListTrainingRunsRequest(
         limit=1, offset=2, access_scope="accessible", project_id="p"

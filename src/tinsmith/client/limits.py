@@ -35,6 +35,9 @@ from tinsmith.client import events
 
 RAMP_SENDS = 10
 RAMP_STEP_S = 0.1
+_RAMP_STEPS = 40
+"""After so many steps the ramp is over."""
+_SHORTEST_SLEEP_S = 0.001
 DEFAULT_QUEUE_PAUSE_S = 1.0
 """How long a paused queue holds back samples where the server does not say."""
 
@@ -161,6 +164,43 @@ class Limiter:
                     return self._clock()
             else:
                 await self._sleep_until_changed(leave_at - now)
+
+    def leave(self, most: int) -> int:
+        """How many of `most` samples may be sent now; they count as sent.
+
+        For whoever sends many. Nothing is waited for: where it gives 0, await `wait_leave`.
+        """
+        if self._deadlines.until == -math.inf:
+            return most
+        now = self._clock()
+        with self._lock:
+            ended_at = self._deadlines.until
+            if now < ended_at:
+                return 0
+            steps = min((now - ended_at) / RAMP_STEP_S, _RAMP_STEPS)
+            allowed = int(RAMP_SENDS * (2**steps - 1)) + 1 - self._left_since_pause
+            leaving = most if steps == _RAMP_STEPS else min(most, max(0, allowed))
+            self._left_since_pause += leaving
+        if leaving and self._is_pause_told:
+            self._is_pause_told = False
+            events.tell(events.PauseEnded())
+        return leaving
+
+    def unused(self, count: int) -> None:
+        """So many that were given leave have not been sent after all."""
+        with self._lock:
+            self._left_since_pause = max(0, self._left_since_pause - count)
+
+    async def wait_leave(self) -> None:
+        """Sleep until `leave` may give leave to one more, or the pause has changed."""
+        now = self._clock()
+        with self._lock:
+            ended_at, left = self._deadlines.until, self._left_since_pause
+        if now < ended_at:
+            await self._sleep_until_changed(ended_at - now)
+        elif ended_at > -math.inf:
+            leave_at = ended_at + RAMP_STEP_S * math.log2(1 + left / RAMP_SENDS)
+            await self._sleep(max(_SHORTEST_SLEEP_S, leave_at - now))
 
     def _take_turn(self, now: float) -> float:
         """When this sender may leave, as one of those that a pause held up."""

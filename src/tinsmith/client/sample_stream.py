@@ -28,6 +28,7 @@ from tinsmith.client.futures import APIFuture
 from tinsmith.client.poller import Poll
 from tinsmith.client.retry import may_pass
 from tinsmith.client.sampler import Sampler
+from tinsmith.client.session import SessionLease
 from tinsmith.errors import (
     APIConnectionError,
     APIError,
@@ -77,6 +78,7 @@ class StreamReader:
     def __init__(
         self,
         sampler: Sampler,
+        lease: SessionLease,
         request: SampleRequest,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -84,6 +86,7 @@ class StreamReader:
     ) -> None:
         self._session = sampler.session
         self._sampler = sampler
+        self._lease = lease
         self._request = request
         self._clock = clock
         self._sleep = sleep
@@ -155,7 +158,7 @@ class StreamReader:
 
     async def _read_whole(self) -> list[SampleEvent]:
         """The whole sample, in the events that a stream would have brought it in."""
-        response = await self._sampler.sample(self._request)
+        response = await self._sampler.start(self._request, self._lease)
         self._is_over = True
         events = [
             SampleEvent(

@@ -1,102 +1,115 @@
-"""One sampler as the background loop sees it: numbers, submissions, results, and what is given up.
+"""One sampler as the background loop sees it: who numbers, submits, fetches and gives up samples.
 
-`SamplingClient` is its face. A sample is submitted when the limiter lets it, keeping its number
-over refusals; its result is fetched by a poll of its own or by the session's; if the server lost
-it meanwhile it is submitted anew, under a new number.
+`SamplingClient` is its face. A sample is a `SampleCall`, which `start` makes; `sample_sender.py`
+submits it; its result comes by `result_feed.py` where the service offers that, else by a poll of
+its own, which may first wait for the session's poll. If the server lost it meanwhile it is
+submitted anew, under a new number.
 
-Holds a lease of the session, so that a client that is dropped while its samples are under way does
-not end them.
+Each sample under way holds a lease of the session, so that a client that is dropped does not end
+its samples; the sampler itself holds none.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
+from collections.abc import Awaitable
 
 from tinsmith.client.budgets import Budget
+from tinsmith.client.futures import APIFuture
 from tinsmith.client.poller import Poll, room_for
 from tinsmith.client.queue_state import StateTeller
+from tinsmith.client.result_feed import ResultFeed
+from tinsmith.client.retry import Retrier
+from tinsmith.client.sample_call import SampleCall
 from tinsmith.client.sample_cancels import SampleCancels
+from tinsmith.client.sample_sender import SampleSender, pause_s
 from tinsmith.client.sampler_handle import NUMBERS_PER_CLONE, random_clone_id
-from tinsmith.client.session import Session, SessionLease
+from tinsmith.client.session import Session, SessionLease, death_of
 from tinsmith.client.session_poller import SessionPoller
-from tinsmith.errors import APIStatusError, RateLimitError
+from tinsmith.errors import APIStatusError, RateLimitError, TinkerError
 from tinsmith.types import requests as r
-from tinsmith.types.futures import UntypedAPIFuture
-from tinsmith.types.inputs import EncodedTextChunk, ModelInput
+from tinsmith.types.inputs import ModelInput
 from tinsmith.types.sampling import JoinSamplingSessionResponse, SampleResponse
-from tinsmith.wire.endpoints import ENDPOINTS
-from tinsmith.wire.exchange import HttpRequest, to_http
+from tinsmith.wire import json_format
 
 GONE = 410
-SMALL_PROMPT_BYTES = 131_072
-SMALL_PAUSE_S, LARGE_PAUSE_S = 1.0, 5.0
-"""How long a 429 that names no delay pauses samples: by the size of the prompt."""
 MOST_RESUBMISSIONS = 3
-MOST_SUBMISSIONS = 400
-"""How many samples may be on their way to the service at once; waiting for results is free."""
-_BYTES_PER_TOKEN = 10
 
 
 class Sampler:
-    """Samples from one sampling session under one clone's numbers. For the background loop."""
+    """Samples from one sampling session under one clone's numbers.
+
+    For the background loop, but for `start`.
+    """
 
     def __init__(
         self,
-        lease: SessionLease,
+        session: Session,
         sampling_session_id: str,
         clone_id: int | None = 0,
+        *,
         observer: StateTeller | None = None,
+        retrier: Retrier | None = None,
+        most_in_flight: int | None = None,
     ) -> None:
-        self._lease = lease
+        self.session = session
         self.sampling_session_id = sampling_session_id
+        self.retrier = retrier or session.retrier
         self._clone_id = clone_id
         self._observer = observer
         self._joining: asyncio.Task[int] | None = None
         self._poller: SessionPoller | None = None
-        self._cancels = SampleCancels(lease.session)
-        flags = lease.session.flags
-        self._slots = Budget(MOST_SUBMISSIONS)
-        self._sending = Budget(flags.sample_dispatch_bytes_semaphore_size)
-        self._room = Budget(flags.inflight_response_bytes_semaphore_size)
+        self._feed: ResultFeed | None = None
+        self._cancels = SampleCancels(session)
+        self._sender = SampleSender(
+            session,
+            retrier=self.retrier,
+            most_in_flight=most_in_flight,
+            next_seq_id=self._next_seq_id,
+            prepare=self._prepare,
+            on_accepted=self._await_result,
+            on_over=self._over,
+        )
+        self._room = Budget(session.flags.inflight_response_bytes_semaphore_size)
 
-    @property
-    def session(self) -> Session:
-        """The session that it belongs to."""
-        return self._lease.session
+    def start(
+        self,
+        request: r.SampleRequest,
+        lease: SessionLease,
+        what: str = "sample",
+        timeout_s: float | None = None,
+    ) -> APIFuture[SampleResponse]:
+        """Have a sample drawn. From any thread; returns at once.
 
-    async def sample(self, request: r.SampleRequest) -> SampleResponse:
-        """Submit a sample and fetch its result; anew if the server lost it meanwhile.
-
-        Args:
-            request: What to draw. If it has a number already, it is submitted under that first.
+        The request is written here, on the caller's thread: what is sent is what was passed.
         """
-        for attempt in range(MOST_RESUBMISSIONS + 1):
-            number = request.seq_id if attempt == 0 else None
-            if number is None:
-                number = await self.next_seq_id()
-            submitted, submit_s = await self._submit(request, number)
-            try:
-                response = await self._fetch(submitted, submit_s)
-                return response.with_sequence_ids(submitted.sample_sequence_ids or [])
-            except APIStatusError as error:
-                if error.status_code != GONE or attempt == MOST_RESUBMISSIONS:
-                    raise
-        raise AssertionError("the loop above returns or raises")
+        future: APIFuture[SampleResponse] = APIFuture(what)
+        seq_id = request.seq_id
+        if seq_id is not None:
+            request = request.model_copy(update={"seq_id": None})
+        body = b"".join(json_format.encode_parts(request))
+        self._sender.put(SampleCall(lease, body, request.prompt, future, timeout_s, seq_id))
+        return future
 
     # Numbers
 
     async def next_seq_id(self) -> int:
         """A number that no other sample of this sampler has."""
-        clone_id = await self._joined()
-        count = self.session.next_number(f"{self.sampling_session_id} {clone_id}")
-        return clone_id * NUMBERS_PER_CLONE + count
+        if self._clone_id is None:
+            await self._joined()
+        return self._next_seq_id()
+
+    def _next_seq_id(self) -> int:
+        assert self._clone_id is not None
+        count = self.session.next_number(f"{self.sampling_session_id} {self._clone_id}")
+        return self._clone_id * NUMBERS_PER_CLONE + count
+
+    def _prepare(self) -> Awaitable[object] | None:
+        return self._joined() if self._clone_id is None else None
 
     async def _joined(self) -> int:
         """Our clone's number: 0 for the original, else one that no other process has."""
-        if self._clone_id is not None:
-            return self._clone_id
-        if self._joining is None:
+        if self._joining is None or (self._joining.done() and self._joining.exception()):
             self._joining = asyncio.create_task(self._join())
         self._clone_id = await asyncio.shield(self._joining)
         return self._clone_id
@@ -112,59 +125,79 @@ class Sampler:
         )
         return joined.client_counter
 
-    # Out
+    # Results
 
-    async def _submit(
-        self, request: r.SampleRequest, number: int
-    ) -> tuple[UntypedAPIFuture, float]:
-        """Send a sample when the limiter lets it, keeping its number over refusals."""
-        session = self.session
-        sent = to_http(ENDPOINTS["asample"], request.model_copy(update={"seq_id": number}))
-        while True:
-            await session.limiter.wait()
-            began = time.monotonic()
-            try:
-                submitted = await self._send(sent)
-            except RateLimitError as error:
-                self.pause_after(error, request.prompt)
-            else:
-                return submitted, time.monotonic() - began
+    def _await_result(self, call: SampleCall) -> None:
+        """See that an accepted sample gets its result."""
+        feed = self._result_feed()
+        if feed is not None:
+            feed.wait(call)
+        else:
+            self._start_fetching(call, None)
 
-    async def _send(self, sent: HttpRequest) -> UntypedAPIFuture:
-        # Slots and bytes are held while sending alone, not while waiting for leave or for a result.
-        size = sum(map(len, sent.parts))
-        async with self._slots.taken(), self._sending.taken(size):
-            submitted: UntypedAPIFuture = await self.session.call_with(ENDPOINTS["asample"], sent)
-        return submitted
-
-    def pause_after(self, error: RateLimitError, prompt: ModelInput) -> None:
-        """Hold back the samples of this key after a 429."""
-        self.session.limiter.rate_limited(_pause_s(error, prompt), str(error))
-
-    # Back
-
-    async def _fetch(self, submitted: UntypedAPIFuture, submit_s: float) -> SampleResponse:
-        session, request_id = self.session, submitted.request_id
-        try:
-            poller = self._session_poller()
-            ended = None if poller is None else await poller.wait(request_id)
-            size = getattr(ended, "response_payload_uncompressed_size", None)
-            poll = Poll(
-                session,
-                request_id,
-                "Sample",
-                submit_s=submit_s,
-                room=self._room,
-                is_size_known=size is not None,
+    def _result_feed(self) -> ResultFeed | None:
+        if self._feed is None and self.session.flags.tinsmith_inline_bytes > 0:
+            self._feed = ResultFeed(
+                self.session,
+                self.sampling_session_id,
+                self._clone_id or 0,
                 observer=self._observer,
+                fetch=self._start_fetching,
+                resubmit=self._resubmit,
             )
-            async with room_for(self._room if size else None, size or 0):
-                response: SampleResponse = await poll.result()
-        except asyncio.CancelledError:
-            self.cancel_on_server(request_id)
-            raise
+        return self._feed
+
+    def _start_fetching(self, call: SampleCall, size: int | None) -> None:
+        """Have a sample's result fetched by a poll of its own."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if (error := death_of(task)) is not None:
+                call.fail(error)
+
+        self.session.spawn(self._fetch(call, size), ended)
+
+    async def _fetch(self, call: SampleCall, size: int | None) -> None:
+        call.task = asyncio.current_task()
+        try:
+            response = await self._fetched(call, size)
+            call.settle(response.with_sequence_ids(call.sequence_ids))
+        except APIStatusError as error:
+            if error.status_code == GONE and call.resubmissions < MOST_RESUBMISSIONS:
+                self._resubmit(call)
+            else:
+                call.fail(error)
+        except (TinkerError, ValueError) as error:
+            call.fail(error)
+
+    async def _fetched(self, call: SampleCall, size: int | None) -> SampleResponse:
+        request_id = call.request_id
+        assert request_id is not None
+        poller = None if size is not None else self._session_poller()
+        if poller is not None:
+            ended = await poller.wait(request_id)
+            size = getattr(ended, "response_payload_uncompressed_size", None)
+        poll = Poll(
+            self.session,
+            request_id,
+            "Sample",
+            submit_s=call.submit_s,
+            room=self._room,
+            is_size_known=size is not None,
+            observer=self._observer,
+        )
+        async with room_for(self._room if size else None, size or 0):
+            response: SampleResponse = await poll.result()
         self.report_retrieved(request_id)
         return response
+
+    def _resubmit(self, call: SampleCall) -> None:
+        """The server lost a sample: draw another in its place."""
+        if call.resubmissions >= MOST_RESUBMISSIONS:
+            call.fail(APIStatusError(f"the result of {call.request_id} is gone", status_code=GONE))
+            return
+        call.resubmissions += 1
+        call.request_id, call.seq_id, call.task = None, None, None
+        self._sender.put_back([call])
 
     def _session_poller(self) -> SessionPoller | None:
         session = self.session
@@ -174,17 +207,29 @@ class Sampler:
 
     def report_retrieved(self, request_id: str) -> None:
         """Tell the service that a result has arrived, where it wants to know."""
-        if self._poller is not None:
+        if self._feed is not None and not self._feed.is_broken:
+            self._feed.report_retrieved(request_id)
+        elif self._poller is not None:
             self._poller.report_retrieved(request_id)
+
+    # The end
+
+    def _over(self, call: SampleCall) -> None:
+        """A sample is over; if that is because nobody wants it, the server is told."""
+        request_id = call.request_id
+        if request_id is None:
+            return
+        if self._feed is not None:
+            self._feed.forget(request_id)
+        if call.is_given_up:
+            if call.task is not None:
+                call.task.cancel()
+            self.cancel_on_server(request_id)
 
     def cancel_on_server(self, request_id: str, *, is_offered: bool = False) -> None:
         """Tell the service that a sample is not wanted any more; see `SampleCancels.add`."""
         self._cancels.add(request_id, is_offered=is_offered)
 
-
-def _pause_s(error: RateLimitError, prompt: ModelInput) -> float:
-    if error.retry_after_s is not None:
-        return error.retry_after_s
-    tokens = sum(chunk.length for chunk in prompt.chunks if isinstance(chunk, EncodedTextChunk))
-    is_small = tokens * _BYTES_PER_TOKEN <= SMALL_PROMPT_BYTES
-    return SMALL_PAUSE_S if is_small else LARGE_PAUSE_S
+    def pause_after(self, error: RateLimitError, prompt: ModelInput) -> None:
+        """Hold back the samples of this key after a 429."""
+        self.session.limiter.rate_limited(pause_s(error, prompt), str(error))

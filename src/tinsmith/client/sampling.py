@@ -39,7 +39,9 @@ class SamplingClient:
         clone_id: int | None = 0,
     ) -> None:
         self._lease = lease
-        self._sampler = Sampler(lease, sampling_session_id, clone_id, StateTeller(self))
+        self._sampler = Sampler(
+            lease.session, sampling_session_id, clone_id, observer=StateTeller(self)
+        )
         self._tokenizer = TokenizerOfModel()
         self._queue_logger = QueueStateLogger(sampling_session_id, "Sampling")
         self._sampling_session_id = sampling_session_id
@@ -119,7 +121,7 @@ class SamplingClient:
             prompt_alt_tokens_k,
             prompt_logprobs_last_n,
         )
-        return background().start(self._sampler.sample(request), self._named("sample"), timeout)
+        return self._sampler.start(request, self._lease, self._named("sample"), timeout)
 
     async def sample_async(
         self,
@@ -162,7 +164,8 @@ class SamplingClient:
             ValueError: An argument does not fit.
         """
         request = self._request(prompt, num_samples, sampling_params, **options)
-        return SampleStream(StreamReader(self._sampler, request), self._named("stream"), timeout)
+        reader = StreamReader(self._sampler, self._lease, request)
+        return SampleStream(reader, self._named("stream"), timeout)
 
     def sample_stream_async(
         self,
@@ -175,7 +178,7 @@ class SamplingClient:
     ) -> AsyncSampleStream:
         """As `sample_stream`, for `async for`; not to be awaited itself."""
         request = self._request(prompt, num_samples, sampling_params, **options)
-        reader = StreamReader(self._sampler, request)
+        reader = StreamReader(self._sampler, self._lease, request)
         return AsyncSampleStream(reader, self._named("stream"), timeout)
 
     def compute_logprobs(
@@ -195,7 +198,7 @@ class SamplingClient:
         )
 
         async def work() -> list[float | None]:
-            logprobs = (await self._sampler.sample(request)).prompt_logprobs
+            logprobs = (await self._sampler.start(request, self._lease)).prompt_logprobs
             if logprobs is None:
                 raise APIResponseValidationError(message="the service sent no prompt logprobs")
             return logprobs

@@ -144,8 +144,9 @@ class Session:
         *,
         headers: Mapping[str, str] | None = None,
         credential: Secret | None = None,
+        retrier: Retrier | None = None,
     ) -> Any:
-        """As `call`, for a request that is bytes already."""
+        """As `call`, for a request that is bytes already; `retrier` None is the session's."""
         key = new_idempotency_key()  # the same for every try of this call
 
         async def attempt(number: int) -> Any:
@@ -158,12 +159,14 @@ class Session:
             )
             return self._decoded(endpoint, reply)
 
-        return await self._with_retries(endpoint, attempt)
+        return await self._with_retries(endpoint, attempt, retrier or self.retrier)
 
-    async def _with_retries(self, endpoint: Endpoint, attempt: Callable[[int], Awaitable[T]]) -> T:
+    async def _with_retries(
+        self, endpoint: Endpoint, attempt: Callable[[int], Awaitable[T]], retrier: Retrier
+    ) -> T:
         if endpoint.retry is RetryClass.OWN:
             return await attempt(0)
-        return await self.retrier.call(attempt, endpoint.name, final=_final_errors(endpoint))
+        return await retrier.call(attempt, endpoint.name, final=_final_errors(endpoint))
 
     async def exchange(
         self,
@@ -414,11 +417,22 @@ class Session:
             events.tell(events.SessionOpened(session_id=opened.session_id, base_url=base_url))
         return opened.session_id
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run something beside the calls, for as long as the session lasts."""
+    def spawn(
+        self,
+        work: Coroutine[Any, Any, None],
+        on_end: Callable[[asyncio.Task[None]], object] | None = None,
+    ) -> None:
+        """Run something beside the calls, for as long as the session lasts.
+
+        Args:
+            work: What to run.
+            on_end: Called with the task when it has ended, also one that never began.
+        """
         task = asyncio.create_task(work)
         self._tasks.add(task)  # a loop holds its tasks weakly
         task.add_done_callback(self._tasks.discard)
+        if on_end is not None:
+            task.add_done_callback(on_end)
 
     def next_number(self, counter: str) -> int:
         """The next number of a counter, from 0: models, samplers and losses are numbered by us."""
@@ -495,7 +509,8 @@ def _final_errors(endpoint: Endpoint) -> tuple[type[APIError], ...]:
     """Errors that somebody else deals with, though another try might help."""
     if endpoint.retry is RetryClass.EXCHANGE:
         return (BillingError,)  # to make something is not paused for want of funds, but refused
-    return (RateLimitError,) if endpoint.name == "asample" else ()  # the limiter's
+    is_sample = endpoint.name in ("asample", "asample_many")
+    return (RateLimitError,) if is_sample else ()  # the limiter's
 
 
 def _once(task: asyncio.Task[T] | None, work: Callable[[], Any]) -> asyncio.Task[T]:
@@ -507,6 +522,13 @@ def _once(task: asyncio.Task[T] | None, work: Callable[[], Any]) -> asyncio.Task
 
 def _failed(task: asyncio.Task[Any]) -> bool:
     return task.cancelled() or task.exception() is not None
+
+
+def death_of(task: asyncio.Task[None]) -> BaseException | None:
+    """Why a task of `spawn` ended before its end, for those who wait for what it was to bring."""
+    if task.cancelled():
+        return ClosedError("the client was closed", remedy="make a new one")
+    return task.exception()
 
 
 class SessionLease:

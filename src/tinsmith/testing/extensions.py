@@ -41,6 +41,7 @@ from tinsmith.wire.retry_after import retry_after_s
 from tinsmith.wire.sse import Event, encode_comment, encode_event
 
 KEEP_ALIVE_S = 15.0
+MOST_LINGER_S = 0.1
 
 
 class Extensions:
@@ -122,6 +123,9 @@ class Extensions:
         if request.timeout is not None:
             timeout_s = min(timeout_s, request.timeout)
         found = await feed.wait_after(request.prev_cursor, timeout_s, wants_pauses=True)
+        if found and request.linger_ms > 0:
+            await asyncio.sleep(min(request.linger_ms / 1000, MOST_LINGER_S))
+            found = await feed.wait_after(request.prev_cursor, 0.0)
         pause = feed.tell_pause()
         if pause is not None:
             pause.note_poll()

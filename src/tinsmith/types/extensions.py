@@ -71,6 +71,7 @@ class ResultsRetrieveRequest(Request):
     retrieved_request_ids: list[str] = []
     inline_bytes: int
     answer_bytes: int = DEFAULT_ANSWER_BYTES
+    linger_ms: float = 0.0
 
 
 class ResultFinished(Record, tag_field="state", tag="finished"):

@@ -411,7 +411,7 @@ _EXTENSIONS = [
         "/tinsmith/asample_many",
         x.SampleManyRequest,
         x.SampleManyResponse,
-        retry=RetryClass.OWN,
+        retry=RetryClass.CALL,
         pool=Pool.SAMPLE,
         headers=_BACKPRESSURE,
         is_extension=True,

@@ -98,6 +98,16 @@ def _is_flat(endpoint_path: str, cls: type[Record]) -> bool:
     return "{" not in endpoint_path and all(field.type in flat for field in fields_of(cls))
 
 
+def json_request(endpoint: Endpoint, parts: Parts) -> HttpRequest:
+    """What to send to a route without fields in its path, for a JSON body that is made already."""
+    headers = {
+        "Accept": Format.JSON.value,
+        **endpoint.headers,
+        "Content-Type": Format.JSON.value,
+    }
+    return HttpRequest(endpoint.method, endpoint.path, {}, headers, parts)
+
+
 def _json_request(endpoint: Endpoint, request: Record, headers: dict[str, str]) -> HttpRequest:
     if endpoint.method == "POST" and _is_flat(endpoint.path, type(request)):
         headers["Content-Type"] = Format.JSON.value

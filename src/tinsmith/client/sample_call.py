@@ -1,0 +1,157 @@
+"""One sample under way, from the user's call to its settled future.
+
+It is passed from hand to hand: `sample_sender.py` submits it, `result_feed.py` or a poll of its own
+brings its result. Whoever has it settles it once; whoever finds it settled lets go of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from tinsmith.client import events
+from tinsmith.client.futures import APIFuture
+from tinsmith.client.session import SessionLease
+from tinsmith.errors import APIResponseValidationError, APITimeoutError, DecodeError
+from tinsmith.types.inputs import ModelInput
+from tinsmith.types.sampling import SampleResponse
+from tinsmith.wire import proto_format
+
+
+class SampleCall:
+    """A sample that a user waits for. For the background loop, but for the constructor."""
+
+    __slots__ = (
+        "_on_end",
+        "_timer",
+        "body",
+        "failing_since",
+        "failures",
+        "future",
+        "goes_alone",
+        "is_given_up",
+        "is_over",
+        "lease",
+        "prompt",
+        "request_id",
+        "resubmissions",
+        "sent_at",
+        "seq_id",
+        "sequence_ids",
+        "submit_s",
+        "task",
+        "timeout_s",
+    )
+
+    def __init__(
+        self,
+        lease: SessionLease,
+        body: bytes,
+        prompt: ModelInput,
+        future: APIFuture[SampleResponse],
+        timeout_s: float | None,
+        seq_id: int | None = None,
+    ) -> None:
+        self.lease = lease
+        """Keeps the session while the sample is under way."""
+        self.body = body
+        """The request in JSON, without its number."""
+        self.prompt = prompt
+        self.future = future
+        self.timeout_s = timeout_s
+        self.seq_id = seq_id
+        self.request_id: str | None = None
+        self.sequence_ids: list[str] = []
+        self.sent_at = 0.0
+        self.submit_s = 0.0
+        """How long its submission took."""
+        self.goes_alone = False
+        """Whether it must not share a request with others."""
+        self.resubmissions = 0
+        self.failures = 0
+        self.failing_since: float | None = None
+        self.task: asyncio.Task[None] | None = None
+        """What fetches its result, if it is fetched by itself."""
+        self.is_over = False
+        self.is_given_up = False
+        """Whether it was over because nobody wanted it any more, or its time was up."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._on_end: Callable[[SampleCall], object] | None = None
+
+    def begin(
+        self, loop: asyncio.AbstractEventLoop, on_end: Callable[[SampleCall], object]
+    ) -> None:
+        """Watch the clock from now on, and have `on_end` called when the sample is over."""
+        self._on_end = on_end
+        if self.timeout_s is not None:
+            self._timer = loop.call_later(self.timeout_s, self._expire)
+
+    @property
+    def numbered_body(self) -> bytes:
+        """The request as it is sent."""
+        assert self.seq_id is not None
+        return b'{"seq_id":%d,%b' % (self.seq_id, self.body[1:])
+
+    @property
+    def size(self) -> int:
+        """About how many bytes the request takes."""
+        return len(self.body) + 32
+
+    # The end
+
+    def settle_with(self, payload: bytes) -> None:
+        """Its result came."""
+        try:
+            response = proto_format.decode_sample_response(payload)
+            self.settle(response.with_sequence_ids(self.sequence_ids))
+        except (DecodeError, ValueError) as exc:
+            self.fail(
+                APIResponseValidationError(
+                    message=f"the result of {self.request_id} cannot be read: {exc}",
+                    request_id=self.request_id,
+                )
+            )
+
+    def settle(self, response: SampleResponse) -> None:
+        """Its result is here."""
+        if not self.is_over:
+            self._end(None)
+            self.future.settle(response)
+
+    def fail(self, error: BaseException) -> None:
+        """There will be no result."""
+        if not self.is_over:
+            self._end(error)
+            self.future.fail(error)
+
+    def give_up(self) -> None:
+        """Its user does not want it any more."""
+        if not self.is_over:
+            self.is_given_up = True
+            self._end(asyncio.CancelledError())
+            self.future.cancel()
+
+    def _expire(self) -> None:
+        self.is_given_up = not self.is_over
+        self.fail(APITimeoutError(f"{self.future.what}: not done within {self.timeout_s:g} s"))
+
+    def _end(self, error: BaseException | None) -> None:
+        self.is_over = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._on_end is not None:
+            self._on_end(self)
+        if events.listeners and self.request_id is not None and self.task is None:
+            self._tell(error)
+
+    def _tell(self, error: BaseException | None) -> None:
+        waited_s = asyncio.get_running_loop().time() - self.sent_at
+        events.tell(
+            events.ResultSettled(
+                kind="Sample",
+                request_id=self.request_id or "",
+                waited_s=waited_s,
+                polls=0,
+                error=None if error is None else type(error).__name__,
+            )
+        )
