@@ -23,6 +23,7 @@ from typing import TypeVar
 import msgspec
 
 from tinsmith.client import events
+from tinsmith.client.slow_calls import SlowCalls
 from tinsmith.errors import (
     APIConnectionError,
     APIError,
@@ -102,6 +103,7 @@ class Retrier:
         self._sleep = sleep
         self._chance = chance
         self._was_reached = False
+        self._slow = SlowCalls()
 
     async def call(
         self,
@@ -124,7 +126,7 @@ class Retrier:
         number = 0
         while True:
             try:
-                result = await attempt(number)
+                result = await self._watched(attempt, number, what)
             except APIError as error:
                 self._was_reached |= not isinstance(error, APIConnectionError) or isinstance(
                     error, APITimeoutError
@@ -141,6 +143,13 @@ class Retrier:
             else:
                 self._was_reached = True
                 return result
+
+    async def _watched(self, attempt: Callable[[int], Awaitable[T]], number: int, what: str) -> T:
+        awaited = self._slow.begin(what)
+        try:
+            return await attempt(number)
+        finally:
+            self._slow.end(awaited)
 
     def _next_delay_s(self, error: APIError, number: int, elapsed_s: float) -> float | None:
         """How long to wait before the next attempt; None if there should be none."""

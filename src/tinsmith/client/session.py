@@ -23,6 +23,7 @@ from tinsmith._version import __version__
 from tinsmith.client import events
 from tinsmith.client.auth import Credentials
 from tinsmith.client.background import background
+from tinsmith.client.dynamic_flags import keep_fresh
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.heartbeat import keep_alive
 from tinsmith.client.limits import Limiter, shared_limiter
@@ -368,6 +369,16 @@ class Session:
         except NotFoundError:  # older services do not have it
             return ClientDynamicConfigResponse()
 
+    async def _keep_flags_fresh(self) -> None:
+        about = r.ClientConfigRequest(sdk_version=SDK_VERSION)
+
+        def take(flags: ClientDynamicConfigResponse) -> None:
+            self.dynamic_flags = flags
+
+        await keep_fresh(
+            self.dynamic_flags, lambda: self.call("client_dynamic_config", about), take
+        )
+
     async def _renew_credential(self, refused: str | None = None) -> None:
         source = self.flags.credential_default_source
         await self.credentials.renew(self._exchange_credential, source, refused=refused)
@@ -392,6 +403,7 @@ class Session:
         await self.ready()
         if self._adopted_id is not None:
             self.spawn(keep_alive(self.call, self._adopted_id))
+            self.spawn(self._keep_flags_fresh())
             return self._adopted_id
         settings = self.settings
         opened: CreateSessionResponse = await self.call(
@@ -412,6 +424,7 @@ class Session:
             if message:
                 _log.log(level, "the service says: %s", message)
         self.spawn(keep_alive(self.call, opened.session_id))
+        self.spawn(self._keep_flags_fresh())
         if events.listeners:
             base_url = settings.base_url
             events.tell(events.SessionOpened(session_id=opened.session_id, base_url=base_url))

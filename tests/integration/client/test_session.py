@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import pathlib
 import pickle
 import subprocess
@@ -13,6 +14,7 @@ import time
 
 import pytest
 
+from tinsmith.client import dynamic_flags, slow_calls
 from tinsmith.client import session as sessions
 from tinsmith.client.background import background
 from tinsmith.client.retry import RetryBudget
@@ -438,3 +440,86 @@ def test_fresh_optimizer_state_is_adamw_s_unless_another_is_asked_for(
         received.request.optimizer_config.type for received in service.requests("create_model")
     ]
     assert kinds == ["dimuon", "adamw", "dimuon", "dimuon"]
+
+
+def test_a_long_wait_for_a_plain_call_is_told(
+    client: ServiceClient,
+    service: ScriptedService,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(slow_calls, "TOLD_AFTER_S", 0.2)
+    monkeypatch.setattr(slow_calls, "LOOK_EVERY_S", 0.05)
+    told = threading.Event()
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "get_server_capabilities: no answer" in record.getMessage():
+                told.set()
+
+    listener = Listener()
+    logging.getLogger("tinsmith").addHandler(listener)
+    try:
+        with service.faults.hold("get_server_capabilities"):
+            asking = threading.Thread(target=client.get_server_capabilities)
+            asking.start()
+            assert told.wait(WAIT_S)
+        asking.join(WAIT_S)
+    finally:
+        logging.getLogger("tinsmith").removeHandler(listener)
+    assert "since" in caplog.text
+
+
+def test_flags_that_change_reach_a_running_client(
+    client: ServiceClient, service: ScriptedService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dynamic_flags, "SHORTEST_PERIOD_S", 0.05)
+    service.account.dynamic_flags["refresh_interval_sec"] = 0
+    client.create_sampling_client(base_model="m")
+    session = client._lease.session
+    before = session.dynamic_flags.sample_cancel_enabled
+
+    service.account.dynamic_flags["sample_cancel_enabled"] = True
+    seen = len(service.requests("client_dynamic_config"))
+    service.wait_requests("client_dynamic_config", seen + 2)
+
+    assert not before
+    assert session.dynamic_flags.sample_cancel_enabled
+
+
+def test_looking_around_refreshes_no_flags_and_closing_ends_it(
+    service: ScriptedService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dynamic_flags, "SHORTEST_PERIOD_S", 0.02)
+    service.account.dynamic_flags["refresh_interval_sec"] = 0
+    client = ServiceClient(base_url=service.base_url, api_key=service.api_key)
+    client.get_server_capabilities()
+    assert len(client._lease.session._tasks) == 0
+
+    client.create_sampling_client(base_model="m")
+    service.wait_requests("client_dynamic_config", 3)
+    client.close().result(WAIT_S)
+
+    assert all(task.cancelling() or task.done() for task in client._lease.session._tasks)
+
+
+def test_abandoned_samples_are_cancelled_a_batch_at_a_time() -> None:
+    with (
+        running_service(
+            long_poll_s=5.0, sample_cancel_enabled=True, sample_cancel_max_batch_size=3
+        ) as service,
+        ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
+    ):
+        sampler = client.create_sampling_client(base_model="m")
+        with service.faults.hold_commands("asample"):
+            drawn = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(10)]
+            service.wait_requests("retrieve_future", 10)
+            with service.faults.hold("cancel_future") as held:
+                for sample in drawn:
+                    sample.cancel()
+                held.wait_held(3)
+                most = held.most_held
+            cancelled = service.wait_requests("cancel_future", 10)
+
+        assert most == 3
+        assert len({received.request.request_id for received in cancelled}) == 10
