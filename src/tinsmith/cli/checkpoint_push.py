@@ -81,11 +81,22 @@ def _hub() -> Any:
         ) from exc
     try:
         hub.HfApi().whoami()
-    except (OSError, ValueError) as exc:  # its own errors are both
+    except _hub_errors() as exc:
         raise CommandError(
-            f"the hub does not accept you: {str(exc).splitlines()[0]}", remedy="hf auth login"
+            f"the hub does not accept you: {_first_line(exc)}", remedy="hf auth login"
         ) from exc
     return hub
+
+
+def _hub_errors() -> tuple[type[Exception], ...]:
+    """What the hub's package raises: errors of its own, and of the HTTP library it stands on."""
+    own: type[Exception] = importlib.import_module("huggingface_hub.errors").HfHubHTTPError
+    family = [cls for cls in own.__mro__ if cls.__name__ == "HTTPError"]
+    return (OSError, ValueError, own, *family)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _check_adapter(folder: pathlib.Path) -> None:
@@ -131,8 +142,8 @@ def _upload(
             allow_patterns=arguments.allow_pattern or None,
             ignore_patterns=ignored or None,
         )
-    except (OSError, ValueError) as exc:
-        raise CommandError(f"the hub refused: {str(exc).splitlines()[0]}") from exc
+    except _hub_errors() as exc:
+        raise CommandError(f"the upload to the hub failed: {_first_line(exc)}") from exc
     return repository, revision
 
 
@@ -140,7 +151,7 @@ def _check_same(hub: Any, path: str, repository: str, revision: str | None) -> N
     """Refuse a repository that holds another checkpoint."""
     try:
         file = hub.hf_hub_download(repo_id=repository, filename=CARD, revision=revision)
-    except (OSError, ValueError):  # there is none yet
+    except _hub_errors():  # there is none yet
         return
     text = pathlib.Path(file).read_text(encoding="utf-8", errors="replace")
     named = re.search(r"tinker://[^\s`]+", text)
