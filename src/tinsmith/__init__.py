@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from tinsmith.client.futures import APIFuture as APIFuture
     from tinsmith.client.loss_graph import LossHandle as LossHandle
     from tinsmith.client.loss_graph import PerDatumLossFn as PerDatumLossFn
+    from tinsmith.client.request_options import RequestOptions as RequestOptions
+    from tinsmith.client.request_options import Timeout as Timeout
     from tinsmith.client.rest import RestClient as RestClient
     from tinsmith.client.retry import RetryBudget as RetryBudget
     from tinsmith.client.sample_stream import AsyncSampleStream as AsyncSampleStream
@@ -116,6 +118,8 @@ _MODULE_OF = {
     "AsyncSampleStream": "tinsmith.client.sample_stream",
     "SampleEvent": "tinsmith.client.sample_stream",
     "RetryBudget": "tinsmith.client.retry",
+    "Timeout": "tinsmith.client.request_options",
+    "RequestOptions": "tinsmith.client.request_options",
     "APIConnectionError": "tinsmith.errors",
     "APIError": "tinsmith.errors",
     "APIResponseValidationError": "tinsmith.errors",
