@@ -37,6 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
         "sample_use_retrieve_futures": True,
         "sample_join_sampling_session": True,
         "sample_cancel_enabled": True,
+        "create_model_via_load_weights": True,
         "inline_bytes": 64,
     },
 }
@@ -62,8 +63,8 @@ MANAGEMENT = {"x-sdk-method", "x-sdk-version"}
 """We send them wherever a sampler is looked up, the official SDK not from `get_base_model`."""
 POLL_HEADERS = {"x-stainless-raw-response", "x-stainless-retry-count"}
 """Always the same in polls, and so left out by us."""
-SMALL_RESULTS = {"CreateModel", "CreateCustomLoss"}
-"""Their results are an id, for whose size we do not ask first."""
+SMALL_RESULTS = {"CreateModel", "CreateCustomLoss", "LoadWeights"}
+"""Their results are an id or a path; when we make a model we do not ask for their size first."""
 CLONE_NUMBERS = 1_000_000_000
 """Numbers of samples from here on begin at a random multiple of it."""
 
