@@ -76,15 +76,18 @@ NO_RETRIES = RetryBudget(total_s=0.0, first_contact_s=0.0, billing_s=0.0)
 def may_pass(error: BaseException) -> bool:
     """Whether the same call may succeed if it is made again."""
     if isinstance(error, APIStatusError):
-        if _server_forbids(error):
-            return False
+        word = _server_s_word(error)
+        if word is not None:
+            return word
         return is_retried(error.status_code) or isinstance(error, BillingError)
     return isinstance(error, APIConnectionError)
 
 
-def _server_forbids(error: APIStatusError) -> bool:
+def _server_s_word(error: APIStatusError) -> bool | None:
+    """What the server itself says of another try, if it does."""
     headers = getattr(error.response, "headers", None) or {}
-    return str(headers.get("x-should-retry", "")).lower() == "false"
+    said = str(headers.get("x-should-retry", "")).lower()
+    return {"true": True, "false": False}.get(said)
 
 
 class Retrier:
@@ -104,6 +107,11 @@ class Retrier:
         self._chance = chance
         self._was_reached = False
         self._slow = SlowCalls()
+
+    def limit_billing_pause(self, longest_s: float) -> None:
+        """Take 402 for a pause for no longer than this, as the service asks."""
+        billing_s = min(self.budget.billing_s, max(0.0, longest_s))
+        self.budget = msgspec.structs.replace(self.budget, billing_s=billing_s)
 
     async def call(
         self,

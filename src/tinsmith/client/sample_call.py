@@ -99,11 +99,15 @@ class SampleCall:
 
     # The end
 
+    def named(self, response: SampleResponse) -> SampleResponse:
+        """The answer with the ids of its sequences; services that do not trace tokens give none."""
+        return response.with_sequence_ids(self.sequence_ids) if self.sequence_ids else response
+
     def settle_with(self, payload: bytes) -> None:
         """Its result came."""
         try:
             response = proto_format.decode_sample_response(payload)
-            self.settle(response.with_sequence_ids(self.sequence_ids))
+            self.settle(self.named(response))
         except (DecodeError, ValueError) as exc:
             self.fail(
                 APIResponseValidationError(

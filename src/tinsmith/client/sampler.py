@@ -160,7 +160,7 @@ class Sampler:
         call.task = asyncio.current_task()
         try:
             response = await self._fetched(call, size)
-            call.settle(response.with_sequence_ids(call.sequence_ids))
+            call.settle(call.named(response))
         except APIStatusError as error:
             if error.status_code == GONE and call.resubmissions < MOST_RESUBMISSIONS:
                 self._resubmit(call)

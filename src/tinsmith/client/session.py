@@ -14,6 +14,7 @@ import concurrent.futures
 import contextlib
 import functools
 import logging
+import os
 import sys
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
@@ -80,6 +81,20 @@ EXIT_TIMEOUT_S = 3.0
 """How long the interpreter's exit may wait for sessions to be finished."""
 
 
+class _Forks:
+    """How many forks led to this process."""
+
+    count = 0
+
+    def add(self) -> None:
+        self.count += 1
+
+
+_forks = _Forks()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forks.add)
+
+
 class ClosedError(TinkerError, RuntimeError):
     """The client was closed."""
 
@@ -102,6 +117,7 @@ class Session:
         self._closing: asyncio.Task[None] | None = None
         self._counters: dict[str, int] = {}
         self._adopted_id: str | None = None
+        self._forks = _forks.count
 
     def adopt(
         self, session_id: str, flags: ServiceFlags, dynamic: ClientDynamicConfigResponse
@@ -313,6 +329,11 @@ class Session:
 
     def check_open(self) -> None:
         """Raise `ClosedError` if the client was closed."""
+        if self._is_inherited():
+            raise ClosedError(
+                "the client belongs to the process that this one was forked from",
+                remedy="make a new one here; one that was not used before the fork will do",
+            )
         if self._closing is not None:
             raise ClosedError("the client is closed", remedy="make a new one")
 
@@ -328,10 +349,20 @@ class Session:
             return None
         return opening.result()
 
+    def _is_inherited(self) -> bool:
+        """Whether another process used it before this one was forked from that."""
+        if self._forks == _forks.count:
+            return False
+        if self._transport is None and self._starting is None:
+            self._forks = _forks.count  # nobody used it: it is ours
+            return False
+        return True
+
     # Start and session
 
     async def ready(self) -> ServiceFlags:
         """Introduce ourselves and learn the service's flags; done once."""
+        self.check_open()  # before it counts as used
         self._starting = _once(self._starting, self._start)
         return await asyncio.shield(self._starting)
 
@@ -351,6 +382,7 @@ class Session:
             raise AuthenticationError(
                 "this service takes API keys alone", remedy="set TINKER_API_KEY"
             )
+        self.retrier.limit_billing_pause(self.flags.billing_exception_max_pause_duration_sec)
         self.dynamic_flags = await self._fetch_dynamic_flags()
         return self.flags
 
@@ -457,6 +489,8 @@ class Session:
 
     async def close(self, reason: ClientSessionFinishReason, detail: str | None = None) -> None:
         """Finish the session, if one was opened, and let go of everything. Done once."""
+        if self._is_inherited():
+            return  # the parent's to finish, over connections that are the parent's
         if self._closing is None:
             self._closing = asyncio.create_task(self._close(reason, detail))
         await asyncio.shield(self._closing)

@@ -130,6 +130,13 @@ def test_the_server_may_forbid_another_try(time: FakeTime) -> None:
     assert time.slept == []
 
 
+def test_b53_the_server_may_ask_for_another_try(time: FakeTime) -> None:
+    error = error_from_reply(422, {"x-should-retry": "true"}, b'{"detail": "not yet"}')
+
+    assert asyncio.run(a_retrier(time).call(failing(error), "save_weights")) == "done"
+    assert len(time.slept) == 1
+
+
 def test_our_own_delays_grow_to_a_bound_and_vary() -> None:
     budget = RetryBudget()
 

@@ -1,0 +1,270 @@
+"""Weak points of the official SDK that we do not have, by their number in client-surface.md.
+
+Those with a test of their own elsewhere are not here; `grep -rn test_w tests` finds them all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import pickle
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+from tinsmith.client.heartbeat import keep_alive
+from tinsmith.client.rest import RestClient
+from tinsmith.client.retry import RetryBudget
+from tinsmith.client.service import ServiceClient
+from tinsmith.client.settings import HOSTED_URL, settings_from
+from tinsmith.client.training import TrainingClient
+from tinsmith.errors import (
+    APIConnectionError,
+    APIStatusError,
+    BadRequestError,
+    BillingError,
+    InternalServerError,
+    ValidationError,
+)
+from tinsmith.testing import ScriptedService, running_service
+from tinsmith.types import AdamParams, ModelInput, SamplingParams
+
+WAIT_S = 30.0
+PROMPT, PARAMS = ModelInput.from_ints([1]), SamplingParams(max_tokens=2, seed=1)
+
+
+def a_client(service: ScriptedService, **options: Any) -> ServiceClient:
+    retry = RetryBudget(total_s=0.5, delay_base_s=0.01)
+    return ServiceClient(
+        base_url=service.base_url, api_key=service.api_key, **{"retry": retry, **options}
+    )
+
+
+# Threads, loops, processes
+
+
+def test_w5_a_client_that_was_used_before_a_fork_is_refused_in_the_child_at_once(
+    service: ScriptedService,
+) -> None:
+    program = f"""
+import os, sys
+import tinsmith
+client = tinsmith.ServiceClient(base_url={service.base_url!r}, api_key={service.api_key!r})
+unused = tinsmith.ServiceClient(base_url={service.base_url!r}, api_key={service.api_key!r})
+training = client.create_lora_training_client("m", rank=4)
+child = os.fork()
+if child == 0:
+    try:
+        training.optim_step(tinsmith.AdamParams()).result(20)
+    except RuntimeError as error:
+        assert "forked" in str(error), error
+        client.close().result(20)
+        unused.create_sampling_client(base_model="m").compute_logprobs(
+            tinsmith.ModelInput.from_ints([1])
+        ).result(20)
+        sys.exit(7)
+    sys.exit(1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+training.optim_step(tinsmith.AdamParams()).result(20)
+"""
+
+    finished = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program],
+        timeout=60,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+
+    assert finished.returncode == 0, finished.stderr
+    assert len(service.requests("optim_step")) == 1
+    finished_sessions = [one.request.session_id for one in service.requests("finish_session")]
+    assert sorted(finished_sessions) == ["session-0", "session-1"]
+
+
+def test_w6_saving_for_a_sampler_does_not_block_the_caller_s_loop(
+    training: TrainingClient, service: ScriptedService
+) -> None:
+    held = service.faults.hold_commands("save_weights_for_sampler", times=1)
+
+    async def scenario() -> str:
+        saving = asyncio.create_task(
+            training.save_weights_and_get_sampling_client_async(timeout=WAIT_S)
+        )
+        await service.wait_requests_async("save_weights_for_sampler", 1)
+        held.release()  # reached while it is being awaited, or never
+        return (await saving)._sampling_session_id
+
+    assert asyncio.run(scenario())
+
+
+def test_w7_a_callback_may_wait_for_another_result(training: TrainingClient) -> None:
+    seen: list[Any] = []
+    done = threading.Event()
+
+    def wait_for_another(_: object) -> None:
+        seen.append(training.optim_step(AdamParams()).result(WAIT_S))
+        done.set()
+
+    training.optim_step(AdamParams()).add_done_callback(wait_for_another)
+
+    assert done.wait(WAIT_S)
+    assert seen[0].metrics is not None
+
+
+# Hangs
+
+
+def test_w18_polls_that_only_fail_are_given_up_within_the_budget(
+    service: ScriptedService,
+) -> None:
+    with a_client(service) as client:
+        training = client.create_lora_training_client("m", rank=4)
+        service.faults.add("retrieve_future", times=None, status=500)
+
+        with pytest.raises(InternalServerError):
+            training.optim_step(AdamParams()).result(WAIT_S)
+
+    assert len(service.requests("retrieve_future")) < 40
+
+
+def test_b70_a_400_is_asked_again_three_times(service: ScriptedService) -> None:
+    with a_client(service) as client:
+        training = client.create_lora_training_client("m", rank=4)
+        service.forget_requests()
+        service.faults.add("retrieve_future", times=None, status=400)
+
+        with pytest.raises(BadRequestError):
+            training.optim_step(AdamParams()).result(WAIT_S)
+
+    assert len(service.requests("retrieve_future")) == 4
+
+
+def test_b64_402_is_waited_out_no_longer_than_the_service_says() -> None:
+    with (
+        running_service(billing_exception_max_pause_duration_sec=0) as service,
+        a_client(service) as client,
+    ):
+        training = client.create_lora_training_client("m", rank=4)
+        service.faults.add("optim_step", times=None, status=402)
+
+        with pytest.raises(BillingError):
+            training.optim_step(AdamParams()).result(WAIT_S)
+
+        assert len(service.requests("optim_step")) == 1
+
+
+# Errors
+
+
+def test_w21_an_adapter_of_nothing_is_refused_with_an_error_and_not_an_assertion(
+    client: ServiceClient,
+) -> None:
+    with pytest.raises(ValidationError, match="all False"):
+        client.create_lora_training_client(
+            "m", train_mlp=False, train_attn=False, train_unembed=False
+        )
+
+
+@pytest.mark.parametrize("kind", ["service", "training", "rest"])
+def test_b98_clients_that_cannot_be_pickled_say_so(
+    client: ServiceClient, training: TrainingClient, kind: str
+) -> None:
+    rest = RestClient(client.holder)
+    unpicklable = {"service": client, "training": training, "rest": rest}[kind]
+
+    with pytest.raises(TypeError, match="pickle"):
+        pickle.dumps(unpicklable)
+
+
+def test_w42_a_service_that_answers_in_json_and_names_no_sequences_is_understood(
+    client: ServiceClient, service: ScriptedService
+) -> None:
+    sampler = client.create_sampling_client(base_model="m")
+    service.faults.add("asample", status=200, body={"request_id": "r-1"})
+    plain = {"stop_reason": "length", "tokens": [5, 6], "logprobs": [-0.5, -1.0]}
+    service.faults.add("retrieve_future", status=200, body={"type": "sample", "sequences": [plain]})
+
+    answer = sampler.sample(PROMPT, 1, PARAMS).result(WAIT_S)
+
+    assert list(answer.sequences[0].tokens) == [5, 6]
+    assert answer.sequences[0].logprobs == [-0.5, -1.0]
+
+
+# Behaviours that are kept
+
+
+def test_b8_what_the_service_says_of_a_session_is_logged(
+    service: ScriptedService, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = {"info_message": "welcome", "warning_message": "soon", "error_message": "now"}
+    service.faults.add("create_session", status=200, body={"session_id": "session-9", **said})
+
+    with caplog.at_level(logging.INFO, logger="tinsmith"):
+        a_client(service).holder.get_session_id()
+
+    levels = {record.levelname: record.getMessage() for record in caplog.records}
+    assert levels["INFO"].endswith("welcome")
+    assert levels["WARNING"].endswith("soon")
+    assert levels["ERROR"].endswith("now")
+
+
+@pytest.mark.parametrize(("level", "shown"), [("error", "ERROR"), ("notice", "WARNING")])
+def test_b62_a_deprecation_that_the_service_tells_is_logged(
+    training: TrainingClient,
+    service: ScriptedService,
+    caplog: pytest.LogCaptureFixture,
+    level: str,
+    shown: str,
+) -> None:
+    headers = {"x-deprecation-note": "use another", "x-deprecation-level": level}
+    service.faults.add("get_info", headers=headers, delay_s=0.01)
+
+    with caplog.at_level(logging.WARNING, logger="tinsmith"):
+        training.get_info()
+
+    assert [(one.levelname, one.getMessage()) for one in caplog.records] == [
+        (shown, "the service says: use another")
+    ]
+
+
+def test_b60_a_save_without_a_name_keeps_its_number_over_second_tries(
+    service: ScriptedService,
+) -> None:
+    with a_client(service) as client:
+        training = client.create_lora_training_client("m", rank=4)
+        service.faults.add("save_weights_for_sampler", times=2, status=503)
+
+        training.save_weights_and_get_sampling_client()
+
+    sent = [one.request for one in service.requests("save_weights_for_sampler")]
+    assert [(one.seq_id, one.sampling_session_seq_id) for one in sent] == [(1, 0)] * 3
+
+
+def test_b83_heartbeats_end_with_the_session_and_are_told_of_after_two_minutes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now = [0.0]
+    failures = [APIConnectionError("no way")] * 14 + [APIStatusError("gone", status_code=410)]
+
+    async def call(*_: object) -> None:
+        raise failures.pop(0)
+
+    async def sleep(delay_s: float) -> None:
+        now[0] += delay_s
+
+    with caplog.at_level(logging.WARNING, logger="tinsmith"):
+        asyncio.run(keep_alive(call, "session-1", clock=lambda: now[0], sleep=sleep))
+
+    assert failures == []
+    assert now[0] == 150.0
+    assert len(caplog.records) == 2  # at 130 and at 140 seconds
+
+
+def test_b117_an_empty_address_counts_as_none_and_a_slash_at_its_end_not_at_all() -> None:
+    assert settings_from(environment={"TINKER_BASE_URL": ""}).base_url == HOSTED_URL
+    assert settings_from(base_url="http://h:1/a/", environment={}).base_url == "http://h:1/a"
+    assert settings_from(environment={"TINKER_BASE_URL": "http://h:2"}).base_url == "http://h:2"
