@@ -264,7 +264,9 @@ def _pack_sequence(values: Sequence[Any], kind: Kind, what: str) -> bytes:
 
 def _packed(values: Sequence[Any], kind: Kind) -> bytes:
     # struct is the fastest way from a list to machine numbers: array and numpy take three times as
-    # long. The numbers are its only arguments: beside others they would be gathered twice.
+    # long. The numbers are its only arguments: beside others they would be gathered twice. They
+    # take a tuple of eight bytes each meanwhile; packing in blocks spares it and takes a quarter
+    # longer, because each block is gathered twice.
     return _packer(kind, len(values))(*values)
 
 

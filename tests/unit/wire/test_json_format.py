@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -190,6 +191,26 @@ def test_long_arrays_are_parts_of_their_own_and_the_same_text(
 
     assert json.loads(b"".join(parts)) == {"data": tensor.tolist(), "dtype": "int64"}
     assert (len(parts) > 1) == (count >= 4096)
+
+
+@pytest.mark.parametrize("writer", ["orjson", "blocks"])
+def test_the_text_of_a_long_array_takes_little_beside_itself(
+    writer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if writer == "blocks":
+        monkeypatch.setattr(json_format, "array_writer", lambda: json_format._write_list)
+    tensor = t.TensorData(list(range(100_000, 400_000)), "int64")
+    json_format.encode_parts(tensor)  # imports what it needs
+
+    tracemalloc.start()
+    try:
+        parts = json_format.encode_parts(tensor)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert peak_bytes < 1.3 * sum(map(len, parts))
+    assert len(parts) < 100
 
 
 @pytest.mark.parametrize("writer", ["orjson", "blocks"])
