@@ -210,6 +210,15 @@ def manage(url: str, key: str, run: str, saved: Said) -> Said:
             types.SessionSearchRequest(project_ids=["p-2"], user_metadata={"run": "scenario"})
         ).result(WAIT_S)
     said["found"] = [one.session_id for one in found.sessions]
+    try:
+        said["who"] = rest.whoami().result(WAIT_S).model_dump()
+    except RuntimeError:
+        said["who"] = "a plain key"
+    urls = rest.get_external_weights_urls(saved["external"]).result(WAIT_S).urls
+    said["files"] = sorted(urls)
+    said["trace"] = rest.export_session_trace(session).result(WAIT_S).rsplit("/", 1)[-1]
+    said["copy"] = rest.copy_weights(path, "p-3", weights_access_token="tml-x").result(WAIT_S)
+    rest.delete_checkpoint(run, "sampler_weights/s1").result(WAIT_S)
     rest.unpublish_checkpoint_from_tinker_path(path).result(WAIT_S)
     rest.delete_checkpoint_from_tinker_path(path).result(WAIT_S)
     try:

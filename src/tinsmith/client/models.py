@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from tinsmith.client.budgets import Budget
 from tinsmith.client.poller import Poll
 from tinsmith.client.session import Session, SessionLease
 from tinsmith.client.settings import Secret
@@ -109,7 +110,8 @@ async def _create_by_loading(lease: SessionLease, source: Source) -> TrainingCli
         weights_access_token=None if source.token is None else source.token.reveal(),
     )
     submitted: UntypedAPIFuture = await session.call("load_weights", request)
-    await Poll(session, submitted.request_id, "LoadWeights").result()
+    room = Budget(session.flags.inflight_response_bytes_semaphore_size)
+    await Poll(session, submitted.request_id, "LoadWeights", room=room).result()
     # The service makes the id in this form and need not tell it.
     return TrainingClient(lease, f"{session_id}:train:{number}")
 

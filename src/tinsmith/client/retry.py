@@ -41,6 +41,7 @@ _log = logging.getLogger(__name__)
 TOLD_AFTER_S = 10.0
 """A wait that makes the whole last longer than this is told in the log."""
 BILLING_PAUSE_S = 5.0
+BILLING_TOLD_EVERY_S = 60.0
 
 
 class RetryBudget(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +52,7 @@ class RetryBudget(msgspec.Struct, frozen=True, kw_only=True):
     first_contact_s: float = 5.0
     """The same, while the server has never been reached."""
     billing_s: float = 3600.0
-    """How long 402 is taken for a pause."""
+    """How long 402 is taken for a pause. Left as it is, the service's own figure counts."""
     delay_base_s: float = 0.5
     delay_max_s: float = 10.0
     jitter: float = 0.25
@@ -107,6 +108,12 @@ class Retrier:
         self._chance = chance
         self._was_reached = False
         self._slow = SlowCalls()
+        self._billing_told_at = float("-inf")
+
+    def pause_for_billing(self, most_s: float) -> None:
+        """Take 402 for a pause for so long, unless the user chose a time."""
+        if self.budget.billing_s == DEFAULT_BUDGET.billing_s:
+            self.budget = msgspec.structs.replace(self.budget, billing_s=max(0.0, most_s))
 
     def limit_billing_pause(self, longest_s: float) -> None:
         """Take 402 for a pause for no longer than this, as the service asks."""
@@ -173,9 +180,13 @@ class Retrier:
     def _log_wait(
         self, error: APIError, what: str, number: int, delay_s: float, elapsed_s: float
     ) -> None:
-        level = logging.WARNING if elapsed_s + delay_s > TOLD_AFTER_S else logging.DEBUG
+        is_told = elapsed_s + delay_s > TOLD_AFTER_S
+        if isinstance(error, BillingError):  # a pause of an hour, asked after every few seconds
+            now = self._clock()
+            is_told = now - self._billing_told_at >= BILLING_TOLD_EVERY_S
+            self._billing_told_at = now if is_told else self._billing_told_at
         _log.log(
-            level,
+            logging.WARNING if is_told else logging.DEBUG,
             "%s: attempt %d failed after %.1f s (%s); next in %.1f s",
             what,
             number,

@@ -369,12 +369,15 @@ class Session:
     async def _start(self) -> ServiceFlags:
         raw = await self.credentials.open()
         if self._adopted_id is not None:
+            pause_s = float(self.flags.billing_exception_max_pause_duration_sec)
+            self.retrier.pause_for_billing(pause_s)
             if self.flags.pjwt_auth_enabled:
                 await self._renew_credential()
                 self.spawn(self._keep_renewing())
             return self.flags
         about = r.ClientConfigRequest(sdk_version=SDK_VERSION)
         self.flags = await self.call("client_config", about, credential=raw)
+        self.retrier.pause_for_billing(float(self.flags.billing_exception_max_pause_duration_sec))
         if self.flags.pjwt_auth_enabled:
             await self._renew_credential()
             self.spawn(self._keep_renewing())

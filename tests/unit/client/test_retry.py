@@ -173,6 +173,30 @@ def test_402_is_a_pause_until_its_window_ends(time: FakeTime) -> None:
     assert time.slept == [5.0] * 12
 
 
+def test_the_service_says_how_long_a_402_is_a_pause_unless_the_user_does(time: FakeTime) -> None:
+    asked, chosen = a_retrier(time), a_retrier(time, RetryBudget(billing_s=20.0))
+    asked.pause_for_billing(10.0)
+    chosen.pause_for_billing(10.0)
+
+    for retrier in (asked, chosen):
+        with pytest.raises(BillingError):
+            asyncio.run(retrier.call(forever(a_billing_error), "optim_step"))
+
+    assert time.slept == [5.0] * (2 + 4)
+
+
+def test_a_402_is_told_at_once_and_then_every_minute(
+    time: FakeTime, caplog: pytest.LogCaptureFixture
+) -> None:
+    budget = RetryBudget(billing_s=150.0)
+
+    with pytest.raises(BillingError):
+        asyncio.run(a_retrier(time, budget).call(forever(a_billing_error), "optim_step"))
+
+    assert len(caplog.messages) == 3
+    assert "no funds" in caplog.messages[0]
+
+
 def test_without_a_budget_nothing_is_tried_again(time: FakeTime) -> None:
     with pytest.raises(RateLimitError):
         asyncio.run(a_retrier(time, NO_RETRIES).call(forever(a_429), "session_heartbeat"))
