@@ -13,9 +13,16 @@ from tinsmith.client import events
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.session import SessionLease
 from tinsmith.errors import APIResponseValidationError, APITimeoutError, DecodeError
-from tinsmith.types.inputs import ModelInput
+from tinsmith.types.inputs import DmelChunk, ImageChunk, ModelInputChunk
+from tinsmith.types.requests import SampleRequest
 from tinsmith.types.sampling import SampleResponse
-from tinsmith.wire import proto_format
+from tinsmith.wire import json_format, proto_format
+from tinsmith.wire.protobuf import Parts
+
+_ABOUT_BYTES = 512
+"""What a request takes beside its prompt."""
+_TOKEN_BYTES = 7
+"""What a token id takes in JSON, at most for vocabularies below a million."""
 
 
 class SampleCall:
@@ -32,7 +39,7 @@ class SampleCall:
         "is_given_up",
         "is_over",
         "lease",
-        "prompt",
+        "request",
         "request_id",
         "resubmissions",
         "sent_at",
@@ -46,20 +53,18 @@ class SampleCall:
     def __init__(
         self,
         lease: SessionLease,
-        body: bytes,
-        prompt: ModelInput,
+        request: SampleRequest,
         future: APIFuture[SampleResponse],
         timeout_s: float | None,
         seq_id: int | None = None,
     ) -> None:
         self.lease = lease
         """Keeps the session while the sample is under way."""
-        self.body = body
-        """The request in JSON, without its number."""
-        self.prompt = prompt
+        self.request = request
         self.future = future
         self.timeout_s = timeout_s
         self.seq_id = seq_id
+        self.body: Parts | None = None
         self.request_id: str | None = None
         self.sequence_ids: list[str] = []
         self.sent_at = 0.0
@@ -86,16 +91,25 @@ class SampleCall:
         if self.timeout_s is not None:
             self._timer = loop.call_later(self.timeout_s, self._expire)
 
-    @property
-    def numbered_body(self) -> bytes:
-        """The request as it is sent."""
+    # The request in JSON. It is written when it leaves and dropped when it has arrived: thousands
+    # that wait for their turn or for their results would take gigabytes.
+
+    def write(self) -> None:
+        """Write the request, under its number.
+
+        Raises:
+            ValidationError: It holds something that cannot be sent.
+        """
         assert self.seq_id is not None
-        return b'{"seq_id":%d,%b' % (self.seq_id, self.body[1:])
+        first, *rest = json_format.encode_parts(self.request)
+        self.body = [b'{"seq_id":%d,' % self.seq_id, memoryview(first)[1:], *rest]
 
     @property
     def size(self) -> int:
-        """About how many bytes the request takes."""
-        return len(self.body) + 32
+        """How many bytes the request takes; about so many while it is not written."""
+        if self.body is not None:
+            return sum(map(len, self.body))
+        return _ABOUT_BYTES + sum(map(_about_bytes, self.request.prompt.chunks))
 
     # The end
 
@@ -159,3 +173,11 @@ class SampleCall:
                 error=None if error is None else type(error).__name__,
             )
         )
+
+
+def _about_bytes(chunk: ModelInputChunk) -> int:
+    if isinstance(chunk, ImageChunk):
+        return len(chunk.data) * 4 // 3
+    if isinstance(chunk, DmelChunk):
+        return len(chunk.dmel) * 4 // 3
+    return chunk.length * _TOKEN_BYTES

@@ -34,6 +34,7 @@ from tinsmith.types.inputs import EncodedTextChunk, ModelInput
 from tinsmith.wire.endpoints import ENDPOINTS
 from tinsmith.wire.exchange import json_request
 from tinsmith.wire.failures import status_class
+from tinsmith.wire.protobuf import Parts
 
 _log = logging.getLogger(__name__)
 
@@ -105,6 +106,7 @@ class SampleSender:
     def put_back(self, calls: Sequence[SampleCall]) -> None:
         """Send samples again, before all others."""
         for call in calls:
+            call.body = None
             self._in_flight.discard(call)
         self._line.extendleft(call for call in reversed(calls) if not call.is_over)
         self._run()
@@ -174,15 +176,10 @@ class SampleSender:
         """Send a request with the next samples, at most so many."""
         group = self._next_group(count)
         self._session.limiter.unused(count - len(group))
-        group = [call for call in group if not call.is_over]
+        now = asyncio.get_running_loop().time()
+        group = [call for call in group if not call.is_over and self._written(call, now)]
         if not group:
             return
-        now = asyncio.get_running_loop().time()
-        for call in group:
-            if call.seq_id is None:
-                call.seq_id = self._next_seq_id()
-            call.sent_at = now
-            self._in_flight.add(call)
         size = sum(call.size for call in group)
         self._requests += 1
         self._bytes += size
@@ -195,6 +192,19 @@ class SampleSender:
                 _fail_all(group, error)
 
         self._session.spawn(self._send(group), ended)
+
+    def _written(self, call: SampleCall, now: float) -> bool:
+        """Make a sample ready to leave; False if it cannot be sent at all."""
+        if call.seq_id is None:
+            call.seq_id = self._next_seq_id()
+        try:
+            call.write()
+        except TinkerError as error:
+            call.fail(error)
+            return False
+        call.sent_at = now
+        self._in_flight.add(call)
+        return True
 
     def _next_group(self, count: int) -> list[SampleCall]:
         """The next samples that fit into one request."""
@@ -233,14 +243,15 @@ class SampleSender:
         try:
             await (self._send_one(group[0]) if len(group) == 1 else self._send_many(group))
         except RateLimitError as error:
-            self._pause(error, group[0].prompt)
+            self._pause(error, group[0].request.prompt)
             self.put_back(group)
         except TinkerError as error:
             self._after_refusal(group, error)
 
     async def _send_one(self, call: SampleCall) -> None:
         endpoint = ENDPOINTS["asample"]
-        sent = json_request(endpoint, [call.numbered_body])
+        assert call.body is not None
+        sent = json_request(endpoint, call.body)
         accepted: UntypedAPIFuture = await self._session.call_with(
             endpoint, sent, retrier=self._retrier
         )
@@ -248,8 +259,12 @@ class SampleSender:
 
     async def _send_many(self, group: list[SampleCall]) -> None:
         endpoint = ENDPOINTS["asample_many"]
-        joined = b",".join([call.numbered_body for call in group])
-        sent = json_request(endpoint, [b'{"samples":[%b]}' % joined])
+        body: Parts = [b'{"samples":[']
+        for call in group:
+            assert call.body is not None
+            body += [*call.body, b","]
+        body[-1] = b"]}"
+        sent = json_request(endpoint, body)
         answer: SampleManyResponse = await self._session.call_with(
             endpoint, sent, retrier=self._retrier
         )
@@ -262,7 +277,7 @@ class SampleSender:
             if item.status is None and item.request_id is not None:
                 self._accept(call, item.request_id, item.sample_sequence_ids)
             elif item.status == RateLimitError.default_status:
-                self._pause(_error_of(item), call.prompt)
+                self._pause(_error_of(item), call.request.prompt)
                 refused.append(call)
             else:
                 self._after_error(call, _error_of(item))
@@ -270,6 +285,7 @@ class SampleSender:
             self.put_back(refused)
 
     def _accept(self, call: SampleCall, request_id: str, sequence_ids: list[str] | None) -> None:
+        call.body = None
         call.request_id = request_id
         call.sequence_ids = sequence_ids or []
         call.failures, call.failing_since = 0, None

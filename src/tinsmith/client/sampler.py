@@ -30,7 +30,6 @@ from tinsmith.errors import APIStatusError, RateLimitError, TinkerError
 from tinsmith.types import requests as r
 from tinsmith.types.inputs import ModelInput
 from tinsmith.types.sampling import JoinSamplingSessionResponse, SampleResponse
-from tinsmith.wire import json_format
 
 GONE = 410
 MOST_RESUBMISSIONS = 3
@@ -79,16 +78,12 @@ class Sampler:
         what: str = "sample",
         timeout_s: float | None = None,
     ) -> APIFuture[SampleResponse]:
-        """Have a sample drawn. From any thread; returns at once.
-
-        The request is written here, on the caller's thread: what is sent is what was passed.
-        """
+        """Have a sample drawn. From any thread; returns at once."""
         future: APIFuture[SampleResponse] = APIFuture(what)
         seq_id = request.seq_id
         if seq_id is not None:
             request = request.model_copy(update={"seq_id": None})
-        body = b"".join(json_format.encode_parts(request))
-        self._sender.put(SampleCall(lease, body, request.prompt, future, timeout_s, seq_id))
+        self._sender.put(SampleCall(lease, request, future, timeout_s, seq_id))
         return future
 
     # Numbers

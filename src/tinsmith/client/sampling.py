@@ -26,6 +26,7 @@ from tinsmith.client.settings import settings_from
 from tinsmith.client.tokenizers import TokenizerOfModel
 from tinsmith.errors import APIResponseValidationError, ValidationError
 from tinsmith.types import requests as r
+from tinsmith.types.buffers import Numbers
 from tinsmith.types.inputs import ModelInput
 from tinsmith.types.sampling import (
     CreateSamplingSessionResponse,
@@ -399,7 +400,7 @@ class SamplingClient:
             prompt_logprobs=include_prompt_logprobs,
             topk_prompt_logprobs=topk_prompt_logprobs,
             topk_sample_logprobs=topk_sample_logprobs,
-            target_prompt_logprobs=target_prompt_logprobs,
+            target_prompt_logprobs=_own(target_prompt_logprobs),
             prompt_alt_tokens_k=prompt_alt_tokens_k,
             prompt_logprobs_last_n=prompt_logprobs_last_n,
             record_stability_info=self._record_stability_info,
@@ -481,3 +482,11 @@ def _check_options(
             f"prompt_logprobs_last_n is {last_n}",
             remedy="it must be 1 or more, and prompt logprobs must be asked for",
         )
+
+
+def _own(tensor: TensorData | None) -> TensorData | None:
+    """The tensor as it is now, however the caller's array changes before it is sent."""
+    memory = b"" if tensor is None else tensor.numbers.memory
+    if tensor is None or tensor.is_sparse or isinstance(memory, bytes) or memory.readonly:
+        return tensor
+    return TensorData.of_numbers(Numbers(bytes(memory), "int64"), "int64", tensor.shape)

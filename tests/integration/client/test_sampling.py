@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import time
 
+import numpy
 import pytest
 
 from tinsmith.client.sampling import SamplingClient
@@ -69,6 +70,33 @@ def test_every_option_reaches_the_wire(sampler: SamplingClient, service: Scripte
     assert response.prompt_logprobs is not None
     assert response.prompt_logprobs[:2] == [None, None]
     assert response.prompt_alt_tokens is not None
+
+
+def test_what_is_sent_is_what_was_passed_however_the_caller_s_array_changes_later(
+    sampler: SamplingClient, service: ScriptedService
+) -> None:
+    targets = numpy.array([[1, 2], [3, 4]], dtype=numpy.int64)
+    sampler._sampler.session.limiter.rate_limited(0.2, "so that it has not left yet")
+
+    sample = sampler.sample(
+        PROMPT, 1, PARAMS, target_prompt_logprobs=TensorData.from_numpy(targets)
+    )
+    targets[:] = 9
+    sample.result(WAIT_S)
+
+    sent = service.requests("asample")[-1].request
+    assert sent.target_prompt_logprobs.tolist() == [[1, 2], [3, 4]]
+
+
+def test_a_sample_that_cannot_be_written_fails_and_no_other(sampler: SamplingClient) -> None:
+    broken = SamplingParams(max_tokens=4, stop=["\ud800"])  # half a character
+
+    samples = [sampler.sample(PROMPT, 1, params) for params in (PARAMS, broken, PARAMS)]
+
+    assert len(samples[0].result(WAIT_S).sequences) == 1
+    assert len(samples[2].result(WAIT_S).sequences) == 1
+    with pytest.raises(ValidationError, match="no text that can be sent"):
+        samples[1].result(WAIT_S)
 
 
 def test_options_that_do_not_fit_are_refused_before_anything_is_sent(
