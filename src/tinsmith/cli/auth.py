@@ -113,7 +113,7 @@ def logout(arguments: argparse.Namespace) -> None:
 
 def status(arguments: argparse.Namespace) -> int:
     """Say whether a credential is at hand and whether the service accepts it."""
-    from tinsmith.cli.connect import CALL_TIMEOUT_S, service_client
+    from tinsmith.cli.connect import limit_s, service_client
     from tinsmith.cli.failures import FAILED, SIGN_IN, report
     from tinsmith.cli.output import show
     from tinsmith.errors import TinkerError
@@ -122,7 +122,7 @@ def status(arguments: argparse.Namespace) -> int:
     try:
         with service_client(arguments) as client:  # raises where there is no credential
             has_credential = True
-            client.get_server_capabilities(timeout=arguments.timeout or CALL_TIMEOUT_S)
+            client.get_server_capabilities(timeout=limit_s(arguments))
     except TinkerError as error:
         problem = error
     show(

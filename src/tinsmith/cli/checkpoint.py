@@ -15,10 +15,10 @@ TYPE_CHECKING = False  # loading `typing` takes longer than all of a help
 if TYPE_CHECKING:
     from typing import Any
 
-    from tinsmith.types.checkpoints import Checkpoint
+    from tinsmith.types.checkpoints import Checkpoint, CheckpointType
 
 # The names of types, and those that paths use for them.
-TYPES = {
+TYPES: dict[str, CheckpointType] = {
     "training": "training",
     "sampler": "sampler",
     "external": "external",
@@ -143,7 +143,7 @@ def run_push(arguments: argparse.Namespace) -> None:
 
 def list_checkpoints(arguments: argparse.Namespace) -> None:
     """Show a run's checkpoints, or the newest of all."""
-    from tinsmith.cli.connect import rest_client, wait
+    from tinsmith.cli.connect import limit_s, rest_client, wait
     from tinsmith.cli.listing import page_size, taken, title_of
     from tinsmith.cli.output import Table, plain_of, show
 
@@ -155,7 +155,7 @@ def list_checkpoints(arguments: argparse.Namespace) -> None:
         found = wait(rest.list_checkpoints(arguments.run_id), arguments).checkpoints
         title = f"{title_of(len(found), None, 'checkpoint')} for run {arguments.run_id}"
     else:
-        pages = rest.iter_checkpoints(page_size=page_size(arguments.limit))
+        pages = rest.iter_checkpoints(page_size(arguments.limit), timeout=limit_s(arguments))
         found = taken(pages, arguments, "checkpoints")
         title = title_of(len(found), pages.total_count, "checkpoint")
     show(

@@ -18,6 +18,9 @@ from tinsmith.cli.failures import CommandError, UsageError, in_short
 from tinsmith.cli.output import plain_of, show
 from tinsmith.cli.progress import Progress
 from tinsmith.cli.text import counted, printable, size_text, time_text
+from tinsmith.client.bulk_delete import CheckpointFilter
+from tinsmith.client.rest import RestClient
+from tinsmith.errors import NotFoundError
 from tinsmith.types.checkpoints import Checkpoint, ParsedCheckpointTinkerPath
 
 AT_ONCE = 8
@@ -79,7 +82,7 @@ def run(arguments: argparse.Namespace) -> None:
         _ask(paths, found)
     account = Account(paths)
     try:
-        _delete(rest, account, arguments)
+        _delete(rest, account, arguments, was_listed=found is not None)
     finally:
         show(arguments.format, account.plain(), account.text())
     if account.failed:
@@ -103,18 +106,14 @@ def _check(arguments: argparse.Namespace) -> None:
             raise UsageError(str(exc)) from exc
 
 
-def _chosen(rest: Any, arguments: argparse.Namespace) -> list[Checkpoint]:
-    checkpoints: list[Checkpoint] = wait(
-        rest.list_checkpoints(arguments.run_id), arguments
-    ).checkpoints
-    kind = TYPES.get(arguments.checkpoint_type)
-    return [
-        checkpoint
-        for checkpoint in checkpoints
-        if kind in (None, checkpoint.checkpoint_type)
-        and (arguments.before is None or checkpoint.time < arguments.before)
-        and (arguments.after is None or checkpoint.time > arguments.after)
-    ]
+def _chosen(rest: RestClient, arguments: argparse.Namespace) -> list[Checkpoint]:
+    wanted = CheckpointFilter(
+        checkpoint_type=TYPES.get(arguments.checkpoint_type),
+        before=arguments.before,
+        after=arguments.after,
+    )
+    listing = wait(rest.list_checkpoints(arguments.run_id), arguments)
+    return [checkpoint for checkpoint in listing.checkpoints if wanted.fits(checkpoint)]
 
 
 def _dry(paths: list[str], found: list[Checkpoint] | None) -> dict[str, Any]:
@@ -144,9 +143,11 @@ def _ask(paths: list[str], found: list[Checkpoint] | None) -> None:
         raise CommandError("nothing was deleted", remedy="answer y, or give --yes")
 
 
-def _delete(rest: Any, account: Account, arguments: argparse.Namespace) -> None:
+def _delete(
+    rest: RestClient, account: Account, arguments: argparse.Namespace, *, was_listed: bool
+) -> None:
     waiting = iter(account.paths)
-    pending: dict[Any, str] = {}
+    pending: dict[concurrent.futures.Future[None], str] = {}
     with Progress("Deleting", len(account.paths), format_=arguments.format) as bar:
         while True:
             for path in itertools.islice(waiting, AT_ONCE - len(pending)):
@@ -158,7 +159,9 @@ def _delete(rest: Any, account: Account, arguments: argparse.Namespace) -> None:
             )
             for future in done:
                 path, error = pending.pop(future), future.exception()
-                if error is None:
+                # One that was listed and is not there now is gone: our first try may have done it,
+                # and its reply been lost. One that was named may never have been there.
+                if error is None or (was_listed and isinstance(error, NotFoundError)):
                     account.deleted.append(path)
                 else:
                     account.failed[path] = in_short(error)

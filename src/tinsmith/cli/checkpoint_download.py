@@ -13,9 +13,8 @@ import datetime
 import logging
 import pathlib
 from collections.abc import Iterator
-from typing import Any
 
-from tinsmith.cli.connect import rest_client, service_client, wait
+from tinsmith.cli.connect import limit_s, rest_client, service_client, wait
 from tinsmith.cli.failures import CommandError, in_short
 from tinsmith.cli.fetch import Addresses, Fetch
 from tinsmith.cli.output import Properties, show
@@ -23,6 +22,7 @@ from tinsmith.cli.progress import Progress
 from tinsmith.cli.staging import Staging, exists_already
 from tinsmith.cli.text import size_text
 from tinsmith.cli.unpack import unpack
+from tinsmith.client.rest import RestClient
 from tinsmith.errors import APIStatusError
 from tinsmith.types.checkpoints import ParsedCheckpointTinkerPath
 
@@ -72,7 +72,9 @@ def download(
     return size
 
 
-def _from_archive(arguments: argparse.Namespace, rest: Any, path: str, staging: Staging) -> int:
+def _from_archive(
+    arguments: argparse.Namespace, rest: RestClient, path: str, staging: Staging
+) -> int:
     def sign() -> tuple[dict[str, str], datetime.datetime | None]:
         signed = wait(rest.get_checkpoint_archive_url_from_tinker_path(path), arguments)
         return {ARCHIVE: signed.url}, signed.expires
@@ -107,7 +109,7 @@ def _fetch(arguments: argparse.Namespace, addresses: Addresses, staging: Staging
 
 
 def _exported(
-    rest: Any, arguments: argparse.Namespace, path: str, *, renew_ttl_s: int | None = None
+    rest: RestClient, arguments: argparse.Namespace, path: str, *, renew_ttl_s: int | None = None
 ) -> Addresses:
     """The addresses of exported weights; those of a passing export live as long as we sign."""
 
@@ -121,7 +123,7 @@ def _exported(
 
 
 @contextlib.contextmanager
-def _export(arguments: argparse.Namespace, rest: Any, path: str) -> Iterator[Addresses]:
+def _export(arguments: argparse.Namespace, rest: RestClient, path: str) -> Iterator[Addresses]:
     """Have the service export a training checkpoint for as long as the block lasts."""
     note = "Exporting: this starts a training session on the checkpoint's base model"
     with (
@@ -129,7 +131,9 @@ def _export(arguments: argparse.Namespace, rest: Any, path: str) -> Iterator[Add
         Progress(note, None, format_=arguments.format) as shown,
     ):
         training = client.create_training_client_from_state(
-            path, user_metadata={"created_by": "tinsmith checkpoint download"}
+            path,
+            user_metadata={"created_by": "tinsmith checkpoint download"},
+            timeout=limit_s(arguments, EXPORT_TIMEOUT_S),
         )
         saving = training.save_weights_external("download", ttl_seconds=EXPORT_TTL_S)
         exported = wait(saving, arguments, EXPORT_TIMEOUT_S).path

@@ -12,7 +12,7 @@ import argparse
 import json
 import logging
 import sys
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tinsmith.cli.text import printable
 from tinsmith.client.futures import APIFuture
@@ -20,27 +20,33 @@ from tinsmith.client.retry import RetryBudget
 from tinsmith.client.settings import ClientSettings, settings_from
 from tinsmith.errors import APITimeoutError
 
+if TYPE_CHECKING:
+    from tinsmith.client.admin import AdminClient
+    from tinsmith.client.rest import RestClient
+    from tinsmith.client.service import ServiceClient
+    from tinsmith.client.session import SessionLease
+
 T = TypeVar("T")
 
 CALL_TIMEOUT_S = 60.0
 FIRST_CONTACT_S = 5.0
 
 
-def rest_client(arguments: argparse.Namespace) -> Any:
+def rest_client(arguments: argparse.Namespace) -> RestClient:
     """A client for runs, checkpoints and sessions; it opens no session of its own."""
     from tinsmith.client.rest import RestClient
 
     return RestClient(_lease(arguments))
 
 
-def admin_client(arguments: argparse.Namespace) -> Any:
+def admin_client(arguments: argparse.Namespace) -> AdminClient:
     """A client for usage and storage."""
     from tinsmith.client.admin import AdminClient
 
     return AdminClient(_lease(arguments))
 
 
-def service_client(arguments: argparse.Namespace) -> Any:
+def service_client(arguments: argparse.Namespace) -> ServiceClient:
     """A client that trains and samples; use it with `with`, so that its session is finished."""
     from tinsmith.client.service import ServiceClient
 
@@ -54,6 +60,12 @@ def settings(arguments: argparse.Namespace, **fields: Any) -> ClientSettings:
     return settings_from(base_url=arguments.base_url, retry=_patience(arguments), **fields)
 
 
+def limit_s(arguments: argparse.Namespace, most_s: float = CALL_TIMEOUT_S) -> float:
+    """How long a call may take: what `--timeout` says, else `most_s`."""
+    chosen: float = arguments.timeout or most_s
+    return chosen
+
+
 def wait(future: APIFuture[T], arguments: argparse.Namespace, most_s: float = CALL_TIMEOUT_S) -> T:
     """The result of a call.
 
@@ -65,24 +77,24 @@ def wait(future: APIFuture[T], arguments: argparse.Namespace, most_s: float = CA
     Raises:
         APITimeoutError: It did not come in time.
     """
-    limit_s = arguments.timeout or most_s
+    longest_s = limit_s(arguments, most_s)
     try:
-        return future.result(limit_s)
+        return future.result(longest_s)
     except TimeoutError as exc:
         if future.done():
             raise
         future.cancel()
-        raise APITimeoutError(f"{future.what}: no answer within {limit_s:g} s") from exc
+        raise APITimeoutError(f"{future.what}: no answer within {longest_s:g} s") from exc
 
 
-def _lease(arguments: argparse.Namespace) -> Any:
+def _lease(arguments: argparse.Namespace) -> SessionLease:
     from tinsmith.client.session import Session, SessionLease
 
     return SessionLease(Session(settings(arguments)))
 
 
 def _patience(arguments: argparse.Namespace) -> RetryBudget:
-    total_s = arguments.timeout or CALL_TIMEOUT_S
+    total_s = limit_s(arguments)
     # Want of funds is told at once: nobody looks at a command that pauses for an hour.
     return RetryBudget(
         total_s=total_s, first_contact_s=min(FIRST_CONTACT_S, total_s), billing_s=0.0

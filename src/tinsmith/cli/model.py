@@ -20,13 +20,13 @@ def configure(parser: Parser) -> None:
 
 def list_models(arguments: argparse.Namespace) -> None:
     """Show the models whose names have the substring, in any case."""
-    from tinsmith.cli.connect import CALL_TIMEOUT_S, service_client
+    from tinsmith.cli.connect import limit_s, service_client
     from tinsmith.cli.failures import CommandError
     from tinsmith.cli.output import Table, plain_of, show
 
     with service_client(arguments) as client:
         models: list[SupportedModel] = client.get_server_capabilities(
-            timeout=arguments.timeout or CALL_TIMEOUT_S
+            timeout=limit_s(arguments)
         ).supported_models
     wanted = (arguments.substring or "").lower()
     found = [model for model in models if wanted in (model.model_name or "").lower()]

@@ -77,11 +77,13 @@ def _columns(text: str) -> list[str]:
 
 def list_runs(arguments: argparse.Namespace) -> None:
     """Show the newest runs."""
-    from tinsmith.cli.connect import rest_client
+    from tinsmith.cli.connect import limit_s, rest_client
     from tinsmith.cli.listing import page_size, taken, title_of
     from tinsmith.cli.output import Table, plain_of, show
 
-    pages = rest_client(arguments).iter_training_runs(page_size=page_size(arguments.limit))
+    pages = rest_client(arguments).iter_training_runs(
+        page_size=page_size(arguments.limit), timeout=limit_s(arguments)
+    )
     runs: list[TrainingRun] = taken(pages, arguments, "runs")
     chosen = [COLUMNS[name] for name in arguments.columns]
     show(

@@ -16,6 +16,7 @@ TYPE_CHECKING = False  # loading `typing` takes longer than all of a help
 if TYPE_CHECKING:
     from typing import Any
 
+    from tinsmith.client.sampling import SamplingClient
     from tinsmith.types.sampling import SampleResponse
 
 SAMPLE_TIMEOUT_S = 600.0
@@ -56,14 +57,16 @@ def run(arguments: argparse.Namespace) -> None:
 
     if arguments.stream and arguments.num_samples > 1:
         raise UsageError("--stream shows one sample; leave out -n")
-    text = sys.stdin.read() if arguments.text == "-" else arguments.text
+    text = _stdin() if arguments.text == "-" else arguments.text
     if not text:
         raise UsageError("there is no text to sample from")
-    from tinsmith.cli.connect import service_client
+    from tinsmith.cli.connect import limit_s, service_client
 
     with service_client(arguments) as client:
         sampler = client.create_sampling_client(
-            model_path=arguments.model_path, base_model=arguments.base_model
+            model_path=arguments.model_path,
+            base_model=arguments.base_model,
+            timeout=limit_s(arguments),
         )
         tokenizer = sampler.get_tokenizer()
         prompt = _prompt(tokenizer, text, arguments)
@@ -71,6 +74,12 @@ def run(arguments: argparse.Namespace) -> None:
             _stream(sampler, tokenizer, prompt, arguments)
         else:
             _sample(sampler, tokenizer, prompt, arguments)
+
+
+def _stdin() -> str:
+    if sys.stdin.isatty():
+        print("Type the text, then Ctrl-D.", file=sys.stderr)
+    return sys.stdin.read()
 
 
 def _prompt(tokenizer: Any, text: str, arguments: argparse.Namespace) -> list[int]:
@@ -98,7 +107,9 @@ def _asked(prompt: list[int], arguments: argparse.Namespace) -> tuple[Any, int, 
     return ModelInput.from_ints(prompt), arguments.num_samples, params
 
 
-def _sample(sampler: Any, tokenizer: Any, prompt: list[int], arguments: argparse.Namespace) -> None:
+def _sample(
+    sampler: SamplingClient, tokenizer: Any, prompt: list[int], arguments: argparse.Namespace
+) -> None:
     from tinsmith.cli.connect import wait
     from tinsmith.cli.output import show
 
@@ -138,18 +149,32 @@ def _plain(prompt: list[int], response: SampleResponse, texts: list[str]) -> dic
     }
 
 
-def _stream(sampler: Any, tokenizer: Any, prompt: list[int], arguments: argparse.Namespace) -> None:
-    """Print the text as it grows; a character whose bytes have not all come is held back."""
+def _stream(
+    sampler: SamplingClient, tokenizer: Any, prompt: list[int], arguments: argparse.Namespace
+) -> None:
+    """Print the text as it grows; a character whose bytes have not all come is held back.
+
+    A token's text may depend on the one before it, so what is new is what a piece of the tokens
+    says beyond its beginning, which was printed before.
+    """
+    from tinsmith.cli.connect import limit_s
+
     tokens: list[int] = []
-    printed = ""
-    for event in sampler.sample_stream(*_asked(prompt, arguments)):
-        tokens += event.tokens
-        text = _text(tokenizer, tokens).rstrip(UNFINISHED)
-        if text.startswith(printed):
-            print(_shown(text[len(printed) :]), end="", flush=True)
-            printed = text
-    rest = _text(tokenizer, tokens)
-    print(_shown(rest[len(printed) :]))
+    begin, printed = 0, 0
+    longest_s = limit_s(arguments, SAMPLE_TIMEOUT_S)
+    with sampler.sample_stream(*_asked(prompt, arguments), timeout=longest_s) as events:
+        for event in events:
+            tokens += event.tokens
+            new = _new_text(tokenizer, tokens, begin, printed)
+            if new and not new.endswith(UNFINISHED):
+                print(_shown(new), end="", flush=True)
+                begin, printed = printed, len(tokens)
+    print(_shown(_new_text(tokenizer, tokens, begin, printed)))
+
+
+def _new_text(tokenizer: Any, tokens: list[int], begin: int, printed: int) -> str:
+    """What the tokens from `printed` on add to the text of those from `begin` to there."""
+    return _text(tokenizer, tokens[begin:])[len(_text(tokenizer, tokens[begin:printed])) :]
 
 
 def _text(tokenizer: Any, tokens: list[int]) -> str:

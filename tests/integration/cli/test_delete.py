@@ -115,6 +115,28 @@ def test_w43_a_failed_deletion_is_told_and_fails_the_command(
     assert ended.error["message"] == "1 of 4 checkpoints could not be deleted"
 
 
+def test_a_deletion_whose_reply_was_lost_is_not_taken_for_a_failure(
+    tinsmith: Commands, training: TrainingClient, paths: list[str], service: ScriptedService
+) -> None:
+    service.faults.add(on="delete_checkpoint", times=2, lose_reply=True)
+
+    ended = tinsmith.run("checkpoint", "delete", "--run-id", training.model_id, "-y")
+
+    assert (ended.status, ended.out) == (0, f"Deleted {len(paths)} checkpoints\n")
+
+
+def test_a_named_checkpoint_that_is_not_there_is_a_failure(
+    tinsmith: Commands, paths: list[str]
+) -> None:
+    wrong = f"{paths[0]}-misspelt"
+
+    ended = tinsmith.run("checkpoint", "delete", wrong, paths[1], "-y", "-f", "json")
+
+    assert ended.status == 1
+    assert ended.json["deleted_count"] == 1
+    assert [failed["tinker_path"] for failed in ended.json["failed"]] == [wrong]
+
+
 def test_w31_deletes_share_a_few_connections(
     tinsmith: Commands, training: TrainingClient, service: ScriptedService
 ) -> None:

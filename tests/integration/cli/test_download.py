@@ -99,6 +99,19 @@ def test_a_service_without_archives_exports_and_the_export_is_deleted_again(
     assert len(service.requests("set_checkpoint_ttl")) == 1
 
 
+def test_an_export_that_could_not_be_deleted_is_told_and_is_no_failure(
+    tinsmith: Commands, checkpoint: str, service: ScriptedService
+) -> None:
+    service.faults.add(on="get_checkpoint_archive_url", times=None, status=404)
+    service.faults.add(on="delete_checkpoint", times=None, status=403)
+
+    ended = tinsmith.run("checkpoint", "download", checkpoint, "-f", "json")
+
+    assert ended.status == 0
+    assert ended.json["checkpoint_path"] == checkpoint
+    assert "expires in 3600 s" in json.loads(ended.err)["warning"]
+
+
 def test_w12_the_session_of_an_export_is_finished(
     tinsmith: Commands, checkpoint: str, service: ScriptedService
 ) -> None:

@@ -63,7 +63,7 @@ def test_the_format_may_stand_anywhere(tinsmith: Commands, words: tuple[str, ...
     assert ended.json == {"runs": []}
 
 
-def test_w41_a_listing_fetches_pages_until_it_has_what_was_asked_for(
+def test_s38_w41_a_listing_fetches_no_more_than_was_asked_for(
     tinsmith: Commands, training: TrainingClient, service: ScriptedService
 ) -> None:
     for number in range(5):
@@ -76,6 +76,18 @@ def test_w41_a_listing_fetches_pages_until_it_has_what_was_asked_for(
         "weights/number-3",
     ]
     assert [asked.request.limit for asked in service.requests("list_user_checkpoints")] == [2]
+
+
+def test_s38_w41_all_of_a_listing_comes_in_pages_of_a_thousand(
+    tinsmith: Commands, training: TrainingClient, service: ScriptedService
+) -> None:
+    for number in range(25):
+        training.save_state(f"number-{number}").result()
+
+    ended = tinsmith.run("checkpoint", "list", "--limit", "0", "-f", "json")
+
+    assert len(ended.json["checkpoints"]) == 25
+    assert [asked.request.limit for asked in service.requests("list_user_checkpoints")] == [1000]
 
 
 def test_a_title_says_how_many_are_not_shown(tinsmith: Commands, training: TrainingClient) -> None:
