@@ -13,6 +13,7 @@ from typing import Any
 
 from tinsmith.client.background import background
 from tinsmith.client.futures import APIFuture
+from tinsmith.client.retry import DEFAULT_BUDGET, RetryBudget
 from tinsmith.client.session import Session, SessionLease
 from tinsmith.client.settings import ClientSettings, settings_from
 from tinsmith.errors import ValidationError
@@ -20,7 +21,11 @@ from tinsmith.types.record import Record
 
 
 class ManagementClient:
-    """Makes calls that belong to no training session."""
+    """Makes calls that belong to no training session.
+
+    It is made with an address and a key, each from the environment if it is left out, and with the
+    patience of its calls; or with what a `ServiceClient` has as its `holder`.
+    """
 
     def __init__(
         self,
@@ -28,11 +33,13 @@ class ManagementClient:
         *,
         base_url: str | None = None,
         api_key: str | None = None,
+        retry: RetryBudget = DEFAULT_BUDGET,
     ) -> None:
         if _holder is not None and (base_url is not None or api_key is not None):
             raise ValidationError("a client of a service has that service's address and key")
         if _holder is None:
-            _holder = _shared.lease(settings_from(base_url=base_url, api_key=api_key))
+            settings = settings_from(base_url=base_url, api_key=api_key, retry=retry)
+            _holder = _shared.lease(settings)
         self._lease = _holder
 
     @property
@@ -85,6 +92,7 @@ class _SharedLeases:
             tuple(sorted(settings.default_headers.items())),
             settings.project_id,
             settings.proxy,
+            settings.retry,
         )
         with self._lock:
             lease = self._leases.get(key)

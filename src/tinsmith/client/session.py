@@ -327,6 +327,11 @@ class Session:
                 reply, bytes(reply.body[:1000]), message=f"{endpoint.name}: {exc}"
             ) from exc
 
+    @property
+    def is_closing(self) -> bool:
+        """Whether it was closed, or is about to be."""
+        return self._closing is not None
+
     def check_open(self) -> None:
         """Raise `ClosedError` if the client was closed."""
         if self._is_inherited():

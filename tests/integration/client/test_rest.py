@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import gc
 import itertools
 import logging
+import socket
+import subprocess
+import sys
+import time
 import urllib.request
+from collections.abc import Iterator
 
 import pytest
 
+from tinsmith.client import session as sessions
+from tinsmith.client.bulk_delete import AT_ONCE
 from tinsmith.client.rest import RestClient
+from tinsmith.client.retry import NO_RETRIES
 from tinsmith.client.service import ServiceClient
+from tinsmith.client.session import Session
 from tinsmith.client.trace_export import TraceExportError
 from tinsmith.client.training import TrainingClient
 from tinsmith.errors import (
+    APIConnectionError,
     APIResponseValidationError,
     APIStatusError,
     APITimeoutError,
     AuthenticationError,
     ExperimentalWarning,
+    InternalServerError,
     NotFoundError,
     PermissionDeniedError,
     ValidationError,
@@ -447,3 +459,100 @@ def test_a_client_of_a_service_takes_no_address_of_its_own(client: ServiceClient
     assert rest.list_sessions().result(WAIT_S).sessions == []
     with pytest.raises(ValidationError):
         RestClient(rest._lease, api_key="tml-other")
+
+
+def test_patience_is_a_client_s_own(service: ScriptedService) -> None:
+    hasty = RestClient(base_url=service.base_url, api_key=service.api_key, retry=NO_RETRIES)
+    patient = RestClient(base_url=service.base_url, api_key=service.api_key)
+    hasty.list_sessions().result(WAIT_S)
+    service.faults.add("list_sessions", times=2, status=503)
+
+    with pytest.raises(InternalServerError):
+        hasty.list_sessions().result(WAIT_S)
+
+    assert patient.list_sessions().result(WAIT_S).sessions == []
+
+
+def test_a_closed_port_is_told_in_seconds(unused_address: str) -> None:
+    rest = RestClient(base_url=unused_address, api_key="tml-test")
+
+    with pytest.raises(APIConnectionError, match="check the base URL"):
+        rest.list_sessions().result(WAIT_S)
+
+
+@pytest.fixture
+def unused_address() -> Iterator[str]:
+    with socket.socket() as bound:  # bound, and not listening: connections are refused
+        bound.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+
+
+def test_connections_go_with_the_last_client_that_shares_them(service: ScriptedService) -> None:
+    def open_here() -> list[Session]:
+        gc.collect()
+        return [s for s in sessions._open_sessions if s.settings.base_url == service.base_url]
+
+    first = RestClient(base_url=service.base_url, api_key=service.api_key)
+    second = RestClient(base_url=service.base_url, api_key=service.api_key)
+    first.list_sessions().result(WAIT_S)
+    kept = open_here()[0]
+    del first
+    assert second.list_sessions().result(WAIT_S).sessions == []
+    assert open_here() == [kept]
+
+    del second
+    deadline = time.monotonic() + WAIT_S
+    while not kept.is_closing:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_forked_child_does_not_use_its_parent_s_connections(service: ScriptedService) -> None:
+    program = f"""
+import os
+from tinsmith.client.rest import RestClient
+from tinsmith.client.retry import NO_RETRIES
+def rest():
+    return RestClient(base_url={service.base_url!r}, api_key={service.api_key!r})
+parents = rest()
+parents.list_sessions().result(30)
+child = os.fork()
+if child == 0:
+    assert rest().list_sessions().result(30).sessions == []
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+parents.list_sessions().result(30)
+"""
+    result = subprocess.run([sys.executable, "-c", program], timeout=60, check=False)
+
+    assert result.returncode == 0
+    connections = {received.connection for received in service.requests("list_sessions")}
+    assert len(service.requests("list_sessions")) == 3
+    assert len(connections) == 2
+
+
+def test_many_are_deleted_a_few_at_a_time(
+    rest: RestClient, training: TrainingClient, service: ScriptedService
+) -> None:
+    for number in range(AT_ONCE + 4):
+        training.save_state(f"c{number}").result(WAIT_S)
+
+    with service.faults.hold("delete_checkpoint") as held:
+        deleting = rest.delete_checkpoints(training.model_id)
+        held.wait_held(AT_ONCE)
+    report = deleting.result(WAIT_S)
+
+    assert held.most_held == AT_ONCE
+    assert len(report.deleted) == AT_ONCE + 4
+
+
+def test_a_listing_that_fails_deletes_nothing(
+    rest: RestClient, training: TrainingClient, service: ScriptedService
+) -> None:
+    training.save_state("c1").result(WAIT_S)
+    service.faults.add("list_user_checkpoints", status=403)
+
+    with pytest.raises(PermissionDeniedError):
+        rest.delete_checkpoints(checkpoint_type="training").result(WAIT_S)
+
+    assert service.requests("delete_checkpoint") == []

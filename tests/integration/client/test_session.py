@@ -23,6 +23,7 @@ from tinsmith.client.session import ClosedError
 from tinsmith.client.settings import Secret, settings_from
 from tinsmith.errors import (
     APIConnectionError,
+    APITimeoutError,
     AuthenticationError,
     BillingError,
     TinkerError,
@@ -523,3 +524,31 @@ def test_abandoned_samples_are_cancelled_a_batch_at_a_time() -> None:
 
         assert most == 3
         assert len({received.request.request_id for received in cancelled}) == 10
+
+
+def test_a_creator_that_takes_too_long_is_given_up_and_the_client_stays_usable(
+    client: ServiceClient, service: ScriptedService
+) -> None:
+    with service.faults.hold("client_config"), pytest.raises(APITimeoutError):
+        client.create_lora_training_client("m", rank=2, timeout=0.2)
+    with service.faults.hold("create_model"), pytest.raises(APITimeoutError):
+        asyncio.run(client.create_lora_training_client_async("m", rank=2, timeout=0.2))
+
+    made = client.create_lora_training_client("m", rank=2)
+
+    assert made.save_state("c1").result(WAIT_S).path
+    assert len(service.requests("create_session")) == 1
+
+
+def test_closing_waits_no_longer_than_it_is_told(service: ScriptedService) -> None:
+    client = ServiceClient(base_url=service.base_url, api_key=service.api_key)
+    client.create_sampling_client(base_model="m")
+
+    with service.faults.hold("finish_session"):
+        with pytest.raises(APITimeoutError):
+            client.close("success", timeout=0.2).result(WAIT_S)
+        with pytest.raises(ClosedError):
+            client.get_server_capabilities()
+
+    client.close().result(WAIT_S)
+    assert len(service.requests("finish_session")) == 1
