@@ -221,8 +221,9 @@ class Credentials:
     def _keep(self, token: str) -> None:
         now = self._clock()
         expires_at = claims_of(token).get("exp")
-        if not isinstance(expires_at, int | float):
-            expires_at = now + 2 * USABLE_BEFORE_S  # it does not say; asked for again soon
+        if not isinstance(expires_at, int | float) or expires_at <= now:
+            # It does not say, or one of the two clocks is wrong: asked for again, but not at once.
+            expires_at = now + 2 * USABLE_BEFORE_S
         self._token, self._expires_at = token, expires_at
         # A token that lives for a minute or less would else be renewed for each request.
         self._usable_until = max(expires_at - USABLE_BEFORE_S, (now + expires_at) / 2)

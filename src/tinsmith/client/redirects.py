@@ -35,8 +35,15 @@ async def call_and_follow(session: Session, name: str, request: Record) -> Any:
         address = redirect_of(error)
         if address is None:
             raise
-    address = urljoin(session.settings.base_url + endpoint.path, address)
-    return await _fetched(session, endpoint, address)
+    asked = session.settings.base_url + endpoint.path
+    return await _fetched(session, endpoint, _joined(endpoint, asked, address))
+
+
+def _joined(endpoint: Endpoint, at: str, address: str) -> str:
+    try:
+        return urljoin(at, address)
+    except ValueError as exc:
+        raise _no_address(endpoint, address) from exc
 
 
 def redirect_of(error: APIStatusError) -> str | None:
@@ -55,17 +62,20 @@ async def _fetched(session: Session, endpoint: Endpoint, address: str) -> Any:
         reply = await session.retrier.call(attempt, f"{endpoint.name}, redirected")
         if reply.status not in REDIRECTS:
             return _decoded(endpoint, reply)
-        address = urljoin(address, reply.headers["location"])
+        address = _joined(endpoint, address, reply.headers["location"])
     raise APIError(f"{endpoint.name}: redirected more than {MOST_HOPS} times")
 
 
 async def _fetch(session: Session, endpoint: Endpoint, address: str) -> ExchangeReply:
     """Fetch from an address once; returns an answer, or a further redirect."""
-    parts = urlsplit(address)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise APIError(f"{endpoint.name}: redirected to {address!r:.200}, which is no address")
     settings = session.settings
-    is_own = _origin(address) == _origin(settings.base_url)
+    try:
+        parts = urlsplit(address)
+        is_own = _origin(address) == _origin(settings.base_url)
+    except ValueError as exc:
+        raise _no_address(endpoint, address) from exc
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise _no_address(endpoint, address)
     transport = transport_for(
         TransportSettings(
             base_url=f"{parts.scheme}://{parts.netloc}",
@@ -91,6 +101,10 @@ async def _fetch(session: Session, endpoint: Endpoint, address: str) -> Exchange
     if 200 <= reply.status < 300 or (reply.status in REDIRECTS and "location" in reply.headers):
         return reply
     raise error_from_reply(reply.status, reply.headers, reply.body)
+
+
+def _no_address(endpoint: Endpoint, address: str) -> APIError:
+    return APIError(f"{endpoint.name}: redirected to {address!r:.200}, which is no address")
 
 
 def _origin(address: str) -> tuple[str, str | None, int | None]:

@@ -150,7 +150,10 @@ def test_a_redirect_to_another_host_gets_no_credential(service: ScriptedService)
     assert fetched[0].target.startswith("/log?signature=a")
 
 
-@pytest.mark.parametrize("address", ["file:///etc/passwd", "nowhere:", "ftp://host/log"])
+@pytest.mark.parametrize(
+    "address",
+    ["file:///etc/passwd", "nowhere:", "ftp://host/log", "http://[::1", "http://h:x/"],
+)
 def test_a_redirect_that_leads_out_of_http_is_refused(
     admin: AdminClient, service: ScriptedService, address: str
 ) -> None:

@@ -187,6 +187,28 @@ def test_short_lived_tokens_are_not_renewed_in_a_tight_loop(lifetime_s: float) -
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("claims", [{}, {"exp": -1}, {"exp": 5}, {"exp": "soon"}, {"exp": None}])
+def test_a_token_that_looks_expired_when_it_comes_is_used_all_the_same(
+    claims: dict[str, object],
+) -> None:
+    """Our clock may be wrong; to ask anew for each request would help nobody."""
+
+    async def scenario() -> None:
+        clock = Clock()
+        credentials = Credentials(some_settings(TINKER_API_KEY="tml-a"), clock=clock)
+
+        async def exchange(_: Secret) -> str:
+            return a_token(**claims)  # type: ignore[arg-type]
+
+        await credentials.renew(exchange)
+
+        assert not credentials.is_stale()
+        clock.now += 61
+        assert credentials.is_stale()
+
+    asyncio.run(scenario())
+
+
 def test_a_failed_renewal_keeps_the_old_token_and_pauses(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
