@@ -29,6 +29,7 @@ class SampleCall:
     """A sample that a user waits for. For the background loop, but for the constructor."""
 
     __slots__ = (
+        "_about_bytes",
         "_on_end",
         "_timer",
         "body",
@@ -65,6 +66,7 @@ class SampleCall:
         self.timeout_s = timeout_s
         self.seq_id = seq_id
         self.body: Parts | None = None
+        self._about_bytes = _ABOUT_BYTES + sum(map(_about_bytes, request.prompt.chunks))
         self.request_id: str | None = None
         self.sequence_ids: list[str] = []
         self.sent_at = 0.0
@@ -107,9 +109,7 @@ class SampleCall:
     @property
     def size(self) -> int:
         """How many bytes the request takes; about so many while it is not written."""
-        if self.body is not None:
-            return sum(map(len, self.body))
-        return _ABOUT_BYTES + sum(map(_about_bytes, self.request.prompt.chunks))
+        return self._about_bytes if self.body is None else sum(map(len, self.body))
 
     # The end
 

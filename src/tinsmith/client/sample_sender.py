@@ -211,9 +211,9 @@ class SampleSender:
         flags = self._session.flags
         first = self._line.popleft()
         group = [first]
-        if first.goes_alone or not self._takes_many:
+        most_items = min(count, flags.tinsmith_batch_items) if self._takes_many else 1
+        if first.goes_alone or most_items <= 1:
             return group
-        most_items = min(count, flags.tinsmith_batch_items)
         left_bytes = min(
             flags.tinsmith_batch_bytes - _WRAP_BYTES,
             flags.sample_dispatch_bytes_semaphore_size - self._bytes,

@@ -128,8 +128,10 @@ class Request(Record):
     """Something a caller makes. It checks its fields when made and refuses unknown ones."""
 
     def __post_init__(self) -> None:
-        for name, plain_types, declared in _checks(type(self)):
+        for name, plain_types, declared, default in _checks(type(self)):
             value = getattr(self, name)
+            if value is default:
+                continue
             if type(value) not in plain_types:
                 value = _fitted(type(self), name, declared, value)
                 force_setattr(self, name, value)
@@ -157,10 +159,12 @@ class Request(Record):
 
 
 @functools.cache
-def _checks(cls: type[Request]) -> tuple[tuple[str, frozenset[type], Any], ...]:
-    """For each field: its name, the types that need no closer look, and what it was declared as."""
-    fields = msgspec.structs.fields(cls)
-    return tuple((field.name, _plain_types(field.type), field.type) for field in fields)
+def _checks(cls: type[Request]) -> tuple[tuple[str, frozenset[type], Any, Any], ...]:
+    """For each field: its name, types that need no closer look, declaration and default."""
+    return tuple(
+        (field.name, _plain_types(field.type), field.type, field.default)
+        for field in msgspec.structs.fields(cls)
+    )
 
 
 def _plain_types(declared: Any) -> frozenset[type]:
