@@ -22,7 +22,8 @@ from urllib.parse import urlencode, urlsplit
 
 import aiohappyeyeballs
 
-from tinsmith.client.connection import Connection, ConnectionLostError, RawReply
+from tinsmith.client.connection import Connection, RawReply
+from tinsmith.client.reply_protocol import ConnectionLostError
 from tinsmith.client.stream_connection import StreamConnection
 from tinsmith.client.transport import (
     CONNECT_TIMEOUT_S,
@@ -35,9 +36,9 @@ from tinsmith.client.transport import (
     late_error,
     request_headers,
     silent_error,
+    unpacked,
 )
 from tinsmith.errors import APIConnectionError, ValidationError
-from tinsmith.wire import content
 from tinsmith.wire.endpoints import Pool
 from tinsmith.wire.exchange import HttpRequest
 
@@ -85,17 +86,14 @@ class DirectTransport:
                 if not exc.is_untouched or self._is_closed:
                     raise
                 _log.debug("%s: %s; sending it once more", request.path, exc)
+                connections.close_free()
                 raw = await _exchange(connections, head, request, deadline)
         except TimeoutError as exc:
             raise late_error(self._settings, request, timeout_s) from exc
         except OSError as exc:
             is_unreached = not isinstance(exc, ConnectionLostError)
             raise connection_error(self._settings, request, exc, is_unreached) from exc
-        encoding = raw.headers.get("content-encoding")
-        body = raw.body
-        if encoding is not None:
-            body = content.decompress(body, encoding, self._settings.limits)
-        return ExchangeReply(raw.status, raw.headers, body)
+        return unpacked(raw.status, raw.headers, raw.body, self._settings.limits)
 
     @contextlib.asynccontextmanager
     async def stream(
@@ -163,8 +161,9 @@ class DirectTransport:
         lines += [f"{name}: {value}" for name, value in headers.items()]
         text = "\r\n".join(lines)
         # Nothing given for a header may add a line of its own.
-        if text.count("\n") != len(headers) or text.count("\r") != len(headers):
-            raise ValidationError("a header of the request holds a line break")
+        count = len(headers)
+        if text.count("\n") != count or text.count("\r") != count or "\0" in text:
+            raise ValidationError("a header of the request holds a line break or a NUL")
         try:
             return f"{text}\r\n\r\n".encode("latin-1")
         except UnicodeEncodeError as exc:
@@ -244,6 +243,12 @@ class _ConnectionPool:
                     self._waiting.remove(turn)
             raise
 
+    def close_free(self) -> None:
+        """Close those that nobody uses: what ended one of them may have ended all."""
+        for connection in self._free:
+            connection.close()
+        self._free.clear()
+
     def give_back(self, connection: Connection) -> None:
         """Let the next one have it, or keep it for a while."""
         if not connection.is_open:
@@ -286,6 +291,9 @@ class _ConnectionPool:
         except (OSError, APIConnectionError) as error:
             self._fail_next(error)
             return
+        if not connection.is_open:  # ended as soon as it was made
+            self._fail_next(connection.lost("the server closed the connection"))
+            return
         self._all.add(connection)
         self.give_back(connection)
 
@@ -324,14 +332,15 @@ class _ConnectionPool:
         for timer in (self._round, self._sweep):
             if timer is not None:
                 timer.cancel()
-        opening = list(self._opening)
-        for task in opening:
-            task.cancel()
-        await asyncio.gather(*opening, return_exceptions=True)
+        # Before anything else ends: whoever still waited would have another connection made.
         for turn in self._waiting:
             if not turn.done():
                 turn.set_exception(ConnectionLostError("the client was closed", is_untouched=False))
         self._waiting.clear()
+        opening = list(self._opening)
+        for task in opening:
+            task.cancel()
+        await asyncio.gather(*opening, return_exceptions=True)
         for connection in list(self._all):
             connection.close()
         await asyncio.sleep(0)  # lets the event loop close the sockets

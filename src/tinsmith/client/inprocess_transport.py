@@ -21,6 +21,7 @@ from tinsmith.client.transport import (
     connection_error,
     late_error,
     request_headers,
+    unpacked,
 )
 from tinsmith.errors import APIConnectionError
 from tinsmith.types.buffers import Memory
@@ -227,10 +228,7 @@ class _Exchange:
         """What was answered."""
         assert self._status is not None
         body: Memory = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
-        encoding = self._headers.get("content-encoding")
-        if encoding is not None:
-            body = content.decompress(body, encoding, settings.limits)
-        return ExchangeReply(self._status, self._headers, body)
+        return unpacked(self._status, self._headers, body, settings.limits)
 
 
 class _StreamedExchange(_Exchange):

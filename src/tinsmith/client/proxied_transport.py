@@ -28,8 +28,10 @@ from tinsmith.client.transport import (
     late_error,
     request_headers,
     silent_error,
+    unpacked,
 )
 from tinsmith.errors import APIConnectionError
+from tinsmith.types.buffers import Memory
 from tinsmith.wire import content
 from tinsmith.wire.endpoints import Pool
 from tinsmith.wire.exchange import HttpRequest
@@ -139,11 +141,9 @@ class ProxiedTransport:
         async with await self._begin(request, headers, pool) as reply:
             found = {name.lower(): value for name, value in reply.headers.items()}
             packed = await self._read(reply)
-        encoding = found.get("content-encoding")
-        body = content.decompress(packed, encoding, self._settings.limits)
-        return ExchangeReply(reply.status, found, body)
+        return unpacked(reply.status, found, packed, self._settings.limits)
 
-    async def _read(self, reply: aiohttp.ClientResponse) -> bytes | bytearray:
+    async def _read(self, reply: aiohttp.ClientResponse) -> Memory:
         """The body as it came, refused where it is larger than any body may be.
 
         A large one is writable, so that its arrays can be handed to the user without a copy.
@@ -155,7 +155,7 @@ class ProxiedTransport:
             size += len(piece)
             content.check_size(size, limit)
             pieces.append(piece)
-        return pieces[0] if len(pieces) == 1 else bytearray().join(pieces)
+        return pieces[0] if len(pieces) == 1 else memoryview(bytearray().join(pieces))
 
     def _session(self, pool: Pool) -> aiohttp.ClientSession:
         if self._is_closed:

@@ -16,8 +16,9 @@ from typing import Protocol
 import msgspec
 from msgspec.structs import force_setattr
 
-from tinsmith.errors import APIConnectionError, APITimeoutError
+from tinsmith.errors import APIConnectionError, APITimeoutError, DecodeError
 from tinsmith.types.buffers import Memory
+from tinsmith.wire import content
 from tinsmith.wire.endpoints import Pool
 from tinsmith.wire.exchange import HttpRequest
 from tinsmith.wire.limits import DEFAULT_LIMITS, DecodeLimits
@@ -74,6 +75,7 @@ class Transport(Protocol):
         Raises:
             APIConnectionError: No whole reply arrived.
             APITimeoutError: Not within `timeout_s`.
+            DecodeError: It cannot be unpacked, or is larger than any may be.
         """
         ...
 
@@ -133,11 +135,11 @@ def request_headers(
     credential: str,
 ) -> dict[str, str]:
     """The headers of a request, with those that every request has."""
-    headers = {
-        "Accept-Encoding": "zstd, gzip, deflate",
-        **request.headers,
-        **settings.headers,
-    }
+    headers = {"Accept-Encoding": "zstd, gzip, deflate", **request.headers}
+    if settings.headers:
+        given = {name.lower() for name in settings.headers}
+        kept = {name: value for name, value in headers.items() if name.lower() not in given}
+        headers = {**kept, **settings.headers}
     headers.pop("X-API-Key", None)
     if credential:
         headers["X-API-Key"] = credential
@@ -165,6 +167,26 @@ if hasattr(os, "register_at_fork"):
 def new_idempotency_key() -> str:
     """A key that no other call has, in this process or another."""
     return f"{_keys.prefix}-{next(_keys.numbers)}"
+
+
+def unpacked(
+    status: int, headers: dict[str, str], body: Memory, limits: DecodeLimits
+) -> ExchangeReply:
+    """A reply with its body decompressed.
+
+    Raises:
+        DecodeError: It is not packed as it says. A refusal counts all the same, without its words:
+            a proxy may have written it for a browser.
+    """
+    encoding = headers.get("content-encoding")
+    if encoding is not None and len(body):
+        try:
+            body = content.decompress(body, encoding, limits)
+        except DecodeError:
+            if 200 <= status < 300:
+                raise
+            body = b""
+    return ExchangeReply(status, headers, body)
 
 
 def late_error(

@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+import asyncio
+import functools
 import sys
 from collections.abc import Iterator
 
 import pytest
+import uvloop
 
+from tests.integration.client.transport_runs import Maker, Run, run_with
+from tinsmith.client.direct_transport import DirectTransport
+from tinsmith.client.proxied_transport import ProxiedTransport
 from tinsmith.client.service import ServiceClient
 from tinsmith.client.training import TrainingClient
 from tinsmith.testing import ScriptedService, running_service
@@ -37,3 +43,22 @@ def eager_switching() -> Iterator[None]:
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(interval)
+
+
+@pytest.fixture(params=[DirectTransport, ProxiedTransport])
+def made_by(request: pytest.FixtureRequest) -> Maker:
+    """Each transport that uses sockets."""
+    made: Maker = request.param
+    return made
+
+
+@pytest.fixture
+def run(made_by: Maker) -> Run:
+    """Runs a scenario with each such transport."""
+    return functools.partial(run_with, made_by)
+
+
+@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def run_direct(request: pytest.FixtureRequest) -> Run:
+    """Runs a scenario with our own connections, on each event loop."""
+    return functools.partial(run_with, DirectTransport, new_loop=request.param)

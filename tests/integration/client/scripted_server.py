@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 
 class Received:
@@ -64,6 +65,7 @@ class ScriptedServer:
         self.received: list[Received] = []
         self.connections: list[Connection] = []
         self.url = ""
+        self._answering: set[asyncio.Task[Any]] = set()
         self._came = asyncio.Condition()
 
     async def wait_received(self, count: int) -> None:
@@ -77,13 +79,26 @@ class ScriptedServer:
         """Answer one connection until it ends."""
         connection = Connection(reader, writer, len(self.connections))
         self.connections.append(connection)
-        with contextlib.suppress(ConnectionError):
+        task = asyncio.current_task()
+        assert task is not None
+        self._answering.add(task)
+        # Only `end` cancels, and the streams of asyncio complain of handlers that are cancelled.
+        with contextlib.suppress(ConnectionError, asyncio.CancelledError):
             while (request := await connection.read_request()) is not None:
                 async with self._came:
                     self.received.append(request)
                     self._came.notify_all()
                 await self._handler(request, connection)
+        self._answering.discard(task)
         writer.close()
+
+    async def end(self) -> None:
+        """Reset all connections and wait until nobody answers any more."""
+        for connection in self.connections:
+            connection.reset()
+        for task in self._answering:
+            task.cancel()
+        await asyncio.gather(*self._answering)
 
 
 @contextlib.asynccontextmanager
@@ -102,5 +117,4 @@ async def scripted_server(
         yield scripted
     finally:
         server.close()
-        for connection in scripted.connections:
-            connection.reset()
+        await scripted.end()

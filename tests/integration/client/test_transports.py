@@ -6,24 +6,18 @@ Both transports keep the same promise, so every test runs with each.
 from __future__ import annotations
 
 import asyncio
-import functools
 import gzip
 import pathlib
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import trustme
 
-from tests.integration.client.scripted_server import (
-    Connection,
-    Handler,
-    Received,
-    ScriptedServer,
-    scripted_server,
-)
+from tests.integration.client.scripted_server import Connection, Received, ScriptedServer
+from tests.integration.client.transport_runs import Maker, Run, echo, post, run_with
 from tinsmith.client import direct_transport
 from tinsmith.client.direct_transport import DirectTransport
 from tinsmith.client.proxied_transport import ProxiedTransport
@@ -34,52 +28,6 @@ from tinsmith.wire.endpoints import Pool
 from tinsmith.wire.exchange import HttpRequest
 from tinsmith.wire.limits import DecodeLimits
 from tinsmith.wire.protobuf import Parts
-
-Scenario = Callable[[Transport, ScriptedServer], Awaitable[Any]]
-Run = Callable[..., Any]
-Maker = type[DirectTransport] | type[ProxiedTransport]
-
-
-@pytest.fixture(params=[DirectTransport, ProxiedTransport])
-def made_by(request: pytest.FixtureRequest) -> Maker:
-    made: Maker = request.param
-    return made
-
-
-@pytest.fixture
-def run(made_by: Maker) -> Run:
-    return functools.partial(run_with, made_by)
-
-
-def run_with(made_by: Maker, handler: Handler, scenario: Scenario, **settings: Any) -> Any:
-    async def whole() -> Any:
-        async with scripted_server(handler, unix_socket=settings.get("unix_socket")) as server:
-            transport = made_by(
-                TransportSettings(base_url=server.url, **settings), lambda: "tml-key"
-            )
-            try:
-                return await asyncio.wait_for(scenario(transport, server), timeout=30)
-            finally:
-                await transport.close()
-
-    return asyncio.run(whole())
-
-
-def post(
-    transport: Transport,
-    parts: Parts | None = None,
-    *,
-    pool: Pool = Pool.SAMPLE,
-    timeout_s: float = 20.0,
-    headers: dict[str, str] | None = None,
-    key: str | None = None,
-) -> Coroutine[Any, Any, ExchangeReply]:
-    request = HttpRequest("POST", "/api/v1/asample", {}, headers or {}, parts or [b"{}"])
-    return transport.send(request, pool=pool, timeout_s=timeout_s, idempotency_key=key)
-
-
-async def echo(request: Received, connection: Connection) -> None:
-    await connection.reply(request.body, headers={"X-Method": request.method})
 
 
 def test_a_reply_comes_back_with_status_headers_and_body(run: Run) -> None:

@@ -1,0 +1,298 @@
+"""Replies as no good server writes them: each is read as far as it is sound, or refused at once.
+
+None may hang, take memory without bound, raise an error that is not ours, or leave bytes behind
+that the next call on the connection would take for its reply.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import tracemalloc
+
+import pytest
+
+from tests.integration.client.scripted_server import Connection, Received, ScriptedServer
+from tests.integration.client.transport_runs import Run, answering, post
+from tinsmith.client.transport import Transport
+from tinsmith.errors import APIConnectionError, BodyTooLargeError, DecodeError
+from tinsmith.wire.limits import DecodeLimits
+
+OK = b"HTTP/1.1 200 OK\r\n"
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        OK + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nwhole",
+        OK + b"Content-Length: five\r\n\r\nwhole",
+        OK + b"Content-Length: -5\r\n\r\nwhole",
+        OK + b"Content-Length: 99999999999999999999999\r\n\r\nwhole",
+        OK + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nwhole\r\n0\r\n\r\n",
+        OK + b"Transfer-Encoding: chunked\r\n\r\n-5\r\nwhole\r\n0\r\n\r\n",
+        OK + b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffffff\r\nwhole\r\n0\r\n\r\n",
+        OK + b"Transfer-Encoding: chunked\r\n\r\nzz\r\nwhole\r\n0\r\n\r\n",
+        OK + b"Transfer-Encoding: chunked\r\n\r\n3\r\nwhole\r\n0\r\n\r\n",
+        OK + b"Transfer-Encoding: chunked\r\n\r\n5\r\nwho",
+        OK + b"no header at all\r\n\r\nwhole",
+        OK + b"X-Folded: a\r\n b\r\nX-Nul: \0\r\n\r\nwhole",
+        b"whole\n",
+        b"HTTP/9.9 200 OK\r\nContent-Length: 5\r\n\r\nwhole",
+        b"HTTP/1.1 999999 OK\r\nContent-Length: 5\r\n\r\nwhole",
+        b"HTTP/1.1 101 Switching\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n\0\0\0",
+        OK[:9],
+        OK + b"Content-Le",
+        b"",
+    ],
+    ids=lambda reply: str(reply[:60]),
+)
+def test_a_reply_that_is_unsound_is_a_connection_error(run_direct: Run, reply: bytes) -> None:
+    async def scenario(transport: Transport, _: ScriptedServer) -> None:
+        with pytest.raises((APIConnectionError, BodyTooLargeError)):
+            await post(transport)
+
+    run_direct(answering(reply, then_close=True), scenario)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        OK + b'Transfer-Encoding: chunked\r\n\r\n5;a=b;c="d"\r\nwhole\r\n0;e\r\n\r\n',
+        OK + b"Transfer-Encoding: chunked\r\n\r\n005\r\nwhole\r\n000\r\n\r\n",
+        b"HTTP/1.1 200\r\nContent-Length: 5\r\n\r\nwhole",
+        b"HTTP/1.1 200 \xe9t\xe9\r\nContent-Length: 5\r\n\r\nwhole",
+        b"HTTP/1.1 100 Continue\r\n\r\n" * 50 + OK + b"Content-Length: 5\r\n\r\nwhole",
+        OK + b"Connection: close\r\nContent-Length: 5\r\n\r\nwhole",
+    ],
+    ids=lambda reply: str(reply[:60]),
+)
+def test_a_reply_that_is_odd_and_sound_is_read(run: Run, reply: bytes) -> None:
+    async def scenario(transport: Transport, _: ScriptedServer) -> list[bytes]:
+        return [bytes((await post(transport)).body) for _ in range(2)]
+
+    assert run(answering(reply), scenario) == [b"whole", b"whole"]
+
+
+@pytest.mark.parametrize("status", [204, 304])
+@pytest.mark.parametrize("encoding", ["", "Content-Encoding: gzip\r\n"])
+def test_a_status_without_a_body_is_read_without_one(run: Run, status: int, encoding: str) -> None:
+    head = f"HTTP/1.1 {status} Nothing\r\n{encoding}\r\n".encode()
+
+    async def scenario(transport: Transport, _: ScriptedServer) -> list[tuple[int, int]]:
+        replies = [await post(transport) for _ in range(3)]
+        return [(reply.status, len(reply.body)) for reply in replies]
+
+    assert run(answering(head), scenario) == [(status, 0)] * 3
+
+
+@pytest.mark.parametrize("rest", [b"Content-Length: 2\r\n\r\n", b"Content-Le"])
+def test_the_beginning_of_a_second_reply_is_not_read_by_the_next_call(
+    run_direct: Run, rest: bytes
+) -> None:
+    async def smuggle(request: Received, connection: Connection) -> None:
+        whole = OK + b"Content-Length: 1\r\n\r\n" + request.body
+        connection.writer.write(whole + OK + rest)
+        await connection.writer.drain()
+
+    async def scenario(transport: Transport, _: ScriptedServer) -> list[bytes]:
+        return [bytes((await post(transport, [b"%d" % n])).body) for n in range(3)]
+
+    assert run_direct(smuggle, scenario) == [b"0", b"1", b"2"]
+
+
+def test_what_follows_a_chunked_body_is_not_taken_for_headers(run_direct: Run) -> None:
+    reply = (
+        OK + b"Transfer-Encoding: chunked\r\nX-Request-Id: r1\r\n\r\n5\r\nwhole\r\n"
+        b"0\r\nContent-Encoding: zstd\r\nX-Request-Id: r2\r\n\r\n"
+    )
+
+    got = run_direct(answering(reply), lambda transport, _: post(transport))
+
+    assert (bytes(got.body), got.headers["x-request-id"]) == (b"whole", "r1")
+    assert "content-encoding" not in got.headers
+
+
+@pytest.mark.parametrize(
+    "beginning",
+    [
+        OK + b"X-Long: ",
+        OK,
+        b"HTTP/1.1 200 ",
+        OK + b"Transfer-Encoding: chunked\r\n\r\n5\r\nwhole\r\n0\r\nX-Trailer: ",
+        OK + b"Transfer-Encoding: chunked\r\n\r\n5;",
+        b"HTTP/1.1 100 Continue\r\n\r\n",
+    ],
+    ids=["one header", "many headers", "the reason", "a trailer", "an extension", "interim"],
+)
+def test_a_head_without_end_is_refused_early(run_direct: Run, beginning: bytes) -> None:
+    """The server would go on for 100 MB."""
+    piece = {OK: b"X-More: and more\r\n", b"HTTP/1.1 100 Continue\r\n\r\n": beginning}.get(
+        beginning, b"x" * 1000
+    )
+    sent_bytes = 0
+
+    async def flood(_: Received, connection: Connection) -> None:
+        nonlocal sent_bytes
+        connection.writer.write(beginning)
+        while sent_bytes < 100_000_000:
+            connection.writer.write(piece * 1000)
+            await connection.writer.drain()
+            sent_bytes += len(piece) * 1000
+
+    async def scenario(transport: Transport, _: ScriptedServer) -> None:
+        with pytest.raises((BodyTooLargeError, APIConnectionError)):
+            await post(transport)
+
+    run_direct(flood, scenario)
+    assert sent_bytes < 50_000_000
+
+
+def test_memory_is_taken_for_what_came_not_for_what_was_announced(run_direct: Run) -> None:
+    announced = b"Content-Length: 200000000\r\n\r\nlittle"
+
+    async def scenario(transport: Transport, server: ScriptedServer) -> int:
+        tracemalloc.start()
+        try:
+            calls = [asyncio.create_task(post(transport)) for _ in range(8)]
+            await server.wait_received(8)
+            await asyncio.sleep(0.1)  # there is nothing to see until they have been read
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        return peak
+
+    assert run_direct(answering(OK + announced), scenario) < 100_000_000
+
+
+def test_a_body_in_many_small_chunks_takes_the_memory_of_its_bytes(run_direct: Run) -> None:
+    chunks = b"2\r\nab\r\n" * 200_000
+
+    async def scenario(transport: Transport, _: ScriptedServer) -> tuple[int, int]:
+        tracemalloc.start()
+        try:
+            reply = await post(transport)
+            return len(reply.body), tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    head = OK + b"Transfer-Encoding: chunked\r\n\r\n"
+    size, peak = run_direct(answering(head + chunks + b"0\r\n\r\n"), scenario)
+
+    assert size == 400_000
+    assert peak < 8_000_000  # the server's own copies of what it sends are 1.4 MB each
+
+
+def test_a_reply_until_the_end_is_not_whole_when_we_close(run_direct: Run) -> None:
+    begun = asyncio.Event()
+
+    async def half(_: Received, connection: Connection) -> None:
+        connection.writer.write(b"HTTP/1.0 200 OK\r\n\r\nhalf of it")
+        await connection.writer.drain()
+        begun.set()
+        await connection.read_request()
+
+    async def scenario(transport: Transport, _: ScriptedServer) -> None:
+        call = asyncio.create_task(post(transport))
+        await begun.wait()
+        await asyncio.sleep(0.05)  # until the half has been read, which nothing tells
+        await transport.close()
+        with pytest.raises(APIConnectionError, match="closed"):
+            await call
+
+    run_direct(half, scenario)
+
+
+@pytest.mark.parametrize("body", [b"\x1b\x00", b""])
+def test_a_refusal_packed_in_an_unknown_way_is_still_a_refusal(run: Run, body: bytes) -> None:
+    """Proxies answer with what browsers can read."""
+
+    async def refuse(_: Received, connection: Connection) -> None:
+        await connection.reply(body, 503, {"Content-Encoding": "br", "Retry-After": "1"})
+
+    reply = run(refuse, lambda transport, _: post(transport))
+
+    assert (reply.status, reply.headers["retry-after"]) == (503, "1")
+    assert len(reply.body) == 0
+
+
+def test_an_answer_packed_in_an_unknown_way_is_refused_by_name(run: Run) -> None:
+    async def packed(_: Received, connection: Connection) -> None:
+        await connection.reply(b"\x1b\x00", headers={"Content-Encoding": "br"})
+
+    async def scenario(transport: Transport, _: ScriptedServer) -> None:
+        with pytest.raises(DecodeError, match="'br'"):
+            await post(transport)
+
+    run(packed, scenario)
+
+
+def test_a_bomb_is_refused_before_it_is_large(run: Run) -> None:
+    bomb = gzip.compress(bytes(100_000_000), 1)
+
+    async def packed(_: Received, connection: Connection) -> None:
+        await connection.reply(bomb, headers={"Content-Encoding": "gzip"})
+
+    async def scenario(transport: Transport, _: ScriptedServer) -> int:
+        tracemalloc.start()
+        try:
+            with pytest.raises(BodyTooLargeError):
+                await post(transport)
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    assert run(packed, scenario, limits=DecodeLimits(memory_bytes=10_000_000)) < 40_000_000
+
+
+@pytest.mark.parametrize(
+    "begun", [b"", OK[:5], OK + b"Content-Le", OK + b"Content-Length: 9\r\n\r\n1"]
+)
+def test_a_connection_reset_at_any_stage_is_a_connection_error(
+    run_direct: Run, begun: bytes
+) -> None:
+    async def reset(_: Received, connection: Connection) -> None:
+        connection.writer.write(begun)
+        await connection.writer.drain()
+        connection.reset()
+
+    async def scenario(transport: Transport, server: ScriptedServer) -> int:
+        with pytest.raises(APIConnectionError):
+            await post(transport)
+        return len(server.received)
+
+    # Sent once more only where nothing had come: what had begun may have been done.
+    assert run_direct(reset, scenario) == (1 if begun else 2)
+
+
+def test_a_server_that_has_nothing_more_to_say_still_answers(run: Run) -> None:
+    async def half_close(request: Received, connection: Connection) -> None:
+        await connection.reply(request.body)
+        connection.writer.write_eof()
+        await connection.read_request()  # which it may still read, and cannot answer
+        connection.reset()
+
+    async def scenario(transport: Transport, _: ScriptedServer) -> list[bytes]:
+        return [bytes((await post(transport, [b"%d" % n])).body) for n in range(3)]
+
+    assert run(half_close, scenario) == [b"0", b"1", b"2"]
+
+
+def test_a_reply_that_comes_before_the_request_is_not_the_reply_of_a_later_one(
+    run_direct: Run,
+) -> None:
+    async def eager(request: Received, connection: Connection) -> None:
+        await connection.reply(request.body)
+        connection.writer.write(OK + b"Content-Length: 5\r\n\r\nearly")
+        await connection.writer.drain()
+
+    async def scenario(transport: Transport, _: ScriptedServer) -> list[bytes]:
+        replies = []
+        for number in range(3):
+            replies.append(bytes((await post(transport, [b"%d" % number])).body))
+            await asyncio.sleep(0.05)  # the bytes arrive while nobody has asked
+        return replies
+
+    assert run_direct(eager, scenario) == [b"0", b"1", b"2"]
