@@ -9,6 +9,7 @@ import pathlib
 import pytest
 
 from tests.integration.cli.command import Commands
+from tinsmith.cli.fetch import PIECE_BYTES
 from tinsmith.client.service import ServiceClient
 from tinsmith.client.training import TrainingClient
 from tinsmith.testing import ScriptedService, running_service
@@ -193,6 +194,34 @@ def test_w43_ctrl_c_leaves_parts_for_later_and_nothing_under_the_final_name(
     assert again.status == 0, again.err
     assert names_in(folder) == NAMES
     assert not folder.with_name(f"{folder.name}.partial").exists()
+
+
+def test_w43_a_download_that_was_killed_goes_on_with_its_next_piece(
+    tinsmith: Commands, service: ScriptedService
+) -> None:
+    with ServiceClient(base_url=service.base_url, api_key=service.api_key) as client:
+        large = client.create_lora_training_client("m", rank=PIECE_BYTES // 16)  # two pieces
+        path = large.save_weights_external("large").result().path
+    second = f"bytes={PIECE_BYTES}-"
+    hold = service.faults.hold(
+        on="download", when=lambda asked: asked.headers["range"].startswith(second)
+    )
+    process = tinsmith.start("checkpoint", "download", path, "--connections", "1")
+    hold.wait_held(1)
+    process.kill()
+    process.communicate()
+    service.faults.clear()
+    service.forget_requests()
+
+    ended = tinsmith.run("checkpoint", "download", path, "--connections", "1")
+
+    assert ended.status == 0, ended.err
+    parts = [a.headers["range"] for a in service.requests("download") if a.path.endswith(NAMES[1])]
+    assert len(parts) == 2
+    assert parts[0] == "bytes=0-0"
+    assert parts[1].startswith(second)
+    weights = (folder_of(tinsmith, path) / NAMES[1]).read_bytes()
+    assert weights.endswith(bytes(PIECE_BYTES))
 
 
 def test_ctrl_c_during_an_export_deletes_it_and_ends_the_session(
