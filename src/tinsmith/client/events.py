@@ -10,10 +10,12 @@ the service's own words for why it pauses, never a credential, a prompt, a token
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
@@ -21,7 +23,7 @@ import msgspec
 from tinsmith.errors import APIStatusError
 
 if TYPE_CHECKING:
-    from tinsmith.client.transport import ExchangeReply
+    from tinsmith.client.transport import ExchangeReply, StreamReply
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +52,7 @@ class CallAnswered(Event, frozen=True, kw_only=True):
     status: int
     duration_s: float
     body_bytes: int
-    """Of the reply, decompressed."""
+    """Of the reply, decompressed; 0 for a stream, which is told when its head has come."""
 
 
 class CallFailed(Event, frozen=True, kw_only=True):
@@ -207,6 +209,36 @@ async def told_exchange(
         )
     )
     return reply
+
+
+@contextlib.asynccontextmanager
+async def told_stream(
+    endpoint: str, body_bytes: int, stream: AbstractAsyncContextManager[StreamReply]
+) -> AsyncIterator[StreamReply]:
+    """Open a stream, and tell of its beginning and of the reply's head."""
+    began = time.monotonic()
+    tell(CallSent(endpoint=endpoint, attempt=0, body_bytes=body_bytes))
+    is_answered = False
+    try:
+        async with stream as reply:
+            is_answered = True
+            took_s = time.monotonic() - began
+            tell(
+                CallAnswered(
+                    endpoint=endpoint,
+                    attempt=0,
+                    status=reply.status,
+                    duration_s=took_s,
+                    body_bytes=0,
+                )
+            )
+            yield reply
+    except BaseException as error:
+        if not is_answered:
+            took_s = time.monotonic() - began
+            name = type(error).__name__
+            tell(CallFailed(endpoint=endpoint, attempt=0, error=name, duration_s=took_s))
+        raise
 
 
 def named(error: BaseException) -> str:

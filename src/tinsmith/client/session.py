@@ -257,9 +257,12 @@ class Session:
         if self.credentials.is_stale():
             await self._renew_credential()
         sent.headers.update({**_own_headers(endpoint.name), **(headers or {})})
-        async with self._carrier().stream(
+        stream = self._carrier().stream(
             sent, pool=endpoint.pool, timeout_s=endpoint.timeout_s, idle_s=idle_s
-        ) as reply:
+        )
+        if events.listeners:
+            stream = events.told_stream(endpoint.name, sum(map(len, sent.parts)), stream)
+        async with stream as reply:
             if not 200 <= reply.status < 300:
                 body = await _first_bytes(reply.pieces)
                 self._check_empty_400(endpoint, ExchangeReply(reply.status, reply.headers, body))

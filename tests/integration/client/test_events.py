@@ -20,7 +20,7 @@ from tinsmith.client.poller import Poll
 from tinsmith.client.retry import RetryBudget
 from tinsmith.client.service import ServiceClient
 from tinsmith.errors import APIConnectionError
-from tinsmith.testing import ScriptedService
+from tinsmith.testing import ScriptedService, running_service
 from tinsmith.types import AdamParams, Datum, ModelInput, SamplingParams
 
 WAIT_S = 30.0
@@ -236,3 +236,23 @@ def test_w24_no_telemetry_is_sent_whatever_fails(
 
     assert service.requests("finish_session")
     assert not service.requests("telemetry")
+
+
+def test_streams_are_told_by_their_heads_and_refusals(heard: Heard) -> None:
+    params = SamplingParams(max_tokens=3, seed=1, stop=[])
+    with (
+        running_service(tinsmith_stream=True) as service,
+        ServiceClient(
+            base_url=service.base_url,
+            api_key=service.api_key,
+            retry=RetryBudget(delay_base_s=0.01),
+        ) as client,
+    ):
+        sampler = client.create_sampling_client(base_model="m")
+        service.faults.add("asample_stream", times=1, status=503)
+
+        assert list(sampler.sample_stream(ModelInput.from_ints([1]), 1, params, timeout=WAIT_S))
+
+    answers = [one for one in heard.of(events.CallAnswered) if one.endpoint == "asample_stream"]
+    assert [one.status for one in answers] == [503, 200]
+    assert len([one for one in heard.of(events.CallSent) if one.endpoint == "asample_stream"]) == 2
