@@ -92,10 +92,18 @@ def test_a_client_is_made_as_the_official_one(class_name: str) -> None:
     assert differences(official.__init__, ours.__init__) == []
 
 
-@pytest.mark.parametrize("class_name", ["ServiceClient", "RestClient", "AdminClient"])
+@pytest.mark.parametrize(
+    "class_name", ["ServiceClient", "TrainingClient", "RestClient", "AdminClient"]
+)
 def test_every_method_that_starts_work_takes_a_timeout(class_name: str) -> None:
     cls = getattr(tinsmith, class_name)
-    quick = {"get_telemetry", "get_console_url", "create_rest_client", "holder"}
+    quick = {
+        "get_telemetry",
+        "get_console_url",
+        "create_rest_client",
+        "holder",
+        "on_queue_state_change",
+    }
 
     lacking = [
         name

@@ -58,6 +58,7 @@ class Checkpoints:
         self._audit = audit
         self._downloads = downloads
         self._copies: dict[str, CopyWeightsResponse] = {}
+        self._deleted: set[tuple[str, str]] = set()
 
     def handlers(self) -> dict[str, Callable[[ReceivedRequest], Any]]:
         """What answers each endpoint."""
@@ -153,8 +154,13 @@ class Checkpoints:
             raise BadRequestError(str(exc)) from exc
 
     def delete(self, received: ReceivedRequest) -> None:
-        """Delete a checkpoint."""
+        """Delete a checkpoint; asked again under the same idempotency key, it is done already."""
+        key = received.headers.get("x-idempotency-key", "")
+        if (key, received.path) in self._deleted:
+            return
         saved = self._named(received)
+        if key:
+            self._deleted.add((key, received.path))
         del saved.run.checkpoints[saved.checkpoint.checkpoint_id]
         self._audit.add("checkpoint.deleted", {}, tinker_path=saved.checkpoint.tinker_path)
 

@@ -6,6 +6,7 @@ import asyncio
 import datetime
 import gc
 import itertools
+import json
 import logging
 import socket
 import subprocess
@@ -13,9 +14,12 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 
+from tests.integration.client.scripted_server import Connection, Received, scripted_server
 from tinsmith.client import session as sessions
 from tinsmith.client.bulk_delete import AT_ONCE
 from tinsmith.client.rest import RestClient
@@ -265,17 +269,103 @@ def test_a_deletion_that_fails_is_told_and_keeps_none_of_the_others(
     assert isinstance(report.failed[0].error, PermissionDeniedError)
 
 
+@pytest.mark.parametrize("is_forgetful", [False, True])
 def test_a_deletion_whose_reply_was_lost_counts_as_done(
-    rest: RestClient, training: TrainingClient, service: ScriptedService
+    rest: RestClient, training: TrainingClient, service: ScriptedService, is_forgetful: bool
 ) -> None:
+    """Whether or not the service knows that it is the same deletion again."""
     training.save_state("c1").result(WAIT_S)
     service.faults.add("delete_checkpoint", lose_reply=True)
+    if is_forgetful:
+        service.faults.add("delete_checkpoint", nth=2, status=404)
 
     report = rest.delete_checkpoints(training.model_id).result(WAIT_S)
 
     assert [c.checkpoint_id for c in report.deleted] == ["weights/c1"]
     assert report.failed == []
-    assert len(service.requests("delete_checkpoint")) == 2
+    statuses = [received.status for received in service.requests("delete_checkpoint")]
+    assert statuses == [None, 404 if is_forgetful else 204]
+
+
+def test_a_single_deletion_is_the_same_one_when_its_reply_was_lost(
+    rest: RestClient, training: TrainingClient, service: ScriptedService
+) -> None:
+    path = training.save_state("c1").result(WAIT_S).path
+    service.faults.add("delete_checkpoint", lose_reply=True)
+
+    rest.delete_checkpoint_from_tinker_path(path).result(WAIT_S)
+
+    keys = [r.headers["x-idempotency-key"] for r in service.requests("delete_checkpoint")]
+    assert len(keys) == 2
+    assert len(set(keys)) == 1
+    with pytest.raises(NotFoundError):
+        rest.delete_checkpoint_from_tinker_path(path).result(WAIT_S)
+
+
+LISTED = 3500
+
+
+async def answer_listings(request: Received, connection: Connection) -> None:
+    """A service with 3,500 of everything."""
+    parts = urlsplit(request.target)
+    asked = dict(parse_qsl(parts.query))
+    offset, limit = int(asked.get("offset", 0)), int(asked.get("limit", 0))
+    numbers = range(offset, min(offset + limit, LISTED))
+    cursor = {"offset": offset, "limit": limit, "total_count": LISTED}
+    time = "2026-01-01T00:00:00Z"
+    bodies: dict[str, Any] = {
+        "sessions": {"sessions": [str(n) for n in numbers]},
+        "checkpoints": {
+            "checkpoints": [
+                {
+                    "checkpoint_id": f"weights/{n}",
+                    "checkpoint_type": "training",
+                    "time": time,
+                    "tinker_path": f"tinker://r/weights/{n}",
+                }
+                for n in numbers
+            ],
+            "cursor": cursor,
+        },
+        "training_runs": {
+            "training_runs": [
+                {
+                    "training_run_id": str(n),
+                    "base_model": "m",
+                    "model_owner": "o",
+                    "is_lora": True,
+                    "last_request_time": time,
+                }
+                for n in numbers
+            ],
+            "cursor": cursor,
+        },
+    }
+    body = json.dumps(bodies.get(parts.path.rsplit("/", 1)[-1], {})).encode()
+    await connection.reply(body, headers={"Content-Type": "application/json"})
+
+
+@pytest.mark.parametrize("name", ["iter_sessions", "iter_checkpoints", "iter_training_runs"])
+def test_s38_a_listing_of_3500_takes_as_few_requests_as_it_can(name: str) -> None:
+    async def scenario() -> None:
+        async with scripted_server(answer_listings) as server:
+            rest = RestClient(base_url=server.url, api_key="tml-test")
+
+            def listed() -> list[Received]:
+                return [one for one in server.received if "limit=" in one.target]
+
+            await anext(getattr(rest, name)())
+            assert len(listed()) == 1
+            assert "limit=1000" in listed()[0].target
+
+            everything = [repr(item) async for item in getattr(rest, name)()]
+            assert len(everything) == len(set(everything)) == LISTED
+            assert len(listed()) == 1 + 4
+
+            in_thread = await asyncio.to_thread(lambda: list(getattr(rest, name)()))
+            assert [repr(item) for item in in_thread] == everything
+
+    asyncio.run(scenario())
 
 
 def test_a_checkpoint_is_copied_into_a_project(
