@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tinsmith.client.request_options import Timeout as Timeout
     from tinsmith.client.rest import RestClient as RestClient
     from tinsmith.client.retry import RetryBudget as RetryBudget
+    from tinsmith.client.retry_config import RetryConfig as RetryConfig
     from tinsmith.client.sample_stream import AsyncSampleStream as AsyncSampleStream
     from tinsmith.client.sample_stream import SampleEvent as SampleEvent
     from tinsmith.client.sample_stream import SampleStream as SampleStream
@@ -118,6 +119,7 @@ _MODULE_OF = {
     "AsyncSampleStream": "tinsmith.client.sample_stream",
     "SampleEvent": "tinsmith.client.sample_stream",
     "RetryBudget": "tinsmith.client.retry",
+    "RetryConfig": "tinsmith.client.retry_config",
     "Timeout": "tinsmith.client.request_options",
     "RequestOptions": "tinsmith.client.request_options",
     "APIConnectionError": "tinsmith.errors",

@@ -22,7 +22,7 @@ from tinsmith.client.queue_state import StateTeller
 from tinsmith.client.retry import may_pass
 from tinsmith.client.sample_call import SampleCall
 from tinsmith.client.session import ClosedError, Session, death_of
-from tinsmith.errors import APIError, TinkerError
+from tinsmith.errors import APIError, APIStatusError, ResultExpiredError, TinkerError
 from tinsmith.types import extensions as x
 from tinsmith.types.requests import SamplingSessionFuturesTarget
 from tinsmith.wire.failures import error_from_failed
@@ -51,7 +51,7 @@ class ResultFeed:
         *,
         observer: StateTeller | None = None,
         fetch: Callable[[SampleCall, int | None], object],
-        resubmit: Callable[[SampleCall], object],
+        fail: Callable[[SampleCall, Exception], object],
     ) -> None:
         """Make one.
 
@@ -61,7 +61,7 @@ class ResultFeed:
             clone_id: Under which clone's numbers.
             observer: Is told the state of the queue.
             fetch: Takes over a sample that needs a poll of its own, with its result's size.
-            resubmit: Takes over a sample that the service has lost.
+            fail: Takes over a sample that failed, or that the service has lost.
         """
         self._session = session
         self._target = SamplingSessionFuturesTarget(
@@ -69,7 +69,7 @@ class ResultFeed:
         )
         self._observer = observer
         self._fetch = fetch
-        self._resubmit = resubmit
+        self._fail = fail
         self._cursor = 0
         self._waiting: dict[str, SampleCall] = {}
         self._unclaimed: dict[str, x.ResultCompletion] = {}
@@ -199,7 +199,7 @@ class ResultFeed:
                     large.append((call, completion.response_payload_uncompressed_size))
             elif completion.error is not None:
                 self._retrieved[request_id] = None
-                call.fail(_failure(completion))
+                self._fail(call, _failure(completion))
             else:
                 self._fetch(call, None)
         if len(large) == 1:
@@ -263,13 +263,19 @@ class ResultFeed:
                 call.settle_with(result.payload)
             elif isinstance(result, x.ResultFailed) and result.error is not None:
                 self.report_retrieved(result.request_id)
-                call.fail(_failure(result))
+                self._fail(call, _failure(result))
             elif isinstance(result, x.ResultGone):
-                self._resubmit(call)
+                self._fail(call, _gone(result.request_id))
             else:
                 by_id[result.request_id] = call
         for call in by_id.values():
             self._fetch(call, None)
+
+
+def _gone(request_id: str) -> APIStatusError:
+    return ResultExpiredError(
+        f"the result of {request_id} is no longer kept", request_id=request_id
+    )
 
 
 def _failure(failed: x.ResultFailed) -> TinkerError:

@@ -37,6 +37,7 @@ class SampleCall:
         "failures",
         "future",
         "goes_alone",
+        "is_drawn",
         "is_given_up",
         "is_over",
         "lease",
@@ -80,6 +81,8 @@ class SampleCall:
         self.task: asyncio.Task[None] | None = None
         """What fetches its result, if it is fetched by itself."""
         self.is_over = False
+        self.is_drawn = False
+        """Whether it is over because its result came."""
         self.is_given_up = False
         """Whether it was over because nobody wanted it any more, or its time was up."""
         self._timer: asyncio.TimerHandle | None = None
@@ -133,6 +136,7 @@ class SampleCall:
     def settle(self, response: SampleResponse) -> None:
         """Its result is here."""
         if not self.is_over:
+            self.is_drawn = True
             self._end(None)
             self.future.settle(response)
 

@@ -21,6 +21,7 @@ from tinsmith.client.retry import BILLING_PAUSE_S, Retrier, may_pass
 from tinsmith.client.sample_call import SampleCall
 from tinsmith.client.session import Session, death_of
 from tinsmith.errors import (
+    APIConnectionError,
     APIError,
     APIResponseValidationError,
     APIStatusError,
@@ -57,6 +58,7 @@ class SampleSender:
         *,
         retrier: Retrier,
         most_in_flight: int | None,
+        stuck_after_s: float | None,
         next_seq_id: Callable[[], int],
         prepare: Callable[[], Awaitable[object] | None],
         on_accepted: Callable[[SampleCall], object],
@@ -68,6 +70,8 @@ class SampleSender:
             session: What carries the requests.
             retrier: Tries them again.
             most_in_flight: How many samples may be between submission and result; None for any.
+            stuck_after_s: If for so long none of those in flight came back, they fail; None for
+                never.
             next_seq_id: Gives numbers.
             prepare: What must be done before the first number is given; None if it is done.
             on_accepted: Takes over a sample that the service has accepted.
@@ -76,6 +80,9 @@ class SampleSender:
         self._session = session
         self._retrier = retrier
         self._most_in_flight = most_in_flight
+        self._stuck_after_s = stuck_after_s
+        self._progress_at = 0.0
+        self._watch: asyncio.TimerHandle | None = None
         self._next_seq_id = next_seq_id
         self._prepare = prepare
         self._on_accepted = on_accepted
@@ -125,6 +132,8 @@ class SampleSender:
 
     def _ended(self, call: SampleCall) -> None:
         self._in_flight.discard(call)
+        if call.is_drawn:
+            self._progress_at = background().loop.time()
         self._wake()
         self._on_over(call)
 
@@ -180,6 +189,9 @@ class SampleSender:
         group = [call for call in group if not call.is_over and self._written(call, now)]
         if not group:
             return
+        if self._stuck_after_s is not None and self._watch is None:
+            self._progress_at = now
+            self._look_later(self._stuck_after_s)
         size = sum(call.size for call in group)
         self._requests += 1
         self._bytes += size
@@ -294,6 +306,28 @@ class SampleSender:
             self._on_over(call)  # it was given up before it had a name to be cancelled by
         else:
             self._on_accepted(call)
+
+    # Progress
+
+    def _look_later(self, delay_s: float) -> None:
+        self._watch = asyncio.get_running_loop().call_later(delay_s, self._look_for_progress)
+
+    def _look_for_progress(self) -> None:
+        assert self._stuck_after_s is not None
+        self._watch = None
+        if not self._in_flight:
+            return
+        silent_s = asyncio.get_running_loop().time() - self._progress_at
+        if silent_s < self._stuck_after_s:
+            self._look_later(self._stuck_after_s - silent_s)
+            return
+        error = APIConnectionError(
+            f"no progress: none of {len(self._in_flight)} samples in flight came back within "
+            f"{self._stuck_after_s:g} s"
+        )
+        for call in list(self._in_flight):
+            call.is_given_up = True
+            call.fail(error)
 
     # Refusals
 

@@ -20,6 +20,7 @@ from tinsmith.client.poller import Poll, room_for
 from tinsmith.client.queue_state import StateTeller
 from tinsmith.client.result_feed import ResultFeed
 from tinsmith.client.retry import Retrier
+from tinsmith.client.retry_config import RetryConfig
 from tinsmith.client.sample_call import SampleCall
 from tinsmith.client.sample_cancels import SampleCancels
 from tinsmith.client.sample_sender import SampleSender, pause_s
@@ -48,12 +49,18 @@ class Sampler:
         clone_id: int | None = 0,
         *,
         observer: StateTeller | None = None,
-        retrier: Retrier | None = None,
-        most_in_flight: int | None = None,
+        retry_config: RetryConfig | None = None,
     ) -> None:
         self.session = session
         self.sampling_session_id = sampling_session_id
-        self.retrier = retrier or session.retrier
+        self.retrier = session.retrier
+        self._drawn_anew: tuple[type[Exception], ...] = ()
+        self._most_resubmissions = 0 if session.flags.sample_no_retries else MOST_RESUBMISSIONS
+        if retry_config is not None:
+            self.retrier = Retrier(retry_config.budget(session.retrier.budget))
+            self._drawn_anew = retry_config.retryable_exceptions
+            if not retry_config.enable_retry_logic:
+                self._most_resubmissions = 0
         self._clone_id = clone_id
         self._observer = observer
         self._joining: asyncio.Task[int] | None = None
@@ -63,7 +70,8 @@ class Sampler:
         self._sender = SampleSender(
             session,
             retrier=self.retrier,
-            most_in_flight=most_in_flight,
+            most_in_flight=_most_in_flight(session, retry_config),
+            stuck_after_s=_stuck_after_s(session, retry_config),
             next_seq_id=self._next_seq_id,
             prepare=self._prepare,
             on_accepted=self._await_result,
@@ -138,7 +146,7 @@ class Sampler:
                 self._clone_id or 0,
                 observer=self._observer,
                 fetch=self._start_fetching,
-                resubmit=self._resubmit,
+                fail=self._fail_or_resubmit,
             )
         return self._feed
 
@@ -156,13 +164,8 @@ class Sampler:
         try:
             response = await self._fetched(call, size)
             call.settle(call.named(response))
-        except APIStatusError as error:
-            if error.status_code == GONE and call.resubmissions < MOST_RESUBMISSIONS:
-                self._resubmit(call)
-            else:
-                call.fail(error)
         except (TinkerError, ValueError) as error:
-            call.fail(error)
+            self._fail_or_resubmit(call, error)
 
     async def _fetched(self, call: SampleCall, size: int | None) -> SampleResponse:
         request_id = call.request_id
@@ -185,10 +188,12 @@ class Sampler:
         self.report_retrieved(request_id)
         return response
 
-    def _resubmit(self, call: SampleCall) -> None:
-        """The server lost a sample: draw another in its place."""
-        if call.resubmissions >= MOST_RESUBMISSIONS:
-            call.fail(APIStatusError(f"the result of {call.request_id} is gone", status_code=GONE))
+    def _fail_or_resubmit(self, call: SampleCall, error: Exception) -> None:
+        """A sample failed: draw another in its place if the server lost it, or as configured."""
+        is_gone = isinstance(error, APIStatusError) and error.status_code == GONE
+        is_last = call.is_over or call.resubmissions >= self._most_resubmissions
+        if is_last or not (is_gone or isinstance(error, self._drawn_anew)):
+            call.fail(error)
             return
         call.resubmissions += 1
         call.request_id, call.seq_id, call.task = None, None, None
@@ -228,3 +233,20 @@ class Sampler:
     def pause_after(self, error: RateLimitError, prompt: ModelInput) -> None:
         """Hold back the samples of this key after a 429."""
         self.session.limiter.rate_limited(pause_s(error, prompt), str(error))
+
+
+def _most_in_flight(session: Session, config: RetryConfig | None) -> int | None:
+    """How many samples may be between submission and result."""
+    if config is not None:
+        return config.max_connections
+    flags = session.flags
+    if flags.sample_use_retrieve_futures or flags.tinsmith_inline_bytes > 0:
+        return None  # waiting for results takes no connection
+    return max(1, flags.sample_max_concurrent_requests)
+
+
+def _stuck_after_s(session: Session, config: RetryConfig | None) -> float | None:
+    """After how long without a result all samples in flight are given up."""
+    if config is None or not config.enable_stuck_detection:
+        return None
+    return config.progress_timeout if session.flags.sample_enable_stuck_detection else None

@@ -11,6 +11,8 @@ from tinsmith.client.futures import APIFuture
 from tinsmith.client.limits import Limiter
 from tinsmith.client.progress import Progress
 from tinsmith.client.queue_state import QueueState, QueueStateLogger, StateTeller
+from tinsmith.client.retry import RetryBudget
+from tinsmith.client.retry_config import RetryConfig
 from tinsmith.client.sample_many import (
     OnError,
     Window,
@@ -45,13 +47,17 @@ class SamplingClient:
         lease: SessionLease,
         sampling_session_id: str,
         *,
-        retry_config: Any = None,
+        retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
         clone_id: int | None = 0,
     ) -> None:
         self._lease = lease
         self._sampler = Sampler(
-            lease.session, sampling_session_id, clone_id, observer=StateTeller(self)
+            lease.session,
+            sampling_session_id,
+            clone_id,
+            observer=StateTeller(self),
+            retry_config=retry_config,
         )
         self._tokenizer = TokenizerOfModel()
         self._queue_logger = QueueStateLogger(sampling_session_id, "Sampling")
@@ -66,11 +72,20 @@ class SamplingClient:
         *,
         model_path: str | None = None,
         base_model: str | None = None,
-        retry_config: Any = None,
+        sampling_session_id: str | None = None,
+        retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
     ) -> SamplingClient:
-        """Have the service make a sampler. For the background loop."""
+        """Have the service make a sampler, unless it is there. For the background loop."""
         session = lease.session
+        if sampling_session_id is not None:
+            await session.session_id()
+            return cls(
+                lease,
+                sampling_session_id,
+                retry_config=retry_config,
+                record_stability_info=record_stability_info,
+            )
         opened: CreateSamplingSessionResponse = await session.call(
             "create_sampling_session",
             r.CreateSamplingSessionRequest(
@@ -86,6 +101,46 @@ class SamplingClient:
             retry_config=retry_config,
             record_stability_info=record_stability_info,
         )
+
+    @staticmethod
+    def create(
+        holder: SessionLease,
+        *,
+        model_path: str | None = None,
+        base_model: str | None = None,
+        sampling_session_id: str | None = None,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+        timeout: float | None = None,
+    ) -> APIFuture[SamplingClient]:
+        """Make a client for the holder of another one; `create_sampling_client` is the usual way.
+
+        Args:
+            holder: What a client shows as `holder`.
+            model_path: Weights to sample from.
+            base_model: A base model to sample from.
+            sampling_session_id: A sampler that is there already.
+            retry_config: How patient its samples are.
+            record_stability_info: Have the service keep notes of each sample.
+            timeout: Seconds for all of it.
+        """
+        opening = SamplingClient.open(
+            holder,
+            model_path=model_path,
+            base_model=base_model,
+            sampling_session_id=sampling_session_id,
+            retry_config=retry_config,
+            record_stability_info=record_stability_info,
+        )
+        return background().start(opening, "create_sampling_client", timeout)
+
+    @property
+    def retry_budget(self) -> RetryBudget:
+        """How long and how often this client's samples are tried again."""
+        return self._sampler.retrier.budget
+
+    def get_telemetry(self) -> None:
+        """There is none."""
 
     def sample(
         self,
@@ -139,11 +194,28 @@ class SamplingClient:
         prompt: ModelInput,
         num_samples: int,
         sampling_params: SamplingParams,
-        *args: Any,
-        **kwargs: Any,
+        include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
+        topk_sample_logprobs: int = 0,
+        target_prompt_logprobs: TensorData | None = None,
+        prompt_alt_tokens_k: int = 0,
+        prompt_logprobs_last_n: int | None = None,
+        *,
+        timeout: float | None = None,
     ) -> SampleResponse:
         """As `sample`, for coroutines: gives the result itself."""
-        return await self.sample(prompt, num_samples, sampling_params, *args, **kwargs)
+        return await self.sample(
+            prompt,
+            num_samples,
+            sampling_params,
+            include_prompt_logprobs,
+            topk_prompt_logprobs,
+            topk_sample_logprobs,
+            target_prompt_logprobs,
+            prompt_alt_tokens_k,
+            prompt_logprobs_last_n,
+            timeout=timeout,
+        )
 
     def sample_stream(
         self,
@@ -431,12 +503,15 @@ class SamplingClient:
         ).to_text()
 
     @staticmethod
-    def from_sampler_handle(handle: str, *, api_key: str | None = None) -> SamplingClient:
+    def from_sampler_handle(
+        handle: str, *, api_key: str | None = None, retry_config: RetryConfig | None = None
+    ) -> SamplingClient:
         """A client for the sampler that a handle names.
 
         Args:
             handle: What `get_sampler_handle` gave.
             api_key: The credential to use here; else that of this process's environment.
+            retry_config: How patient its samples are.
         """
         named = SamplerHandle.from_text(handle)
         settings = settings_from(
@@ -447,12 +522,13 @@ class SamplingClient:
         return SamplingClient(
             SessionLease(session),
             named.sampling_session_id,
+            retry_config=retry_config,
             record_stability_info=named.record_stability_info,
             clone_id=None,
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SamplingClient.from_sampler_handle, (self.get_sampler_handle(),)
+        return _restored, (self.get_sampler_handle(), self._retry_config)
 
     @property
     def limiter(self) -> Limiter:
@@ -466,6 +542,11 @@ class SamplingClient:
 
     def __repr__(self) -> str:
         return f"SamplingClient(sampling_session_id={self._sampling_session_id!r})"
+
+
+def _restored(handle: str, retry_config: RetryConfig | None) -> SamplingClient:
+    """A client that was pickled: with a credential of this process."""
+    return SamplingClient.from_sampler_handle(handle, retry_config=retry_config)
 
 
 def _check_options(

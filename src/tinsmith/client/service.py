@@ -354,7 +354,7 @@ class ServiceClient:
         Args:
             model_path: A `tinker://` path; counts before `base_model`.
             base_model: A model's name.
-            retry_config: Taken for existing programs, and not used yet.
+            retry_config: How patient its samples are; None for the client's own budget.
             record_stability_info: Have the service keep what `stable_reinforce` needs.
             timeout: Seconds after which the call is given up.
         """

@@ -426,7 +426,7 @@ class TrainingClient:
 
         Args:
             name: Kept for older programs; the weights are saved without one.
-            retry_config: Taken for existing programs, and not used yet.
+            retry_config: How patient its samples are; None for the client's own budget.
             record_stability_info: Have the server keep what `stable_reinforce` needs.
             timeout: As in `forward`.
         """

@@ -1,0 +1,271 @@
+"""What `RetryConfig` says is what samples do."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import pickle
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import tinsmith
+from tinsmith.client.retry import RetryBudget
+from tinsmith.client.sampling import SamplingClient
+from tinsmith.client.service import ServiceClient
+from tinsmith.errors import (
+    APIConnectionError,
+    APIStatusError,
+    InternalServerError,
+    RequestFailedError,
+    ValidationError,
+)
+from tinsmith.testing import ScriptedService, running_service
+from tinsmith.types import ModelInput, SamplingParams
+
+WAIT_S = 60.0
+PROMPT = ModelInput.from_ints([5, 6, 7])
+PARAMS = SamplingParams(max_tokens=4, seed=1)
+PLAIN: dict[str, Any] = {"long_poll_s": 0.5, "sample_cancel_enabled": True}
+EXTENDED: dict[str, Any] = {**PLAIN, "tinsmith_batch_items": 32, "tinsmith_inline_bytes": 65536}
+
+
+@pytest.fixture(params=[PLAIN, EXTENDED], ids=["plain", "extended"])
+def service(request: pytest.FixtureRequest) -> Iterator[ScriptedService]:
+    with running_service(**request.param) as service:
+        yield service
+
+
+@pytest.fixture
+def client(service: ScriptedService) -> Iterator[ServiceClient]:
+    with ServiceClient(base_url=service.base_url, api_key=service.api_key) as client:
+        yield client
+
+
+def sampler_with(client: ServiceClient, **fields: Any) -> SamplingClient:
+    config = tinsmith.RetryConfig(**fields)
+    return client.create_sampling_client(base_model="m", retry_config=config)
+
+
+def accepted(service: ScriptedService) -> int:
+    """How many samples have been submitted."""
+    batches = service.requests("asample_many")
+    return len(service.requests("asample")) + sum(len(b.request.samples) for b in batches)
+
+
+def test_max_connections_bounds_the_samples_in_flight(
+    client: ServiceClient, service: ScriptedService
+) -> None:
+    sampler = sampler_with(client, max_connections=6)
+    held = service.faults.hold_commands("asample")
+    futures = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(20)]
+    held.wait_held(6)
+
+    held.release(2)
+    held.wait_held(6)  # two came back, and so two more have left
+    before = accepted(service)
+    held.release()
+
+    assert all(len(future.result(WAIT_S).sequences) == 1 for future in futures)
+    assert before == 8
+    assert held.most_held == 6
+
+
+def test_a_sample_that_is_cancelled_makes_room_for_the_next(
+    client: ServiceClient, service: ScriptedService
+) -> None:
+    sampler = sampler_with(client, max_connections=1)
+    held = service.faults.hold_commands("asample", times=1)
+    first, second = (sampler.sample(PROMPT, 1, PARAMS) for _ in range(2))
+    held.wait_held(1)
+
+    first.cancel()
+
+    assert len(second.result(WAIT_S).sequences) == 1
+
+
+def test_samples_without_progress_fail_after_the_progress_timeout(
+    client: ServiceClient, service: ScriptedService
+) -> None:
+    sampler = sampler_with(client, progress_timeout=0.5)
+    service.faults.hold_commands("asample", times=3)
+    stuck = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(3)]
+
+    for future in stuck:
+        with pytest.raises(APIConnectionError, match="no progress"):
+            future.result(WAIT_S)
+
+    assert len(service.wait_requests("cancel_future", 3)) == 3
+    assert len(sampler.sample(PROMPT, 1, PARAMS).result(WAIT_S).sequences) == 1
+
+
+def test_a_result_counts_as_progress_for_all(
+    client: ServiceClient, service: ScriptedService
+) -> None:
+    sampler = sampler_with(client, progress_timeout=2.0)
+    held = service.faults.hold_commands("asample", times=1)
+    slow = sampler.sample(PROMPT, 1, PARAMS)
+    held.wait_held(1)
+
+    ends_at = time.monotonic() + 3.0
+    while time.monotonic() < ends_at:
+        sampler.sample(PROMPT, 1, PARAMS).result(WAIT_S)
+        time.sleep(0.05)
+    was_done = slow.done()
+    held.release()
+
+    assert not was_done
+    assert len(slow.result(WAIT_S).sequences) == 1
+
+
+@pytest.mark.parametrize("where", ["config", "service"])
+def test_stuck_detection_can_be_switched_off(where: str) -> None:
+    flags = {"sample_enable_stuck_detection": False} if where == "service" else {}
+    with (
+        running_service(**PLAIN, **flags) as service,
+        ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
+    ):
+        sampler = sampler_with(
+            client, progress_timeout=0.2, enable_stuck_detection=where == "service"
+        )
+        held = service.faults.hold_commands("asample")
+        future = sampler.sample(PROMPT, 1, PARAMS)
+        held.wait_held(1)
+        time.sleep(0.5)
+        was_done = future.done()
+        held.release()
+
+        assert not was_done
+        assert len(future.result(WAIT_S).sequences) == 1
+
+
+def test_without_retry_logic_the_first_failure_is_raised(
+    client: ServiceClient, service: ScriptedService
+) -> None:
+    sampler = sampler_with(client, enable_retry_logic=False)
+    service.faults.add("asample", times=1, status=503)
+
+    with pytest.raises(InternalServerError):
+        sampler.sample(PROMPT, 1, PARAMS).result(WAIT_S)
+
+    assert len(service.requests("asample")) == 1
+
+
+def test_without_retry_logic_a_lost_result_is_not_drawn_anew(
+    client: ServiceClient, service: ScriptedService
+) -> None:
+    sampler = sampler_with(client, enable_retry_logic=False)
+    service.faults.expire_results("asample", times=1)
+
+    with pytest.raises(APIStatusError) as raised:
+        sampler.sample(PROMPT, 1, PARAMS).result(WAIT_S)
+
+    assert raised.value.status_code == 410
+
+
+def test_without_retry_logic_pauses_are_kept_all_the_same(
+    client: ServiceClient, service: ScriptedService
+) -> None:
+    sampler = sampler_with(client, enable_retry_logic=False)
+    service.faults.add("asample", status=429, headers={"retry-after-ms": "50"})
+
+    assert len(sampler.sample(PROMPT, 1, PARAMS).result(WAIT_S).sequences) == 1
+
+
+def test_delays_and_patience_are_those_of_the_config(
+    client: ServiceClient, service: ScriptedService
+) -> None:
+    sampler = sampler_with(
+        client,
+        progress_timeout=0.6,
+        retry_delay_base=0.1,
+        retry_delay_max=0.1,
+        jitter_factor=0.0,
+        enable_stuck_detection=False,
+    )
+    service.faults.add("asample", times=None, status=503)
+
+    with pytest.raises(InternalServerError):
+        sampler.sample(PROMPT, 1, PARAMS).result(WAIT_S)
+
+    arrivals = [received.arrived_at for received in service.requests("asample")]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(arrivals)]
+    assert 2 <= len(arrivals) <= 7
+    assert min(gaps) >= 0.09
+    assert sampler.retry_budget.total_s == 0.6
+    assert sampler.retry_budget.delay_base_s == 0.1
+
+
+def test_errors_that_are_named_are_drawn_anew(
+    client: ServiceClient, service: ScriptedService
+) -> None:
+    sampler = sampler_with(client, retryable_exceptions=(RequestFailedError,))
+    service.faults.fail_command("asample", times=2)
+
+    response = sampler.sample(PROMPT, 1, PARAMS).result(WAIT_S)
+
+    assert response.sequences[0].sequence_id.endswith(":2:0")
+    service.faults.fail_command("asample", times=None, error="for good")
+    with pytest.raises(RequestFailedError, match="for good"):
+        sampler.sample(PROMPT, 1, PARAMS).result(WAIT_S)
+
+
+def test_a_service_may_forbid_to_draw_anew() -> None:
+    with (
+        running_service(**PLAIN, sample_no_retries=True) as service,
+        ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
+    ):
+        sampler = client.create_sampling_client(base_model="m")
+        service.faults.expire_results("asample", times=1)
+
+        with pytest.raises(APIStatusError):
+            sampler.sample(PROMPT, 1, PARAMS).result(WAIT_S)
+
+
+def test_without_a_config_the_client_s_own_budget_holds(service: ScriptedService) -> None:
+    mine = RetryBudget(total_s=12.0)
+    with ServiceClient(base_url=service.base_url, api_key=service.api_key, retry=mine) as client:
+        sampler = client.create_sampling_client(base_model="m")
+
+        assert sampler.retry_budget == mine
+
+
+def test_w39_a_pickled_client_keeps_its_config_and_no_key(
+    client: ServiceClient, service: ScriptedService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", service.api_key)
+    sampler = sampler_with(client, progress_timeout=33.0)
+
+    pickled = pickle.dumps(sampler)
+    clone = pickle.loads(pickled)
+
+    assert service.api_key.encode() not in pickled
+    assert clone.retry_budget == sampler.retry_budget
+    assert len(clone.sample(PROMPT, 1, PARAMS).result(WAIT_S).sequences) == 1
+
+
+def test_every_way_to_a_sampler_takes_a_config(client: ServiceClient) -> None:
+    config = tinsmith.RetryConfig(progress_timeout=44.0)
+    training = client.create_lora_training_client("m", rank=4)
+    saved = training.save_weights_for_sampler("s1").result(WAIT_S)
+
+    samplers = [
+        training.save_weights_and_get_sampling_client(retry_config=config),
+        training.create_sampling_client(saved.path, retry_config=config),
+        client.create_sampling_client(model_path=saved.path, retry_config=config),
+        SamplingClient.create(client.holder, base_model="m", retry_config=config).result(WAIT_S),
+    ]
+
+    assert {sampler.retry_budget.total_s for sampler in samplers} == {44.0}
+
+
+def test_a_config_is_a_value_that_can_be_changed_and_compared() -> None:
+    config = tinsmith.RetryConfig()
+
+    assert dataclasses.replace(config, max_connections=None) != config
+    assert {config: 1}[tinsmith.RetryConfig()] == 1
+    for wrong in ({"max_connections": 0}, {"progress_timeout": 0}, {"jitter_factor": 2.0}):
+        with pytest.raises(ValidationError):
+            tinsmith.RetryConfig(**wrong)
