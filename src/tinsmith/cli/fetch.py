@@ -24,7 +24,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from typing import Any
+from typing import Any, BinaryIO
 
 from tinsmith.cli.failures import CommandError
 from tinsmith.cli.progress import Progress
@@ -224,8 +224,7 @@ class Fetch:
                 return 0, tag, True
             if reply.status != 200:
                 raise DownloadError(f"a file was answered with status {reply.status}")
-            length = headers.get("Content-Length")
-            return None if length is None else int(length), tag, False
+            return _length(headers), tag, False
 
     def _cut(self, name: str, size: int | None, gives_parts: bool) -> list[Piece]:
         if size is None or not gives_parts:
@@ -286,8 +285,7 @@ class Fetch:
                 chunk = reply.read(min(READ_BYTES, piece.left or READ_BYTES))
                 if not chunk:
                     break
-                out.write(chunk)
-                out.flush()
+                _write(out, chunk)
                 piece.done += len(chunk)
                 self._bar.add(len(chunk))
         if piece.left is None and not self._stop.is_set():
@@ -298,8 +296,7 @@ class Fetch:
     def _check_reply(self, file: File, piece: Piece, reply: Any) -> None:
         """Refuse what is not the part that was asked for, of the file that was begun."""
         if not file.gives_parts:
-            length = reply.headers.get("Content-Length")
-            is_right = reply.status == 200 and (length is None or int(length) == file.size)
+            is_right = reply.status == 200 and _length(reply.headers) in (None, file.size)
         else:
             found = _RANGE.fullmatch(reply.headers.get("Content-Range", ""))
             is_right = (
@@ -338,6 +335,23 @@ class Fetch:
                 )
             total += size
         return total
+
+
+def _length(headers: Any) -> int | None:
+    """How long a reply says that it is, if it does."""
+    text = headers.get("Content-Length") or ""
+    return int(text) if text.isdecimal() and text.isascii() else None
+
+
+def _write(out: BinaryIO, chunk: bytes) -> None:
+    try:
+        out.write(chunk)
+        out.flush()
+    except OSError as exc:  # not the network's fault, and not better at the next try
+        raise DownloadError(
+            f"{out.name} cannot be written: {exc.strerror}",
+            remedy="make room, and run the command again to go on from here",
+        ) from exc
 
 
 def _resumed(

@@ -45,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(words)
     except KeyboardInterrupt:
-        print(file=sys.stderr)  # the terminal shows ^C, and the prompt begins its own line
+        if not wants_json:
+            print(file=sys.stderr)  # the terminal shows ^C, and the prompt begins its own line
         return INTERRUPTED
     except BrokenPipeError:
         _forget_stdout()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import sys
 from collections.abc import Callable
 
 TYPE_CHECKING = False  # loading `typing` takes longer than all of a help
@@ -112,14 +111,13 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 def _width() -> int:
+    """How wide the terminal is; 80 columns if there is none, or one that does not know."""
     try:
-        return int(os.environ["COLUMNS"])
-    except (KeyError, ValueError):
-        pass
-    try:
-        return os.get_terminal_size(sys.__stdout__.fileno()).columns  # type: ignore[union-attr]
-    except (AttributeError, ValueError, OSError):
-        return 80
+        columns = int(os.environ.get("COLUMNS", "0"))
+        columns = columns or os.get_terminal_size(1).columns
+    except (ValueError, OSError):
+        columns = 0
+    return columns if columns > 0 else 80
 
 
 def new_parser(nouns: dict[str, str], **kwargs: Any) -> Parser:

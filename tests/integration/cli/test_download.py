@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import pathlib
+import resource
 
 import pytest
 
@@ -239,6 +240,24 @@ def test_ctrl_c_during_an_export_deletes_it_and_ends_the_session(
     reasons = [type(asked.request.reason).__name__ for asked in service.requests("finish_session")]
     assert reasons == ["ClientSessionFinishInterrupted"]
     assert [path.name for path in tinsmith.folder.iterdir()] == ["home"]
+
+
+def test_a_disk_that_is_full_is_told_at_once(tinsmith: Commands, service: ScriptedService) -> None:
+    with ServiceClient(base_url=service.base_url, api_key=service.api_key) as client:
+        training = client.create_lora_training_client("m", rank=1000)
+        path = training.save_weights_external("large").result().path
+    limit = (4000, 4000)  # as large as any file may get
+
+    ended = tinsmith.run(
+        *("checkpoint", "download", path, "-f", "json"),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit),
+    )
+
+    assert ended.status == 1
+    assert "cannot be written: File too large" in ended.error["message"]
+    assert "make room" in ended.error["remedy"]
+    asked = [one for one in service.requests("download") if one.path.endswith(NAMES[1])]
+    assert len(asked) == 2  # for the size, and for the file, which is not tried again
 
 
 @pytest.mark.parametrize("name", ["../../evil", "/tmp/tinsmith-evil"])

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tinsmith.cli.failures import CommandError, described, in_short, report
+from tinsmith.cli.failures import CommandError, described, in_short, report, told
 from tinsmith.errors import (
     APIConnectionError,
     APIStatusError,
@@ -60,6 +60,19 @@ def test_an_error_for_programs_is_one_line_of_json(capsys: pytest.CaptureFixture
 
     lines = capsys.readouterr().err.splitlines()
     assert [json.loads(line)["error"]["message"] for line in lines] == ["two\nlines\x1b[0m"]
+
+
+def test_a_mistake_of_ours_keeps_its_traceback_unless_a_program_reads(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    mistake = ZeroDivisionError("division by zero")
+
+    with pytest.raises(ZeroDivisionError):
+        told(mistake, wants_json=False)
+    status = told(mistake, wants_json=True)
+
+    assert status == 1
+    assert json.loads(capsys.readouterr().err)["error"]["type"] == "ZeroDivisionError"
 
 
 def test_a_message_from_elsewhere_cannot_play_tricks_on_the_terminal(

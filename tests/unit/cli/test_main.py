@@ -91,6 +91,21 @@ def test_w43_wrong_usage_in_json_mode_is_told_in_json(
     assert json.loads(shown.err)["error"]["type"] == "UsageError"
 
 
+@pytest.mark.parametrize(("columns", "widest"), [("60", 60), ("0", 80), ("wide", 80)])
+def test_help_is_as_wide_as_the_terminal(
+    columns: str,
+    widest: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+
+    main(["run", "list", "--help"])
+
+    lengths = [len(line) for line in capsys.readouterr().out.splitlines()]
+    assert widest - 20 < max(lengths) <= widest
+
+
 def test_options_are_not_guessed_from_their_beginning() -> None:
     assert main(["run", "list", "--lim", "3"]) == 2
 
