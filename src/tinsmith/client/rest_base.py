@@ -6,16 +6,14 @@ start-up calls once; when the last of them is dropped, so are the connections.
 
 from __future__ import annotations
 
-import os
-import threading
-import weakref
 from typing import Any
 
 from tinsmith.client.background import background
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.retry import DEFAULT_BUDGET, RetryBudget
 from tinsmith.client.session import Session, SessionLease
-from tinsmith.client.settings import ClientSettings, settings_from
+from tinsmith.client.settings import settings_from
+from tinsmith.client.shared_leases import shared_leases
 from tinsmith.errors import ValidationError
 from tinsmith.types.record import Record
 
@@ -39,7 +37,7 @@ class ManagementClient:
             raise ValidationError("a client of a service has that service's address and key")
         if _holder is None:
             settings = settings_from(base_url=base_url, api_key=api_key, retry=retry)
-            _holder = _shared.lease(settings)
+            _holder = shared_leases.lease(settings)
         self._lease = _holder
 
     @property
@@ -74,39 +72,3 @@ class ManagementClient:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(base_url={self._lease.session.settings.base_url!r})"
-
-
-class _SharedLeases:
-    """The leases of this process that were made from an address and a credential alone."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._leases: weakref.WeakValueDictionary[Any, SessionLease] = weakref.WeakValueDictionary()
-
-    def lease(self, settings: ClientSettings) -> SessionLease:
-        """The lease for these settings, which whoever has the same settings holds too."""
-        key = (
-            settings.base_url,
-            settings.api_key,
-            settings.credential_command,
-            tuple(sorted(settings.default_headers.items())),
-            settings.project_id,
-            settings.proxy,
-            settings.retry,
-        )
-        with self._lock:
-            lease = self._leases.get(key)
-            if lease is None:
-                lease = self._leases[key] = SessionLease(Session(settings))
-            return lease
-
-    def forget(self) -> None:
-        """Begin anew: a forked child has none of its parent's connections."""
-        self._lock = threading.Lock()
-        self._leases = weakref.WeakValueDictionary()
-
-
-_shared = _SharedLeases()
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_shared.forget)

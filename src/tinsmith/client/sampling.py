@@ -24,7 +24,8 @@ from tinsmith.client.sample_stream import AsyncSampleStream, SampleStream, Strea
 from tinsmith.client.sampler import Sampler
 from tinsmith.client.sampler_handle import SamplerHandle, shareable_headers
 from tinsmith.client.session import Session, SessionLease
-from tinsmith.client.settings import settings_from
+from tinsmith.client.settings import ClientSettings, settings_from
+from tinsmith.client.shared_leases import shared_leases
 from tinsmith.client.tokenizers import TokenizerOfModel
 from tinsmith.errors import APIResponseValidationError, ValidationError
 from tinsmith.types import requests as r
@@ -517,10 +518,14 @@ class SamplingClient:
         settings = settings_from(
             base_url=named.base_url, api_key=api_key, default_headers=named.headers
         )
-        session = Session(settings)
-        session.adopt(named.session_id, named.client_flags(), named.client_dynamic_flags())
+
+        def adopt(settings: ClientSettings) -> Session:
+            session = Session(settings)
+            session.adopt(named.session_id, named.client_flags(), named.client_dynamic_flags())
+            return session
+
         return SamplingClient(
-            SessionLease(session),
+            shared_leases.lease(settings, named.session_id, adopt),
             named.sampling_session_id,
             retry_config=retry_config,
             record_stability_info=named.record_stability_info,

@@ -124,3 +124,20 @@ def test_headers_that_sound_like_secrets_are_not_shared() -> None:
     }
 
     assert shareable_headers(headers) == {"X-Team": "blue"}
+
+
+def test_b96_clones_of_one_session_share_its_connections_and_no_numbers(
+    client: ServiceClient, service: ScriptedService
+) -> None:
+    sampler = client.create_sampling_client(base_model="m")
+    handle = sampler.get_sampler_handle()
+
+    clones = [SamplingClient.from_sampler_handle(handle, api_key=service.api_key) for _ in range(3)]
+    for clone in clones:
+        clone.sample(PROMPT, 1, PARAMS).result(WAIT_S)
+
+    assert len({id(clone.holder) for clone in clones}) == 1
+    assert clones[0].holder is not sampler.holder
+    sent = service.requests("asample")
+    assert len({received.request.seq_id for received in sent}) == 3
+    assert len({received.connection for received in sent}) == 1

@@ -241,6 +241,42 @@ def test_s15_results_keep_coming_and_info_answers_while_a_long_send_is_under_way
     stuck.result(WAIT_S)
 
 
+def test_s15_sixty_four_results_are_awaited_at_once_and_come_while_a_send_is_stuck() -> None:
+    with (
+        running_service(long_poll_s=60.0) as service,
+        ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
+    ):
+        training = client.create_lora_training_client("m", rank=4)
+        work = service.faults.hold_commands("forward_backward")
+        pending = [training.forward_backward([a_datum()], "cross_entropy") for _ in range(64)]
+        service.wait_requests("retrieve_future", 65)  # the first was for the model
+        stuck_reply = service.faults.hold("optim_step", times=1)
+        stuck = training.optim_step(AdamParams())
+        stuck_reply.wait_held(1)
+
+        assert service.in_flight("retrieve_future") == 64
+        work.release()
+        for future in pending:
+            assert future.result(WAIT_S).loss > 0
+        assert not stuck.done()
+        stuck_reply.release()
+        stuck.result(WAIT_S)
+
+
+def test_s15_closing_does_not_wait_for_a_send_that_is_stuck(service: ScriptedService) -> None:
+    client = ServiceClient(base_url=service.base_url, api_key=service.api_key)
+    training = client.create_lora_training_client("m", rank=4)
+    held = service.faults.hold("forward_backward", times=1)
+    stuck = training.forward_backward([a_datum()], "cross_entropy")
+    held.wait_held(1)
+
+    client.close("interrupted").result(WAIT_S)
+
+    with pytest.raises((APIConnectionError, RuntimeError)):
+        stuck.result(WAIT_S)
+    held.release()
+
+
 @pytest.mark.usefixtures("eager_switching")
 def test_s14_many_threads_with_calls_of_many_chunks_lose_no_number() -> None:
     with (

@@ -23,6 +23,7 @@ from tinsmith.client.settings import HOSTED_URL, settings_from
 from tinsmith.client.training import TrainingClient
 from tinsmith.errors import (
     APIConnectionError,
+    APIResponseValidationError,
     APIStatusError,
     BadRequestError,
     BillingError,
@@ -30,7 +31,14 @@ from tinsmith.errors import (
     ValidationError,
 )
 from tinsmith.testing import ScriptedService, running_service
-from tinsmith.types import AdamParams, ModelInput, SamplingParams
+from tinsmith.types import (
+    AdamParams,
+    ClientDynamicConfigResponse,
+    Datum,
+    ImageAssetPointerChunk,
+    ModelInput,
+    SamplingParams,
+)
 
 WAIT_S = 30.0
 PROMPT, PARAMS = ModelInput.from_ints([1]), SamplingParams(max_tokens=2, seed=1)
@@ -229,6 +237,41 @@ def test_b62_a_deprecation_that_the_service_tells_is_logged(
     assert [(one.levelname, one.getMessage()) for one in caplog.records] == [
         (shown, "the service says: use another")
     ]
+
+
+def test_b6_a_service_without_flags_that_change_has_the_usual_ones(
+    service: ScriptedService,
+) -> None:
+    service.faults.add("client_dynamic_config", times=None, status=404)
+
+    with a_client(service) as client:
+        holder = client.holder
+        assert holder.get_session_id()
+        assert holder.get_client_dynamic_config() == ClientDynamicConfigResponse()
+
+
+def test_b33_a_pointer_to_an_image_cannot_be_trained_on_and_says_so_at_the_call(
+    training: TrainingClient, service: ScriptedService
+) -> None:
+    pointer = ImageAssetPointerChunk(format="png", location="x://y", expected_tokens=2)
+    inputs = {"target_tokens": [1, 2], "weights": [1.0, 1.0]}
+    datum = Datum(ModelInput(chunks=[pointer]), inputs)
+
+    with pytest.raises(ValueError, match="ImageAssetPointerChunk"):
+        _ = training.forward_backward([datum], "cross_entropy")
+
+    training.optim_step(AdamParams()).result(WAIT_S)
+    assert [one.request.seq_id for one in service.requests("optim_step")] == [1]
+
+
+@pytest.mark.parametrize("body", [{}, {"model_id": 7}, []])
+def test_b119_an_answer_of_another_shape_is_an_error_of_its_own(
+    training: TrainingClient, service: ScriptedService, body: Any
+) -> None:
+    service.faults.add("get_info", status=200, body=body)
+
+    with pytest.raises(APIResponseValidationError, match="get_info"):
+        training.get_info(timeout=WAIT_S)
 
 
 def test_b60_a_save_without_a_name_keeps_its_number_over_second_tries(

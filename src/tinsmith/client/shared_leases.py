@@ -1,0 +1,65 @@
+"""Sessions that clients of one process share because they were made from the same things.
+
+Management clients of one address and credential share connections and start-up calls; so do the
+clones of a sampler that were unpickled here. When the last of them is dropped, so is the session.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable
+
+from tinsmith.client.session import Session, SessionLease
+from tinsmith.client.settings import ClientSettings
+
+
+class SharedLeases:
+    """The leases of this process that whoever asks with the same settings holds too."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._leases: weakref.WeakValueDictionary[tuple[object, ...], SessionLease] = (
+            weakref.WeakValueDictionary()
+        )
+
+    def lease(
+        self,
+        settings: ClientSettings,
+        session_id: str | None = None,
+        make: Callable[[ClientSettings], Session] = Session,
+    ) -> SessionLease:
+        """The lease for these settings, made if there is none.
+
+        Args:
+            settings: What it is made with.
+            session_id: The session that it takes part in, if that is another's.
+            make: Makes the session.
+        """
+        key = (
+            session_id,
+            settings.base_url,
+            settings.api_key,
+            settings.credential_command,
+            tuple(sorted(settings.default_headers.items())),
+            settings.project_id,
+            settings.proxy,
+            settings.retry,
+        )
+        with self._lock:
+            lease = self._leases.get(key)
+            if lease is None:
+                lease = self._leases[key] = SessionLease(make(settings))
+            return lease
+
+    def forget(self) -> None:
+        """Begin anew: a forked child has none of its parent's connections."""
+        self._lock = threading.Lock()
+        self._leases = weakref.WeakValueDictionary()
+
+
+shared_leases = SharedLeases()
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=shared_leases.forget)
