@@ -40,6 +40,7 @@ from tinsmith.errors import (
     TinkerError,
 )
 from tinsmith.types import extensions as x
+from tinsmith.types.futures import UntypedAPIFuture
 from tinsmith.types.requests import SampleRequest
 from tinsmith.types.sampling import SampleResponse, StopReason
 from tinsmith.wire import json_format, proto_format
@@ -99,6 +100,7 @@ class StreamReader:
         self._failing_since: float | None = None
         self._failures = 0
         self._resubmissions = 0
+        self._is_sent = False
         self._is_over = False
         self._use = asyncio.Lock()  # a read that is being cancelled ends before the closing begins
         self._error: TinkerError | None = None
@@ -133,6 +135,22 @@ class StreamReader:
         finally:
             if not was_over and self._opened is not None:
                 self._sampler.cancel_on_server(self._opened.request_id, is_offered=True)
+            elif not was_over and self._is_sent:
+                self._session.spawn(self._cancel_unopened())
+
+    async def _cancel_unopened(self) -> None:
+        """Cancel a sample that may have arrived, and whose name has not come back yet.
+
+        Submitting it again tells the name, and does not draw it twice.
+        """
+        endpoint = ENDPOINTS["asample"]
+        try:
+            sent = to_http(endpoint, self._request)
+            known: UntypedAPIFuture = await self._session.call_with(endpoint, sent)
+        except TinkerError as error:
+            _log.debug("%s could not be cancelled: %s", self._name(), error)
+        else:
+            self._sampler.cancel_on_server(known.request_id, is_offered=True)
 
     async def _read_once(self) -> list[SampleEvent]:
         if not self._session.flags.tinsmith_stream:
@@ -189,6 +207,7 @@ class StreamReader:
         if any(self._counts):
             headers["Last-Event-ID"] = ".".join(map(str, self._counts))
         self._decoder = EventDecoder()
+        self._is_sent = True
         connection = contextlib.AsyncExitStack()
         self._pieces = await connection.enter_async_context(
             self._session.stream(

@@ -223,6 +223,25 @@ def test_a_cancelled_coroutine_cancels_the_sample(
     assert len(service.wait_requests("cancel_future", 1)) == 1
 
 
+def test_a_sample_that_is_given_up_before_its_name_came_back_is_cancelled_too(
+    sampler: SamplingClient, service: ScriptedService
+) -> None:
+    held = service.faults.hold("asample_stream", times=1)
+    stream = sampler.sample_stream(PROMPT, 1, PARAMS)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(next, stream, None)
+        held.wait_held(1)
+
+        stream.close()
+
+        with pytest.raises(concurrent.futures.CancelledError):
+            reading.result(WAIT_S)
+    cancelled = service.wait_requests("cancel_future", 1)
+    assert cancelled[0].request.request_id.endswith(":0")
+    assert [received.request.seq_id for received in service.requests("asample")] == [0]
+    held.release()
+
+
 def test_a_stream_that_takes_too_long_fails_and_is_cancelled(
     sampler: SamplingClient, service: ScriptedService
 ) -> None:
