@@ -1,21 +1,25 @@
 """Every benchmark, and what it is meant to reach.
 
-Aims against the rival are ratios of one run. A peak is held against the body that is made or read,
-in two ways: strictly, a call may take 1.3 times the body beyond what its caller held before;
-generously, that input counts on both sides. Where the caller asks for Python lists, which take far
-more than the body, there is no such aim.
+Aims against the rival are ratios of one run. A peak is held against the body that is made or read
+in the two readings that `plan.Aim` names: all memory with the input counted on both sides, and
+strictly, beyond the input and over the body alone. Where the caller asks for Python lists, which
+take far more than the body, there is no such aim.
+
+Strictly, training requests are held to it in parts, which is how the client sends them: a joined
+body stands beside the arrays that it was joined from.
 """
 
 from __future__ import annotations
 
 from benchmarks.harness.contest import ROOT
-from benchmarks.harness.plan import Aim, Benchmark, Call, Command, Contestant, Figures, Job
+from benchmarks.harness.plan import Aim, Benchmark, Call, Command, Contestant, Figures, Job, Metric
 
 PYTHONS = {
     name: ROOT / f".venv-bench-{name}" / "bin" / "python" for name in ("core", "ours", "official")
 }
 
 OURS, PARTS, OFFICIAL, LIBRARY = "tinsmith", "tinsmith, in parts", "tinker", "protobuf library"
+BARE = "bare Python"
 
 LONG = {"tokens": 32_768, "count": 1}
 BATCH = {"tokens": 32_768, "count": 64}
@@ -24,16 +28,17 @@ ANSWER = {"tokens": 4096}
 TOP_20 = {"tokens": 4096, "k": 20}
 OUTPUT = {"tokens": 4096, "count": 128}
 
-PEAK = (
-    Aim("traced_peak_bytes", 1.3, "body"),
-    Aim("traced_peak_bytes", 1.3, "input and body"),
-)
+
+def _peaks(metric: Metric, strictly: str | None = None) -> tuple[Aim, ...]:
+    """Both readings; the strict one for everybody, or for one contestant."""
+    return (Aim(metric, 1.3, "input and body"), Aim(metric, 1.3, "body", of=strictly))
+
+
+PEAK = _peaks("traced_peak_bytes")
 # In pages, and in what the allocator asks for at once: it means something for large bodies alone.
-RESIDENT_PEAK = (
-    Aim("resident_peak_bytes", 1.3, "body"),
-    Aim("resident_peak_bytes", 1.3, "input and body"),
-)
-LARGE_PEAK = (*PEAK, *RESIDENT_PEAK)
+LARGE_PEAK = (*PEAK, *_peaks("resident_peak_bytes"))
+SENT_PEAK = _peaks("traced_peak_bytes", PARTS)
+LARGE_SENT_PEAK = (*SENT_PEAK, *_peaks("resident_peak_bytes", PARTS))
 
 
 def _cpu(at_most: float) -> Aim:
@@ -71,8 +76,11 @@ def _codec(ours: str, library: str, sizes: dict[str, int]) -> tuple[Contestant, 
 _TRAINING = "Training requests: build and encode"
 _TRAINING_NOTE = (
     "*tinsmith* joins the parts into one body, as the official SDK does; *in parts* hands the "
-    "arrays' own memory to the transport, which can write it piece by piece. The official "
-    "`ModelInput` takes lists alone, so its arrays of tokens go through `.tolist()`."
+    "arrays' own memory to the transport, which writes it piece by piece: that is what our client "
+    "does, so the strict reading is for it. While a list is packed, its numbers stand in a tuple "
+    "of eight bytes each, which shows where one list is much of the body; packing in blocks spares "
+    "it and takes a quarter more CPU. The official `ModelInput` takes lists alone, so its arrays "
+    "of tokens go through `.tolist()`."
 )
 
 
@@ -89,11 +97,11 @@ def _training(name: str, title: str, sizes: dict[str, int], *aims: Aim) -> Bench
 
 
 TRAINING = [
-    _training("datum-lists", "1 datum of 32,768, lists", LONG, _cpu(1 / 3), *PEAK),
-    _training("datum-mixed", "1 datum, list of tokens, arrays", LONG, _cpu(1 / 3), *PEAK),
-    _training("datum-arrays", "1 datum, arrays", LONG, _cpu(1 / 3), *PEAK),
-    _training("batch-lists", "64 datums of 32,768, lists", BATCH, _cpu(1 / 3), *LARGE_PEAK),
-    _training("batch-arrays", "64 datums, arrays", BATCH, _cpu(1 / 3), *LARGE_PEAK),
+    _training("datum-lists", "1 datum of 32,768, lists", LONG, _cpu(1 / 3), *SENT_PEAK),
+    _training("datum-mixed", "1 datum, list of tokens, arrays", LONG, _cpu(1 / 3), *SENT_PEAK),
+    _training("datum-arrays", "1 datum, arrays", LONG, _cpu(1 / 3), *SENT_PEAK),
+    _training("batch-lists", "64 datums of 32,768, lists", BATCH, _cpu(1 / 3), *LARGE_SENT_PEAK),
+    _training("batch-arrays", "64 datums, arrays", BATCH, _cpu(1 / 3), *LARGE_SENT_PEAK),
     _training("small-lists", "1,024 datums of 64, lists", SMALL),
     _training("small-arrays", "1,024 datums of 64, arrays", SMALL),
 ]
@@ -104,31 +112,44 @@ SAMPLING = [
         group="Sample requests: build and encode to JSON",
         title=f"32,768-token prompt, {kind}",
         contestants=_calls(f"sample_{kind}", {"tokens": 32_768}),
-        aims=(_cpu(1 / 5), *RESIDENT_PEAK),
-        note="orjson sets aside five times what it writes and gives it back untouched: the Python "
-        "peak counts that, physical memory does not, so the aim is held against the latter.",
+        aims=(_cpu(1 / 5), *PEAK),
+        note="A prompt is held as int32 numbers of its own beside the text that is made of it, so "
+        "strictly no less than 1.64 is possible here, and 1.29 of the whole for an array.",
     )
     for kind in ("list", "array")
 ]
+
+_TOP_20_AIMS = (_cpu(1 / 5), *PEAK)
+
+
+def _beside_bare(function: str) -> tuple[Contestant, ...]:
+    """As `_calls` for the top 20, with the least that Python needs before the rival."""
+    *others, rival = _calls(function, TOP_20)
+    job = Call(f"benchmarks.workloads.bare_python:{function}", TOP_20)
+    return (*others, Contestant(BARE, "ours", job, is_yardstick=True), rival)
+
 
 ANSWERS = [
     Benchmark(
         name=name,
         group="Sample responses: decode",
         title=title,
-        contestants=_calls(function, sizes),
+        contestants=contestants,
         aims=aims,
         note="Top-20: 4,096 positions of 20 ids and logprobs. Decoding makes the official SDK's "
-        "arrays at once and ours when they are asked for. Its `topk_logprobs` is a list made on "
-        "first use; ours is read like one and makes a row when that row is read.",
+        "arrays at once; ours share the memory of the reply, which our transport hands on in "
+        "writable memory. The official `topk_logprobs` is a list made on first use; ours is read "
+        "like one and makes a row when that row is read. *Bare Python* makes the same numbers "
+        "from bare memory, with no decoding and, to read each cell, no rows: it shows what Python "
+        "takes for the numbers themselves.",
     )
-    for name, title, function, sizes, aims in (
-        ("answer-arrays", "4,096 tokens, arrays", "answer_arrays", ANSWER, PEAK),
-        ("answer-lists", "4,096 tokens, lists", "answer_lists", ANSWER, ()),
-        ("top20-decode", "top-20, nothing read yet", "topk_decode", TOP_20, (_cpu(1 / 5), *PEAK)),
-        ("top20-arrays", "top-20, arrays", "topk_arrays", TOP_20, (_cpu(1 / 5), *PEAK)),
-        ("top20-read", "top-20, each cell read once", "topk_read", TOP_20, (_cpu(1 / 5),)),
-        ("top20-lists", "top-20, all as lists", "topk_lists", TOP_20, (_cpu(1 / 5),)),
+    for name, title, contestants, aims in (
+        ("answer-arrays", "4,096 tokens, arrays", _calls("answer_arrays", ANSWER), PEAK),
+        ("answer-lists", "4,096 tokens, lists", _calls("answer_lists", ANSWER), ()),
+        ("top20-decode", "top-20, nothing read yet", _calls("topk_decode", TOP_20), _TOP_20_AIMS),
+        ("top20-arrays", "top-20, arrays", _calls("topk_arrays", TOP_20), _TOP_20_AIMS),
+        ("top20-read", "top-20, each cell read once", _beside_bare("topk_read"), (_cpu(1 / 5),)),
+        ("top20-lists", "top-20, all as lists", _beside_bare("topk_lists"), (_cpu(1 / 5),)),
     )
 ]
 

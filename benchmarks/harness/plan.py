@@ -55,28 +55,33 @@ Job: TypeAlias = Call | Figures | Command
 
 @dataclass(frozen=True)
 class Contestant:
-    """Who does the work, in which environment, and how."""
+    """Who does the work, in which environment, and how.
+
+    A yardstick is nobody's product: it shows the least that the work can cost, and has no aims.
+    """
 
     name: str
     environment: str
     job: Job
+    is_yardstick: bool = False
 
 
 @dataclass(frozen=True)
 class Aim:
-    """A bound on a figure of the first contestant.
+    """A bound on a figure.
 
     Against `"rival"` it is a ratio to the rival's figure, the median of the rounds. Against
-    `"body"` it is a ratio to the size of the body; against `"input and body"` the input is counted
-    on both sides, since its caller holds it all the while. Against `"itself"` it is the figure, not
-    a ratio.
+    `"itself"` it is the figure, not a ratio. A peak can be held against the size of the body in two
+    readings. `"input and body"` is about all the memory there is: the input, which the caller holds
+    all the while, and the peak beyond it, over input and body together. `"body"` is the strict
+    one: the peak beyond the input over the body alone.
     """
 
     metric: Metric
     at_most: float
     against: Literal["rival", "body", "input and body", "itself"] = "rival"
     of: str | None = None
-    """Whose aim it is; everybody's but the rival's if None."""
+    """Whose aim it is; everybody's but the rival's and the yardsticks' if None."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.results import Measured, Run
-from benchmarks.harness.summary import Comparison, compare
+from benchmarks.harness.summary import Comparison, compare, competitors
 
 _OURS, _WORSE, _AIM = "#1b6ca8", "#c0392b", "#7f8c8d"
 _PANELS = (("CPU time", ("cpu_s",)), ("peak memory", ("traced_peak_bytes", "resident_peak_bytes")))
@@ -23,7 +23,7 @@ def draw(run: Run, path: Path) -> None:
         (found, contestant)
         for found in run.benchmarks
         if "cpu_s" in found.shown
-        for contestant in list(found.samples)[:-1]
+        for contestant in competitors(found)
     ]
     if not lines:
         return

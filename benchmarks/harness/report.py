@@ -19,6 +19,11 @@ touched. *Resident peak* is how far the process's physical memory rose, in pages
 memory that was free inside the process already. *Body* is what is sent or came.
 """
 
+READINGS = """\
+A peak is held against what is sent or came in two readings. *Whole* counts all the memory there
+is: the input, which the caller holds all the while, and the peak beyond it, over the input and the
+body together. *Strict* takes the peak beyond the input over the body alone."""
+
 LABELS = {
     "cpu_s": "CPU",
     "wall_s": "wall time",
@@ -80,7 +85,8 @@ def _aims(found: list[Verdict]) -> str:
         )
         for verdict in found
     ]
-    return f"{summary}\n\n" + _table(("what", "who", "ratio", "aim", "found", ""), rows)
+    table = _table(("what", "who", "ratio", "aim", "found", ""), rows)
+    return f"{summary}\n\n{READINGS}\n\n{table}"
 
 
 def _aim(verdict: Verdict) -> str:
@@ -89,7 +95,9 @@ def _aim(verdict: Verdict) -> str:
         return figure
     if against == "rival":
         return f"{figure} / that of {list(verdict.benchmark.samples)[-1]}"
-    return f"input and {figure} / {against}" if against == "input and body" else f"{figure} / body"
+    if against == "input and body":
+        return f"whole: (input + {figure}) / (input + body)"
+    return f"strict: {figure} / body"
 
 
 def _losses(found: list[Comparison]) -> str:

@@ -33,6 +33,8 @@ class Measured(msgspec.Struct, frozen=True):
     aims: tuple[Aim, ...]
     samples: dict[str, list[dict[str, float]]]
     """For each contestant, in their order, its figures round by round; the rival comes last."""
+    yardsticks: tuple[str, ...] = ()
+    """Those contestants that only show the least that the work can cost."""
 
 
 class Run(msgspec.Struct, frozen=True):

@@ -77,6 +77,7 @@ def _empty(benchmark: Benchmark) -> Measured:
         shown=benchmark.shown,
         aims=benchmark.aims,
         samples={contestant.name: [] for contestant in benchmark.contestants},
+        yardsticks=tuple(one.name for one in benchmark.contestants if one.is_yardstick),
     )
 
 

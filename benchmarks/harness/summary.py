@@ -49,9 +49,9 @@ def spread(samples: Sequence[float]) -> Spread:
 
 
 def comparisons(benchmark: Measured) -> Iterator[Comparison]:
-    """Every shown figure of everybody but the rival."""
-    *others, rival = benchmark.samples
-    for contestant in others:
+    """Every shown figure of everybody but the rival and the yardsticks."""
+    rival = list(benchmark.samples)[-1]
+    for contestant in competitors(benchmark):
         for metric in benchmark.shown:
             yield compare(benchmark, contestant, rival, metric)
 
@@ -67,14 +67,20 @@ def compare(benchmark: Measured, contestant: str, rival: str, metric: str) -> Co
 
 
 def verdicts(run: Run) -> list[Verdict]:
-    """Every aim of every benchmark, for everybody but the rival."""
+    """Every aim of every benchmark, for those whose aim it is."""
     return [
         _verdict(benchmark, contestant, aim)
         for benchmark in run.benchmarks
         for aim in benchmark.aims
-        for contestant in list(benchmark.samples)[:-1]
+        for contestant in competitors(benchmark)
         if aim.of in (None, contestant)
     ]
+
+
+def competitors(benchmark: Measured) -> list[str]:
+    """The contestants that are neither the rival nor a yardstick."""
+    *others, _ = benchmark.samples
+    return [name for name in others if name not in benchmark.yardsticks]
 
 
 def _verdict(benchmark: Measured, contestant: str, aim: Aim) -> Verdict:

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from benchmarks.harness import __main__ as command
@@ -175,6 +176,14 @@ def test_an_aim_is_judged_by_the_median_and_losses_come_worst_first() -> None:
 
     assert [verdict.is_reached for verdict in verdicts(run)] == [True, False, False]
     assert [loss.benchmark for loss in losses(run)] == [lost_more, lost]
+
+
+def test_a_yardstick_has_no_aims_and_no_losses() -> None:
+    found = a_measured([3.0], [2.0], Aim("cpu_s", 0.5))
+    run = a_run(msgspec.structs.replace(found, yardsticks=("ours",)))
+
+    assert verdicts(run) == []
+    assert losses(run) == []
 
 
 def test_repetitions_are_enough_to_be_measured() -> None:
