@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import pickle
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
 
 import pytest
 
+from tinsmith.client import chunking
 from tinsmith.client.retry import RetryBudget
 from tinsmith.client.service import ServiceClient
 from tinsmith.client.training import TrainingClient
@@ -27,6 +30,7 @@ from tinsmith.errors import (
     RequestFailedError,
     ResultExpiredError,
     UnprocessableEntityError,
+    UnreadableResultError,
     ValidationError,
 )
 from tinsmith.testing import ScriptedService, running_service
@@ -289,7 +293,7 @@ def test_s14_many_threads_with_calls_of_many_chunks_lose_no_number() -> None:
         def work() -> None:
             try:
                 pending: list[Any] = []
-                for number in range(12):
+                for number in range(100):
                     data = [a_datum() for _ in range(1 + number % 5)]
                     pending.append(training.forward_backward(data, "cross_entropy"))
                     pending.append(training.optim_step(AdamParams()))
@@ -483,3 +487,65 @@ def test_w19_a_refusal_to_give_a_result_is_an_api_error_and_a_value_error(
     assert isinstance(caught.value.__cause__, APIStatusError)
     again = pickle.loads(pickle.dumps(caught.value))
     assert (type(again), again.status_code) == (type(caught.value), status)
+
+
+@pytest.mark.parametrize("call", ["forward_backward", "optim_step"])
+def test_s18_a_result_that_cannot_be_read_fails_its_call_alone(
+    training: TrainingClient, service: ScriptedService, call: str
+) -> None:
+    service.faults.add("retrieve_future", status=200, body=["nonsense"])
+
+    broken: Any = (
+        training.optim_step(AdamParams())
+        if call == "optim_step"
+        else training.forward_backward([a_datum()], "cross_entropy")
+    )
+    with pytest.raises(UnreadableResultError) as caught:
+        broken.result(WAIT_S)
+
+    assert isinstance(caught.value, ValueError)
+    assert caught.value.request_id
+    assert training.forward([a_datum()], "cross_entropy").result(WAIT_S).loss > 0
+
+
+def test_s18_a_mistake_of_ours_in_joining_chunks_reaches_the_caller(
+    training: TrainingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def join(_: object) -> Any:
+        raise ZeroDivisionError("a mistake")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(chunking, "join", join)
+        broken = training.forward_backward([a_datum()], "cross_entropy")
+        with pytest.raises(ZeroDivisionError, match="a mistake"):
+            broken.result(WAIT_S)
+
+    assert training.forward([a_datum()], "cross_entropy").result(WAIT_S).loss > 0
+
+
+def test_s18_a_program_that_ends_with_work_under_way_ends_at_once(
+    service: ScriptedService,
+) -> None:
+    service.faults.hold_commands("optim_step")
+    program = f"""
+import tinsmith
+client = tinsmith.ServiceClient(base_url={service.base_url!r}, api_key={service.api_key!r})
+training = client.create_lora_training_client("m", rank=4)
+pending = training.optim_step(tinsmith.AdamParams())
+pending.add_done_callback(lambda future: print("settled", future.cancelled(), flush=True))
+try:
+    pending.result(0.1)
+except TimeoutError:
+    pass
+"""
+
+    finished = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+
+    assert (finished.returncode, finished.stderr) == (0, "")
+    assert len(service.requests("finish_session")) == 1
