@@ -133,6 +133,32 @@ def test_w39_the_time_to_wait_can_be_set(tinsmith: Commands, service: ScriptedSe
     assert "0.5 s" in ended.error["message"]
 
 
+@pytest.mark.parametrize("status", [429, 503])
+def test_w18_a_service_that_stays_busy_is_given_up(
+    tinsmith: Commands, service: ScriptedService, status: int
+) -> None:
+    service.faults.add(on="get_training_run", times=None, status=status)
+
+    ended = tinsmith.run("run", "info", "r", "--timeout", "2", "-f", "json")
+
+    assert ended.status == 1
+    assert ended.error["status"] == status
+    assert len(service.requests("get_training_run")) > 1
+
+
+@pytest.mark.parametrize("words", [("run", "list"), ("model", "list"), ("auth", "status")])
+def test_w1_w3_no_command_loads_torch_or_transformers(
+    tinsmith: Commands, words: tuple[str, ...]
+) -> None:
+    ended = tinsmith.run(*words, environment={"PYTHONPROFILEIMPORTTIME": "1"})
+
+    lines = [line for line in ended.err.splitlines() if line.startswith("import time:")]
+    loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
+    assert ended.status == 0
+    assert "tinsmith" in loaded
+    assert loaded & {"torch", "transformers", "numpy", "tinker", "pydantic"} == set()
+
+
 def test_w23_no_telemetry_is_sent(tinsmith: Commands, service: ScriptedService) -> None:
     tinsmith.run("run", "list")
     tinsmith.run("run", "info", "not-there")
