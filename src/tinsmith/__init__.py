@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from tinsmith.errors import BadRequestError as BadRequestError
     from tinsmith.errors import BillingError as BillingError
     from tinsmith.errors import BodyTooLargeError as BodyTooLargeError
+    from tinsmith.errors import ClosedError as ClosedError
     from tinsmith.errors import ConflictError as ConflictError
     from tinsmith.errors import DecodeError as DecodeError
     from tinsmith.errors import ExperimentalWarning as ExperimentalWarning
@@ -131,6 +132,7 @@ _MODULE_OF = {
     "BadRequestError": "tinsmith.errors",
     "BillingError": "tinsmith.errors",
     "BodyTooLargeError": "tinsmith.errors",
+    "ClosedError": "tinsmith.errors",
     "ConflictError": "tinsmith.errors",
     "DecodeError": "tinsmith.errors",
     "ExperimentalWarning": "tinsmith.errors",

@@ -5,6 +5,7 @@
     │   └── UnknownFieldError            the type has no such field (also a TypeError)
     ├── DecodeError                      bytes are not what they claim to be (a ValueError)
     │   └── BodyTooLargeError            they would take more memory than allowed
+    ├── ClosedError                      the client was closed (a RuntimeError)
     ├── TokenizerError                   no tokenizer was found for a model (a RuntimeError)
     ├── RequestFailedError               the server accepted the work and could not finish it
     └── APIError                         an HTTP exchange went wrong
@@ -119,6 +120,10 @@ class DecodeError(TinkerError, ValueError):
 
 class BodyTooLargeError(DecodeError):
     """Decoding would take more memory than the receiver allows."""
+
+
+class ClosedError(TinkerError, RuntimeError):
+    """The client was closed, or belongs to the process that this one was forked from."""
 
 
 class TokenizerError(TinkerError, RuntimeError):

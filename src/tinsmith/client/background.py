@@ -13,12 +13,14 @@ import asyncio
 import atexit
 import collections
 import concurrent.futures
+import functools
 import logging
-import os
+import socket
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from tinsmith.client.forking import in_child
 from tinsmith.client.futures import APIFuture
 from tinsmith.errors import APITimeoutError
 
@@ -157,7 +159,19 @@ def _new_loop() -> asyncio.AbstractEventLoop:
         import uvloop
     except ImportError:
         return asyncio.new_event_loop()
-    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+
+    class Loop(uvloop.Loop):
+        async def getaddrinfo(self, host: Any, port: Any, **wanted: int) -> Any:
+            # Not on libuv's own threads: a forked child has none of them, and dies at its end when
+            # libuv waits for them.
+            numeric = {**wanted, "flags": wanted.get("flags", 0) | socket.AI_NUMERICHOST}
+            try:
+                return socket.getaddrinfo(host, port, **numeric)  # asks nobody
+            except socket.gaierror:
+                find = functools.partial(socket.getaddrinfo, host, port, **wanted)
+                return await self.run_in_executor(None, find)
+
+    loop: asyncio.AbstractEventLoop = Loop()
     return loop
 
 
@@ -166,10 +180,14 @@ class _Holder:
 
     def __init__(self) -> None:
         self.current: Background | None = None
+        self.of_parents: list[Background] = []
         self.lock = threading.Lock()
 
     def forget(self) -> None:
         """Begin anew: a child has none of its parent's threads, and one may have held the lock."""
+        if self.current is not None:
+            # Kept: to free a loop closes what it listens on, which the parent still listens on.
+            self.of_parents.append(self.current)
         self.current = None
         self.lock = threading.Lock()
 
@@ -193,5 +211,4 @@ def background() -> Background:
     return _holder.current
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_holder.forget)
+in_child(_holder.forget)

@@ -143,7 +143,8 @@ def _start_two_passes(
         if isinstance(loss_fn, LossHandle):
             await check_session(loss_fn, submitter.session)
         forward = await run_pass(submitter, places[0], bodies, "Forward")
-        found, backward = await _in_own_thread(lambda: answer(forward.loss_fn_outputs))
+        with submitter.session.work.under_way():
+            found, backward = await _in_own_thread(lambda: answer(forward.loss_fn_outputs))
         output = await run_pass(submitter, places[1], backward, "ForwardBackward")
         return _with_loss(output, found)
 

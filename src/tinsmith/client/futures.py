@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Generator
 from typing import Any, Generic, TypeVar
 
+from tinsmith.client.forking import in_child
 from tinsmith.errors import APITimeoutError
 
 T = TypeVar("T")
@@ -129,7 +130,7 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
         if not self.done():
             loop = asyncio.get_running_loop()
             waiter = loop.create_future()
-            inbox = _inbox_of(loop)
+            inbox = _inboxes.of(loop)
             self.when_settled(lambda _: inbox.put(waiter))
             await waiter
         if self.cancelled():
@@ -164,22 +165,38 @@ class _Inbox:
                 waiter.set_result(None)
 
 
-_inboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Inbox] = weakref.WeakKeyDictionary()
-_inboxes_lock = threading.Lock()
+class _Inboxes:
+    """The inbox of each event loop that waits for results."""
+
+    def __init__(self) -> None:
+        self.begin_anew()
+        in_child(self.begin_anew)
+
+    def begin_anew(self) -> None:
+        self._of: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Inbox] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._lock = threading.Lock()
+
+    def of(self, loop: asyncio.AbstractEventLoop) -> _Inbox:
+        with self._lock:
+            inbox = self._of.get(loop)
+            if inbox is None:
+                inbox = self._of[loop] = _Inbox(loop)
+            return inbox
 
 
-def _inbox_of(loop: asyncio.AbstractEventLoop) -> _Inbox:
-    with _inboxes_lock:
-        inbox = _inboxes.get(loop)
-        if inbox is None:
-            inbox = _inboxes[loop] = _Inbox(loop)
-        return inbox
+_inboxes = _Inboxes()
 
 
 class _CallbackThread:
     """Runs user callbacks one after another, on a thread that is started for the first."""
 
     def __init__(self) -> None:
+        self.begin_anew()
+        in_child(self.begin_anew)
+
+    def begin_anew(self) -> None:
         self._lock = threading.Lock()
         self._waiting: queue.SimpleQueue[tuple[Callable[[Any], object], Any]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -187,7 +204,7 @@ class _CallbackThread:
     def run(self, fn: Callable[[Any], object], future: Any) -> None:
         self._waiting.put((fn, future))
         with self._lock:
-            if self._thread is None or not self._thread.is_alive():  # also after a fork
+            if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._work, name="tinsmith-callbacks", daemon=True
                 )

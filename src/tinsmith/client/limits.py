@@ -32,6 +32,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from tinsmith.client import events
+from tinsmith.client.forking import in_child
 
 RAMP_SENDS = 10
 RAMP_STEP_S = 0.1
@@ -240,8 +241,28 @@ def _end(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-_shared: weakref.WeakValueDictionary[tuple[str, str], Limiter] = weakref.WeakValueDictionary()
-_shared_lock = threading.Lock()
+class _Shared:
+    """The limiters that clients of this process share."""
+
+    def __init__(self) -> None:
+        self.begin_anew()
+        in_child(self.begin_anew)
+
+    def begin_anew(self) -> None:
+        self.limiters: weakref.WeakValueDictionary[tuple[str, str], Limiter] = (
+            weakref.WeakValueDictionary()
+        )
+        self._lock = threading.Lock()
+
+    def get(self, key: tuple[str, str]) -> Limiter:
+        with self._lock:
+            limiter = self.limiters.get(key)
+            if limiter is None:
+                limiter = self.limiters[key] = Limiter()
+            return limiter
+
+
+_shared = _Shared()
 
 
 def shared_limiter(base_url: str, api_key: str) -> Limiter:
@@ -249,12 +270,7 @@ def shared_limiter(base_url: str, api_key: str) -> Limiter:
 
     The address counts with scheme, host, port and path; of the key only a digest is kept.
     """
-    key = (_address(base_url), hashlib.sha256(api_key.encode()).hexdigest())
-    with _shared_lock:
-        limiter = _shared.get(key)
-        if limiter is None:
-            limiter = _shared[key] = Limiter()
-        return limiter
+    return _shared.get((_address(base_url), hashlib.sha256(api_key.encode()).hexdigest()))
 
 
 def _address(base_url: str) -> str:

@@ -21,8 +21,8 @@ from tinsmith.client.poller import LONGEST_PAUSE_S, SHORTEST_POLL_S
 from tinsmith.client.queue_state import StateTeller
 from tinsmith.client.retry import may_pass
 from tinsmith.client.sample_call import SampleCall
-from tinsmith.client.session import ClosedError, Session, death_of
-from tinsmith.errors import APIError, APIStatusError, ResultExpiredError, TinkerError
+from tinsmith.client.session import Session, death_of
+from tinsmith.errors import APIError, APIStatusError, ClosedError, ResultExpiredError, TinkerError
 from tinsmith.types import extensions as x
 from tinsmith.types.requests import SamplingSessionFuturesTarget
 from tinsmith.wire.failures import error_from_failed

@@ -201,7 +201,8 @@ class StreamReader:
         if self._request.seq_id is None:
             number = await self._sampler.next_seq_id()
             self._request = self._request.model_copy(update={"seq_id": number})
-        await self._session.limiter.wait()
+        with self._session.work.under_way():
+            await self._session.limiter.wait()
         endpoint = ENDPOINTS["asample_stream"]
         headers = {"Accept": "text/event-stream"}
         if any(self._counts):

@@ -14,7 +14,6 @@ import concurrent.futures
 import contextlib
 import functools
 import logging
-import os
 import sys
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
@@ -25,6 +24,7 @@ from tinsmith.client import events
 from tinsmith.client.auth import Credentials
 from tinsmith.client.background import background
 from tinsmith.client.dynamic_flags import keep_fresh
+from tinsmith.client.forking import in_child
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.heartbeat import keep_alive
 from tinsmith.client.limits import Limiter, shared_limiter
@@ -36,22 +36,25 @@ from tinsmith.client.transport import (
     TransportSettings,
     new_idempotency_key,
 )
+from tinsmith.client.work import Work, closed_error
 from tinsmith.errors import (
     APIConnectionError,
     APIError,
     APIResponseValidationError,
+    APITimeoutError,
     AuthenticationError,
     BillingError,
+    ClosedError,
     DecodeError,
     NotFoundError,
     RateLimitError,
-    TinkerError,
 )
 from tinsmith.types import requests as r
 from tinsmith.types.extensions import ServiceFlags
 from tinsmith.types.record import Frozen, Record
 from tinsmith.types.runs import (
     ClientSessionFinishErrored,
+    ClientSessionFinishInterrupted,
     ClientSessionFinishReason,
     ClientSessionFinishSuccess,
     CreateSessionResponse,
@@ -77,6 +80,8 @@ EMPTY_400_BUDGET = 16
 UNAUTHORIZED = 401
 
 MOST_ERROR_BYTES = 64 * 1024
+FINISH_TIMEOUT_S = 10.0
+"""How long closing tries to tell the service that the session is over."""
 EXIT_TIMEOUT_S = 3.0
 """How long the interpreter's exit may wait for sessions to be finished."""
 
@@ -91,12 +96,7 @@ class _Forks:
 
 
 _forks = _Forks()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forks.add)
-
-
-class ClosedError(TinkerError, RuntimeError):
-    """The client was closed."""
+in_child(_forks.add)
 
 
 class Session:
@@ -105,7 +105,8 @@ class Session:
     def __init__(self, settings: ClientSettings, transport: Transport | None = None) -> None:
         self.settings = settings
         self.credentials = Credentials(settings)
-        self.retrier = Retrier(settings.retry)
+        self.work = Work()
+        self.retrier = Retrier(settings.retry, sleep=self._sleep)
         self.limiter = self._limiter()
         self.flags = ServiceFlags()
         self.dynamic_flags = ClientDynamicConfigResponse()
@@ -115,6 +116,7 @@ class Session:
         self._opening: asyncio.Task[str] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing: asyncio.Task[None] | None = None
+        self._is_closed = False
         self._counters: dict[str, int] = {}
         self._adopted_id: str | None = None
         self._forks = _forks.count
@@ -333,17 +335,21 @@ class Session:
     @property
     def is_closing(self) -> bool:
         """Whether it was closed, or is about to be."""
-        return self._closing is not None
+        return self._is_closed
 
     def check_open(self) -> None:
-        """Raise `ClosedError` if the client was closed."""
-        if self._is_inherited():
+        """Raise `ClosedError` if it was closed, or used before this process was forked."""
+        if self.is_inherited():
             raise ClosedError(
                 "the client belongs to the process that this one was forked from",
                 remedy="make a new one here; one that was not used before the fork will do",
             )
-        if self._closing is not None:
-            raise ClosedError("the client is closed", remedy="make a new one")
+        if self._is_closed:
+            raise closed_error()
+
+    async def _sleep(self, delay_s: float) -> None:
+        with self.work.under_way():
+            await asyncio.sleep(delay_s)
 
     @property
     def opened_id(self) -> str | None:
@@ -357,7 +363,7 @@ class Session:
             return None
         return opening.result()
 
-    def _is_inherited(self) -> bool:
+    def is_inherited(self) -> bool:
         """Whether another process used it before this one was forked from that."""
         if self._forks == _forks.count:
             return False
@@ -372,7 +378,7 @@ class Session:
         """Introduce ourselves and learn the service's flags; done once."""
         self.check_open()  # before it counts as used
         self._starting = _once(self._starting, self._start)
-        return await asyncio.shield(self._starting)
+        return await self._unless_closed(self._starting)
 
     async def _start(self) -> ServiceFlags:
         raw = await self.credentials.open()
@@ -440,7 +446,26 @@ class Session:
     async def session_id(self) -> str:
         """The id of our session, opened on first use and kept alive from then on."""
         self._opening = _once(self._opening, self._open)
-        return await asyncio.shield(self._opening)
+        return await self._unless_closed(self._opening)
+
+    async def _unless_closed(self, task: asyncio.Task[T]) -> T:
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled() and self._is_closed:
+                raise closed_error() from None  # it was not the caller who gave up
+            raise
+        finally:
+            self._forget_failed()
+
+    def _forget_failed(self) -> None:
+        """Keep no task that failed: its error knows the frames that it passed.
+
+        Those of the caller hold the client, which would then never be dropped.
+        """
+        self._starting = _unless_failed(self._starting)
+        self._opening = _unless_failed(self._opening)
+        self._closing = _unless_failed(self._closing)
 
     async def _open(self) -> str:
         await self.ready()
@@ -499,30 +524,52 @@ class Session:
     # End
 
     async def close(self, reason: ClientSessionFinishReason, detail: str | None = None) -> None:
-        """Finish the session, if one was opened, and let go of everything. Done once."""
-        if self._is_inherited():
+        """Finish the session, if one was opened, and let go of everything. Done once.
+
+        Whatever is under way fails at once, however long the service takes to answer.
+
+        Raises:
+            APIError: The service could not be told; all is let go of nevertheless.
+        """
+        if self.is_inherited():
             return  # the parent's to finish, over connections that are the parent's
-        if self._closing is None:
+        if not self._is_closed:
+            self._is_closed = True
             self._closing = asyncio.create_task(self._close(reason, detail))
-        await asyncio.shield(self._closing)
+        if self._closing is not None:
+            await self._unless_closed(self._closing)
 
     async def _close(self, reason: ClientSessionFinishReason, detail: str | None) -> None:
+        self.work.end()
+        _cancel_all(self._tasks)
         try:
             session_id = self._own_session_id()
             if session_id is not None:
-                request = r.FinishSessionRequest(
-                    session_id=session_id, reason=reason, detail=detail
-                )
-                await self.call("finish_session", request)
+                await self._finish(session_id, reason, detail)
         finally:
-            for task in (*self._tasks, self._starting, self._opening):
-                if task is not None:
-                    task.cancel()
+            _cancel_all(self._tasks)
+            self._starting, self._opening = _given_up(self._starting), _given_up(self._opening)
             if self._transport is not None:
                 await self._transport.close()
             if events.listeners:
                 known = self._adopted_id or self._own_session_id()
                 events.tell(events.SessionClosed(session_id=known, reason=reason.type))
+
+    async def _finish(
+        self, session_id: str, reason: ClientSessionFinishReason, detail: str | None
+    ) -> None:
+        request = r.FinishSessionRequest(session_id=session_id, reason=reason, detail=detail)
+        limit = asyncio.timeout(FINISH_TIMEOUT_S)
+        try:
+            async with limit:
+                await self.call("finish_session", request)
+        except TimeoutError as exc:
+            if not limit.expired():
+                raise
+            raise APITimeoutError(
+                f"the service was not told within {FINISH_TIMEOUT_S:g} s that session "
+                f"{session_id} is over; it will expire"
+            ) from exc
 
 
 def transport_for(reach: TransportSettings, credentials: Callable[[], str]) -> Transport:
@@ -573,9 +620,29 @@ def _final_errors(endpoint: Endpoint) -> tuple[type[APIError], ...]:
 
 def _once(task: asyncio.Task[T] | None, work: Callable[[], Any]) -> asyncio.Task[T]:
     """The task that does something once; begun anew if it failed."""
-    if task is None or (task.done() and _failed(task)):
-        return asyncio.create_task(work())
-    return task
+    return _unless_failed(task) or asyncio.create_task(work())
+
+
+def _cancel_all(tasks: set[asyncio.Task[None]]) -> None:
+    # A function of its own, so that no frame keeps one of them; see `_given_up`.
+    for task in tasks:
+        task.cancel()
+
+
+def _given_up(task: asyncio.Task[T] | None) -> asyncio.Task[T] | None:
+    """Cancel a task unless it is done. A cancelled one is not kept.
+
+    It holds its error, that error our frames, and those the session: Python 3.11 cannot see that
+    this is a circle, and would never free it.
+    """
+    if task is None or task.done():
+        return task
+    task.cancel()
+    return None
+
+
+def _unless_failed(task: asyncio.Task[T] | None) -> asyncio.Task[T] | None:
+    return None if task is not None and task.done() and _failed(task) else task
 
 
 def _failed(task: asyncio.Task[Any]) -> bool:
@@ -627,14 +694,33 @@ class SessionLease:
 
 
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+_of_parent: list[Session] = []
+
+
+def _keep_inherited() -> None:
+    """In a forked child: touch nothing that was open, not even to free it.
+
+    Connections and event loops are shared with the parent, which goes on using them.
+    """
+    _of_parent.extend(session for session in _open_sessions if session.is_inherited())
+
+
+in_child(_keep_inherited)
 
 
 def _finish_all() -> None:
     """At the interpreter's exit, tell the service how it went; but do not keep the user waiting."""
-    has_failed = getattr(sys, "last_value", None) is not None
-    reason = ClientSessionFinishErrored() if has_failed else ClientSessionFinishSuccess()
+    reason = _reason_of_exit()
     closing = [background().start(s.close(reason), "close") for s in list(_open_sessions)]
     concurrent.futures.wait(closing, timeout=EXIT_TIMEOUT_S)
+
+
+def _reason_of_exit() -> ClientSessionFinishReason:
+    error = getattr(sys, "last_value", None)  # what ended the program, or the last error typed in
+    if error is None or hasattr(sys, "ps1"):
+        return ClientSessionFinishSuccess()
+    is_error = isinstance(error, Exception)
+    return ClientSessionFinishErrored() if is_error else ClientSessionFinishInterrupted()
 
 
 # Registered after the background loop's own, and so run before it.
@@ -642,4 +728,5 @@ atexit.register(_finish_all)
 
 
 def _close_dropped(session: Session) -> None:
-    _ = background().start(session.close(ClientSessionFinishSuccess()), "close")
+    if not session.is_inherited():
+        _ = background().start(session.close(ClientSessionFinishSuccess()), "close")

@@ -17,8 +17,8 @@ from collections.abc import Awaitable, Callable
 
 from tinsmith.client.poller import LONGEST_PAUSE_S, SHORTEST_POLL_S
 from tinsmith.client.retry import may_pass
-from tinsmith.client.session import ClosedError, Session
-from tinsmith.errors import APIError, TinkerError
+from tinsmith.client.session import Session
+from tinsmith.errors import APIError, ClosedError, TinkerError
 from tinsmith.types.futures import FutureCompletion, FuturesRetrieveResponse
 from tinsmith.types.requests import FuturesRetrieveRequest, SamplingSessionFuturesTarget
 

@@ -60,7 +60,14 @@ class Submitter:
     def start(
         self, work: Any, place: Place, what: str, timeout: float | None = None
     ) -> APIFuture[Any]:
-        """Run a call in the background. However it ends, its place is left."""
+        """Run a call in the background. However it ends, its place is left.
+
+        Raises:
+            ClosedError: The client belongs to the process that this one was forked from.
+        """
+        if self.session.is_inherited():
+            work.close()
+            self.session.check_open()
         future = background().start(work, what, timeout)
         future.when_settled(lambda _: background().call_soon(place.leave))
         return future
@@ -71,6 +78,12 @@ class Submitter:
         self, place: Place, name: str, make: Callable[[int], Record | Frozen]
     ) -> Acknowledged:
         """Send a call of one request in its turn; `make` makes it with its number."""
+        with self.session.work.under_way():
+            return await self._submit(place, name, make)
+
+    async def _submit(
+        self, place: Place, name: str, make: Callable[[int], Record | Frozen]
+    ) -> Acknowledged:
         async with place.turn() as line:
             number = line.take_numbers(1)[0]
             try:
@@ -91,7 +104,8 @@ class Submitter:
             room=self.room,
             observer=self.observer,
         )
-        return await poll.result()
+        with self.session.work.under_way():
+            return await poll.result()
 
     # A call of several chunks
 
@@ -107,6 +121,13 @@ class Submitter:
         parallel = (
             self.session.flags.parallel_fwdbwd_chunks and self.session.settings.parallel_chunks
         )
+        with self.session.work.under_way():
+            outcomes = await self._submit_chunks(place, bodies, parallel=parallel)
+        return _all_landed(outcomes)
+
+    async def _submit_chunks(
+        self, place: Place, bodies: Sequence[Parts], *, parallel: bool
+    ) -> list[Any]:
         async with place.turn() as line:
             numbers = line.take_numbers(len(bodies))
             outcomes: list[Any] = [None] * len(bodies)
@@ -122,7 +143,7 @@ class Submitter:
                     if not isinstance(outcome, Acknowledged | _NotSent)
                 ]
                 self._fill(unsettled)
-        return _all_landed(outcomes)
+        return outcomes
 
     async def _send_parallel(
         self, bodies: Sequence[Parts], numbers: range, outcomes: list[Any]

@@ -13,8 +13,7 @@ import pytest
 from tinsmith.client.retry import RetryBudget
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.service import ServiceClient
-from tinsmith.client.session import ClosedError
-from tinsmith.errors import APITimeoutError, BadRequestError, RequestFailedError
+from tinsmith.errors import APITimeoutError, BadRequestError, ClosedError, RequestFailedError
 from tinsmith.testing import ReceivedRequest, ScriptedService, running_service
 from tinsmith.types import ModelInput, SampleResponse, SamplingParams
 

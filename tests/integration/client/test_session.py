@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import pathlib
 import pickle
@@ -15,17 +14,15 @@ import time
 import pytest
 
 from tinsmith.client import dynamic_flags, slow_calls
-from tinsmith.client import session as sessions
-from tinsmith.client.background import background
 from tinsmith.client.retry import RetryBudget
 from tinsmith.client.service import ServiceClient
-from tinsmith.client.session import ClosedError
 from tinsmith.client.settings import Secret, settings_from
 from tinsmith.errors import (
     APIConnectionError,
     APITimeoutError,
     AuthenticationError,
     BillingError,
+    ClosedError,
     TinkerError,
     ValidationError,
 )
@@ -144,51 +141,6 @@ def test_s2_a_call_on_a_closed_client_is_refused_at_once_and_sends_nothing(
         client.create_sampling_client(base_model="m")
 
     assert service.requests() == []
-
-
-@pytest.mark.parametrize("is_closed", [True, False])
-def test_s2_clients_that_come_and_go_leave_nothing_behind(
-    service: ScriptedService, is_closed: bool
-) -> None:
-    def one_client() -> None:
-        client = ServiceClient(base_url=service.base_url, api_key=service.api_key)
-        client.create_sampling_client(base_model="m").sample(PROMPT, 1, PARAMS).result(WAIT_S)
-        if is_closed:
-            client.close("success").result(WAIT_S)
-
-    def settled() -> tuple[int, int, int]:
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
-            gc.collect()
-            if not background().task_count and not sessions._open_sessions:
-                break
-            time.sleep(0.01)
-        files = len(list(pathlib.Path("/proc/self/fd").iterdir()))
-        return threading.active_count(), len(sessions._open_sessions), files
-
-    one_client()
-    before = settled()
-    for _ in range(40):
-        one_client()
-
-    after = settled()
-    assert after[:2] == before[:2]
-    assert after[2] <= before[2] + 4
-    assert len(service.wait_requests("finish_session", 41, 30)) == 41
-
-
-def test_a_program_that_just_ends_finishes_its_session(service: ScriptedService) -> None:
-    program = (
-        "from tinsmith.client.service import ServiceClient\n"
-        f"client = ServiceClient(base_url={service.base_url!r}, api_key={service.api_key!r})\n"
-        "sampler = client.create_sampling_client(base_model='m')\n"
-    )
-
-    for ending, reason in (("", "success"), ("raise KeyError('oops')", "errored")):
-        subprocess.run(
-            [sys.executable, "-W", "error", "-c", program + ending], timeout=60, check=False
-        )
-        assert service.requests("finish_session")[-1].request.reason.type == reason
 
 
 def test_a_child_made_by_fork_can_make_clients_of_its_own(service: ScriptedService) -> None:

@@ -1,0 +1,382 @@
+"""The end of a client, and of the process that holds it: nothing pending, nothing left, no harm."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import gc
+import pathlib
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tinsmith.client import session as sessions
+from tinsmith.client.background import background
+from tinsmith.client.limits import _shared as shared_limiters
+from tinsmith.client.service import ServiceClient
+from tinsmith.errors import APITimeoutError, ClosedError, PermissionDeniedError
+from tinsmith.testing import ScriptedService, running_service
+from tinsmith.types import AdamParams, Datum, ModelInput, SamplingParams
+
+WAIT_S = 30.0
+SETTLED_S = 5.0
+"""Far below the waits that are ended here, which last half a minute and more."""
+PROMPT = ModelInput.from_ints([1])
+PARAMS = SamplingParams(max_tokens=1)
+DATUM = Datum(PROMPT, {"target_tokens": [1], "weights": [1.0]})
+
+
+def a_client(service: ScriptedService) -> ServiceClient:
+    return ServiceClient(base_url=service.base_url, api_key=service.api_key)
+
+
+# What is pending when a client is closed
+
+Pending = list[concurrent.futures.Future[Any]]
+
+
+def held_back_by_a_pause(_: ScriptedService, client: ServiceClient) -> Pending:
+    sampler = client.create_sampling_client(base_model="m")
+    sampler.limiter.rate_limited(60.0)
+    return [sampler.sample(PROMPT, 1, PARAMS)]
+
+
+def between_two_tries(service: ScriptedService, client: ServiceClient) -> Pending:
+    sampler = client.create_sampling_client(base_model="m")
+    service.faults.add("asample", times=None, status=503, headers={"retry-after": "50"})
+    samples: Pending = [sampler.sample(PROMPT, 1, PARAMS)]
+    service.wait_requests("asample", 1)
+    return samples
+
+
+def between_two_polls(service: ScriptedService, client: ServiceClient) -> Pending:
+    training = client.create_lora_training_client("m", rank=2)
+    service.faults.add("retrieve_future", times=None, status=503, headers={"retry-after": "50"})
+    seen = len(service.requests("retrieve_future"))
+    steps: Pending = [training.optim_step(AdamParams())]
+    service.wait_requests("retrieve_future", seen + 1)
+    return steps
+
+
+def in_the_line(service: ScriptedService, client: ServiceClient) -> Pending:
+    training = client.create_lora_training_client("m", rank=2)
+    held = service.faults.hold("optim_step", times=1)
+    steps: Pending = [training.optim_step(AdamParams()) for _ in range(3)]
+    held.wait_held(1)
+    return steps
+
+
+def at_the_start(service: ScriptedService, client: ServiceClient) -> Pending:
+    held = service.faults.hold("client_config", times=1)
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+    creating: Pending = [pool.submit(client.create_sampling_client, base_model="m")]
+    pool.shutdown(wait=False)
+    held.wait_held(1)
+    return creating
+
+
+def waiting_for_results(service: ScriptedService, client: ServiceClient) -> Pending:
+    sampler = client.create_sampling_client(base_model="m")
+    service.faults.hold_commands("asample")
+    samples: Pending = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(20)]
+    service.wait_requests("asample", 20)
+    return samples
+
+
+def in_a_loss(_: ScriptedService, client: ServiceClient) -> Pending:
+    training = client.create_lora_training_client("m", rank=2)
+    begun, over = threading.Event(), threading.Event()
+
+    class Slow:
+        def gradients(self, data: list[Datum], _: list[Any]) -> Any:
+            begun.set()
+            over.wait(WAIT_S)
+            return 0.0, [[0.0] for _ in data], {}
+
+    passes: Pending = [training.forward_backward_custom([DATUM], Slow())]
+    passes.append(training.optim_step(AdamParams()))
+    begun.wait(WAIT_S)
+    passes[0].add_done_callback(lambda _: over.set())
+    return passes
+
+
+@pytest.mark.parametrize("has_session_poller", [False, True])
+@pytest.mark.parametrize(
+    "begin",
+    [
+        held_back_by_a_pause,
+        between_two_tries,
+        between_two_polls,
+        in_the_line,
+        at_the_start,
+        waiting_for_results,
+        in_a_loss,
+    ],
+)
+def test_s18_whatever_a_call_waits_for_it_is_settled_when_its_client_is_closed(
+    begin: Callable[[ScriptedService, ServiceClient], Pending], has_session_poller: bool
+) -> None:
+    with running_service(
+        long_poll_s=20.0, sample_use_retrieve_futures=has_session_poller
+    ) as service:
+        client = a_client(service)
+        pending = begin(service, client)
+
+        client.close().result(WAIT_S)
+
+        for future in pending:
+            with pytest.raises(ClosedError):
+                future.result(SETTLED_S)
+
+
+def test_s18_pending_work_is_settled_before_the_service_has_been_told(
+    service: ScriptedService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "FINISH_TIMEOUT_S", 1.0)
+    client = a_client(service)
+    sampler = client.create_sampling_client(base_model="m")
+    sampler.limiter.rate_limited(60.0)
+    pending = sampler.sample(PROMPT, 1, PARAMS)
+    held = service.faults.hold("finish_session")
+
+    closing = client.close()
+    with pytest.raises(ClosedError):
+        pending.result(SETTLED_S)
+    held.wait_held(1)
+
+    with pytest.raises(APITimeoutError, match="it will expire"):
+        closing.result(WAIT_S)
+    held.release()
+
+
+def test_one_who_gives_up_as_the_client_is_closed_gets_no_other_error(
+    service: ScriptedService,
+) -> None:
+    client = a_client(service)
+    sampler = client.create_sampling_client(base_model="m")
+    sampler.limiter.rate_limited(60.0)
+
+    async def scenario() -> None:
+        sampling = asyncio.create_task(sampler.sample_async(PROMPT, 1, PARAMS))
+        await asyncio.sleep(0)
+        sampling.cancel()
+        await client.close_async()
+        with pytest.raises(asyncio.CancelledError):
+            await sampling
+
+    asyncio.run(scenario())
+
+
+# Clients that come and go
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_s2_a_thousand_clients_leave_nothing_behind(
+    service: ScriptedService, is_closed: bool
+) -> None:
+    def one_client() -> None:
+        client = a_client(service)
+        client.create_sampling_client(base_model="m")
+        if is_closed:
+            client.close().result(WAIT_S)
+
+    def counts() -> dict[str, int]:
+        deadline = time.monotonic() + WAIT_S
+        while background().task_count or sessions._open_sessions or len(shared_limiters.limiters):
+            assert time.monotonic() < deadline, "something is still there"
+            gc.collect()
+            time.sleep(0.01)
+        return {
+            "threads": threading.active_count(),
+            "tasks": background().run(_count_tasks()),
+            "client sockets": _sockets_to(service),
+        }
+
+    one_client()
+    before = counts()
+    for _ in range(1000):
+        one_client()
+
+    assert counts() == before
+    assert len(service.wait_requests("finish_session", 1001, WAIT_S)) == 1001
+
+
+@pytest.mark.parametrize("failing", ["client_config", "create_session", "finish_session"])
+def test_s2_a_client_whose_calls_failed_is_let_go_too(
+    service: ScriptedService, failing: str
+) -> None:
+    """The error knows the frame that holds the client; nothing of ours may hold the error."""
+    service.faults.add(failing, times=None, status=403)
+
+    def one_client() -> None:
+        client = a_client(service)
+        with contextlib.suppress(PermissionDeniedError):
+            client.create_sampling_client(base_model="m")
+            client.close().result(WAIT_S)
+
+    one_client()
+
+    deadline = time.monotonic() + SETTLED_S
+    while sessions._open_sessions:
+        assert time.monotonic() < deadline
+        gc.collect()
+        time.sleep(0.01)
+
+
+async def _count_tasks() -> int:
+    return len(asyncio.all_tasks())
+
+
+def _sockets_to(service: ScriptedService) -> int:
+    """How many connections to the service this process has open, seen from their own end."""
+    port = f"{int(service.base_url.rsplit(':', 1)[1].split('/')[0]):04X}"
+    established = "01"
+    rows = [row.split() for row in pathlib.Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(row[2].endswith(f":{port}") and row[3] == established for row in rows)
+
+
+# The end of the process
+
+
+def run_program(
+    service: ScriptedService, lines: str, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a program that has a client and a sampler."""
+    start = f"""
+import gc, os, signal, sys, threading, time
+import tinsmith
+client = tinsmith.ServiceClient(base_url={service.base_url!r}, api_key={service.api_key!r})
+sampler = client.create_sampling_client(base_model="m")
+prompt, params = tinsmith.ModelInput.from_ints([1]), tinsmith.SamplingParams(max_tokens=1)
+def in_child(work):
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    work()
+    sys.exit(7)  # as a program ends, exit handlers and all
+"""
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", start + lines],
+        timeout=60,
+        check=False,
+        capture_output=True,
+        text=True,
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("ending", "reason"),
+    [
+        ("", "success"),
+        ("raise KeyError('oops')", "errored"),
+        ("os.kill(os.getpid(), signal.SIGINT); time.sleep(30)", "interrupted"),
+        ("client.close('interrupted').result()", "interrupted"),
+    ],
+)
+def test_however_a_program_ends_its_session_is_finished_once(
+    service: ScriptedService, ending: str, reason: str
+) -> None:
+    run_program(service, ending)
+
+    finished = service.requests("finish_session")
+    assert [received.request.reason.type for received in finished] == [reason]
+
+
+def test_a_program_whose_server_has_gone_ends_in_seconds(service: ScriptedService) -> None:
+    service.faults.hold("finish_session")
+    began = time.monotonic()
+
+    result = run_program(service, "")
+
+    assert result.returncode == 0, result.stderr
+    assert time.monotonic() - began < 30.0
+
+
+needs_fork = pytest.mark.skipif(sys.platform == "win32", reason="there is no fork on Windows")
+
+
+@needs_fork
+@pytest.mark.parametrize(
+    "work",
+    [
+        "pass",
+        "del globals()['client'], globals()['sampler']; gc.collect()",
+        "client.close().result()",
+    ],
+)
+def test_a_forked_child_that_ends_leaves_its_parent_s_session_alone(
+    service: ScriptedService, work: str
+) -> None:
+    result = run_program(
+        service,
+        f"""
+def work():
+    {work}
+assert in_child(work) == 7
+assert sampler.sample(prompt, 1, params).result(20)
+""",
+    )
+
+    assert result.returncode == 0, result.stderr
+    finished = service.requests("finish_session")
+    assert len(finished) == 1, "by the parent, at its own end"
+
+
+@needs_fork
+def test_a_client_of_the_parent_is_refused_in_a_forked_child_with_a_remedy(
+    service: ScriptedService,
+) -> None:
+    result = run_program(
+        service,
+        """
+training = client.create_lora_training_client("m", rank=2)
+rest = tinsmith.RestClient(base_url=client.holder.session.settings.base_url, api_key="tml-x")
+def work():
+    for call in (
+        lambda: sampler.sample(prompt, 1, params).result(20),
+        lambda: training.optim_step(tinsmith.AdamParams()).result(20),
+        lambda: client.create_sampling_client(base_model="m"),
+        lambda: client.get_server_capabilities(),
+        lambda: training.get_info(),
+    ):
+        try:
+            call()
+        except tinsmith.ClosedError as error:
+            assert "make a new one here" in error.remedy
+        else:
+            raise AssertionError("not refused")
+assert in_child(work) == 7
+""",
+    )
+
+    assert result.returncode == 0, result.stderr
+
+
+@needs_fork
+def test_a_forked_child_samples_by_a_handle_beside_its_parent(service: ScriptedService) -> None:
+    result = run_program(
+        service,
+        f"""
+handle = sampler.get_sampler_handle()
+sampler.sample(prompt, 1, params).add_done_callback(lambda _: None)  # starts the callbacks' thread
+def work():
+    own = tinsmith.SamplingClient.from_sampler_handle(handle, api_key={service.api_key!r})
+    called = threading.Event()
+    future = own.sample(prompt, 1, params)
+    future.add_done_callback(lambda _: called.set())
+    assert future.result(20) and called.wait(20)
+assert in_child(work) == 7
+assert sampler.sample(prompt, 1, params).result(20)
+""",
+    )
+
+    assert result.returncode == 0, result.stderr
+    numbers = [received.request.seq_id for received in service.requests("asample")]
+    assert len(set(numbers)) == 3, "no two processes use one number"
