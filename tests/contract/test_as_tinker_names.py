@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import pickle
 import pkgutil
 import subprocess
 import sys
@@ -128,3 +129,16 @@ def test_modules_are_found_as_attributes_too() -> None:
     )
 
     assert finished.returncode == 0, finished.stderr
+
+
+@pytest.mark.parametrize("made", ["AdamParams()", "ModelInput.from_ints([1])"])
+def test_pickles_of_the_official_package_are_refused_and_not_misread(made: str) -> None:
+    pickled = pickle.dumps(eval(f"tinker.{made}"))
+    program = f"import tinsmith, pickle; tinsmith.as_tinker(); pickle.loads({pickled!r})"
+
+    finished = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert finished.returncode != 0
+    assert "Error" in finished.stderr
