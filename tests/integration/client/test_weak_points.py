@@ -18,7 +18,9 @@ import pytest
 from tinsmith.client.heartbeat import keep_alive
 from tinsmith.client.rest import RestClient
 from tinsmith.client.retry import RetryBudget
+from tinsmith.client.sample_cancels import MOST_WAITING, SampleCancels
 from tinsmith.client.service import ServiceClient
+from tinsmith.client.session_poller import MOST_UNCLAIMED, SessionPoller
 from tinsmith.client.settings import HOSTED_URL, settings_from
 from tinsmith.client.training import TrainingClient
 from tinsmith.errors import (
@@ -35,6 +37,7 @@ from tinsmith.types import (
     AdamParams,
     ClientDynamicConfigResponse,
     Datum,
+    FutureFailed,
     ImageAssetPointerChunk,
     ModelInput,
     SamplingParams,
@@ -121,6 +124,32 @@ def test_w7_a_callback_may_wait_for_another_result(training: TrainingClient) -> 
 
     assert done.wait(WAIT_S)
     assert seen[0].metrics is not None
+
+
+def test_w10_a_blocking_call_within_a_coroutine_works_and_is_not_commented_on(
+    training: TrainingClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> str:
+        return training.get_info(timeout=WAIT_S).model_id
+
+    with caplog.at_level(logging.INFO, logger="tinsmith"):
+        assert asyncio.run(scenario()) == training.model_id
+
+    assert caplog.records == []
+
+
+def test_w32_what_nobody_claims_is_kept_within_bounds(client: ServiceClient) -> None:
+    poller = SessionPoller(client.holder.session, "sampler", 0)
+    cancels = SampleCancels(client.holder.session)
+
+    for number in range(MOST_UNCLAIMED + 10):
+        poller._deliver(FutureFailed(request_id=str(number)))
+    for number in range(MOST_WAITING + 10):
+        cancels._waiting.append(str(number))
+
+    assert len(poller._unclaimed) == MOST_UNCLAIMED
+    assert str(MOST_UNCLAIMED + 9) in poller._unclaimed  # the oldest go first
+    assert len(cancels._waiting) == MOST_WAITING
 
 
 # Hangs
