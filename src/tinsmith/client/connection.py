@@ -63,9 +63,10 @@ class Connection(ReplyProtocol):
             ConnectionLostError: There was no whole reply.
             BodyTooLargeError: The reply is larger than any may be.
         """
+        self._is_touched = False
+        self.check_writable()
         reply: asyncio.Future[RawReply] = self._loop.create_future()
         self._reply = reply
-        self._is_touched = False
         late = self._loop.call_at(deadline, self.fail, TimeoutError("no reply in time"))
         try:
             if sum(map(len, parts)) <= JOINED_BYTES:
@@ -91,7 +92,7 @@ class Connection(ReplyProtocol):
         """Piece by piece, as fast as they are taken; no further once the server has answered."""
         self._transport.write(head)
         for piece in _pieces(parts):
-            if reply.done():
+            if reply.done() or self._transport.is_closing():
                 self.is_open = False  # the rest of the body was never sent
                 return
             self._transport.write(piece)

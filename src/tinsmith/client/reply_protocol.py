@@ -38,6 +38,7 @@ class ReplyProtocol(asyncio.Protocol, ABC):
         self._transport: Any = None
         self._overhead_bytes = 0
         self._is_touched = False
+        self._is_ended = False
         self.headers: dict[str, str] = {}
         """Of the reply that is being read, with names in lower case."""
         self.status = 0
@@ -55,10 +56,19 @@ class ReplyProtocol(asyncio.Protocol, ABC):
         """The error for a connection that ended before its time."""
         return ConnectionLostError(message, is_untouched=not self._is_touched)
 
+    def check_writable(self) -> None:
+        """Raise if the connection has ended, also if we are yet to be told."""
+        if self._transport.is_closing():
+            raise self.lost("the server closed the connection")
+
     def close(self) -> None:
         """End the connection at once; a reply that is awaited fails."""
         self.fail(self.lost("the client was closed"))
-        if self._transport is not None:
+        self.abort()
+
+    def abort(self) -> None:
+        """End the connection, if there is one; the event loops differ on doing it again."""
+        if self._transport is not None and not self._is_ended:
             self._transport.abort()
 
     # What the event loop says
@@ -82,6 +92,7 @@ class ReplyProtocol(asyncio.Protocol, ABC):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The end; a reply that does not say its length ends with it."""
+        self._is_ended = True
         if exc is None and self._ends_with_connection():
             self.complete()
         else:

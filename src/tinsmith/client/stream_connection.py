@@ -32,6 +32,9 @@ class StreamConnection(ReplyProtocol):
         Raises:
             ConnectionLostError: They did not come.
         """
+        self.check_writable()
+        if self._error is not None:
+            raise self._error  # closed while the connection was made
         self._transport.write(b"".join((head, *parts)))
         while self.status < 200:
             await self._wait_for_news()
@@ -58,12 +61,10 @@ class StreamConnection(ReplyProtocol):
         await self._news
 
     def fail(self, error: BaseException) -> None:
-        """As `ReplyProtocol.fail`; what has come can still be read."""
+        """As `ReplyProtocol.fail`; what has come can still be read. Whoever reads closes it."""
         if self._error is None and not self._is_complete:
             self._error = error
         self._tell()
-        if self._transport is not None:
-            self._transport.abort()
 
     def complete(self) -> None:
         """As `ReplyProtocol.complete`."""
@@ -73,12 +74,6 @@ class StreamConnection(ReplyProtocol):
     def _tell(self) -> None:
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin, unless it was closed while the connection was made."""
-        super().connection_made(transport)
-        if self._error is not None:
-            self._transport.abort()
 
     # What the parser says
 

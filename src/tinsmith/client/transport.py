@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
@@ -16,7 +17,7 @@ from typing import Protocol
 import msgspec
 from msgspec.structs import force_setattr
 
-from tinsmith.errors import APIConnectionError, APITimeoutError, DecodeError
+from tinsmith.errors import APIConnectionError, APITimeoutError, DecodeError, ValidationError
 from tinsmith.types.buffers import Memory
 from tinsmith.wire import content
 from tinsmith.wire.endpoints import Pool
@@ -107,6 +108,10 @@ _OWN_HEADERS = frozenset({"x-api-key", "host", "content-length", "transfer-encod
 """What nobody else may set: the credential (S12), and what says where a request ends."""
 
 
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_HEADER_VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
+
+
 class TransportSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How to reach a service."""
 
@@ -125,6 +130,9 @@ class TransportSettings(msgspec.Struct, frozen=True, kw_only=True):
         allowed = {
             name: value for name, value in self.headers.items() if name.lower() not in _OWN_HEADERS
         }
+        for name, value in allowed.items():
+            if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(value):
+                raise ValidationError(f"HTTP cannot carry the header {name!r:.200}")
         force_setattr(self, "headers", allowed)
 
 

@@ -54,7 +54,8 @@ class Connection:
 
     def reset(self) -> None:
         """Break the connection off."""
-        self.writer.transport.abort()
+        with contextlib.suppress(AttributeError):  # asyncio's own, where it has ended already
+            self.writer.transport.abort()
 
 
 class ScriptedServer:
