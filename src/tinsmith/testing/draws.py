@@ -21,15 +21,9 @@ from tinsmith.testing.arithmetic import Weights
 from tinsmith.testing.losses import context_tokens
 from tinsmith.testing.settings import ServiceSettings
 from tinsmith.types.requests import SampleRequest
-from tinsmith.types.sampling import (
-    EMPTY_LOGPROB,
-    PromptAltTokens,
-    SampledSequence,
-    SampleResponse,
-    SamplingParams,
-    TopkLogprobs,
-)
+from tinsmith.types.sampling import PromptAltTokens, SampledSequence, SampleResponse, SamplingParams
 from tinsmith.types.tensors import TensorData
+from tinsmith.types.topk import EMPTY_LOGPROB, TopkLogprobs
 
 _LAST_CHARACTER = 0x10FFFF
 

@@ -147,9 +147,6 @@ from tinsmith.types.sampling import (
     SampleResponse,
     SamplingParams,
     StopReason,
-    TopkLogprobs,
-    TopkRow,
-    TopkRows,
 )
 from tinsmith.types.service import (
     ApiKeyOwner,
@@ -168,6 +165,7 @@ from tinsmith.types.tensors import (
     TensorData,
     TensorDtype,
 )
+from tinsmith.types.topk import TopkLogprobs, TopkRow, TopkRows
 from tinsmith.types.training import (
     AdamOptimizerConfig,
     AdamParams,

@@ -12,7 +12,7 @@ from msgspec.structs import force_setattr
 from tinsmith.errors import ValidationError, shown
 from tinsmith.types.buffers import Numbers, pack, shortened
 from tinsmith.types.record import ArrayWriter, Frozen, FrozenModel, Request, set_once, to_plain
-from tinsmith.types.tensors import TensorData, TensorDtype, tensor_from
+from tinsmith.types.tensors import MOST_DIMENSIONS, TensorData, TensorDtype, tensor_from
 
 ImageFormat: TypeAlias = Literal["png", "jpeg"]
 
@@ -248,28 +248,27 @@ class ModelInput(FrozenModel):
         return cls(chunks)
 
 
-class PromptProvenanceSpan(Request):
+class _ProvenanceSpan(Request):
+    sequence_id: str
+    offset: int = 0
+    length: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.length < 0 or self.offset < 0:
+            raise ValidationError(
+                f"a span's offset and length must not be negative: {self.offset}, {self.length}"
+            )
+        if not self.sequence_id:
+            raise ValidationError("a span's sequence_id must not be empty")
+
+
+class PromptProvenanceSpan(_ProvenanceSpan):
     """A run of positions that were the prompt of a sampled sequence."""
 
-    sequence_id: str
-    offset: int = 0
-    length: int
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_span(self)
-
-
-class SampledProvenanceSpan(Request):
+class SampledProvenanceSpan(_ProvenanceSpan):
     """A run of positions that were sampled."""
-
-    sequence_id: str
-    offset: int = 0
-    length: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_span(self)
 
 
 ProvenanceSpans: TypeAlias = list[PromptProvenanceSpan | SampledProvenanceSpan]
@@ -399,15 +398,6 @@ def _expected(tokens: int | None, what: str) -> int:
     return tokens
 
 
-def _check_span(span: PromptProvenanceSpan | SampledProvenanceSpan) -> None:
-    if span.length < 0 or span.offset < 0:
-        raise ValidationError(
-            f"a span's offset and length must not be negative: {span.offset}, {span.length}"
-        )
-    if not span.sequence_id:
-        raise ValidationError("a span's sequence_id must not be empty")
-
-
 def _checked_spans(what: str, spans: Sequence[Any] | None) -> ProvenanceSpans | None:
     for span in spans or ():
         if not isinstance(span, PromptProvenanceSpan | SampledProvenanceSpan):
@@ -429,7 +419,6 @@ def _check_tiling(what: str, spans: ProvenanceSpans, length: int) -> None:
 
 _CONSTANT_MARKER = 254
 _DTYPE_CODES = range(8)
-_MOST_DIMENSIONS = 32
 
 
 def _container_shape(data: bytes) -> list[int]:
@@ -441,9 +430,9 @@ def _container_shape(data: bytes) -> list[int]:
     if len(data) <= position or data[position] not in _DTYPE_CODES:
         raise ValidationError("dmel does not begin with a tensor container's header")
     rank, position = _read_varint(data, position + 1)
-    if not 1 <= rank <= _MOST_DIMENSIONS:
+    if not 1 <= rank <= MOST_DIMENSIONS:
         raise ValidationError(
-            f"dmel says it has {rank} dimensions; 1 to {_MOST_DIMENSIONS} are allowed"
+            f"dmel says it has {rank} dimensions; 1 to {MOST_DIMENSIONS} are allowed"
         )
     shape = []
     for _ in range(rank):

@@ -26,6 +26,7 @@ from typing import (
     Literal,
     Self,
     TypeAlias,
+    TypeVar,
     cast,
     dataclass_transform,
     get_args,
@@ -200,6 +201,28 @@ def own_numbers(value: Any) -> Any:
 
 set_once = object.__setattr__
 """Gives a `Frozen` object an attribute while it is being made."""
+
+
+MadeT = TypeVar("MadeT")
+
+
+def made_once(owner: Any, name: str, make: Callable[[], MadeT]) -> MadeT:
+    """What `make` gives, kept in the owner's `_made` for the next time."""
+    made: dict[str, MadeT] = owner._made
+    if name not in made:
+        made[name] = make()
+    return made[name]
+
+
+def checked_list(value: Any, what: str) -> list[Any] | None:
+    """A list from plain data, or None.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    if value is not None and not isinstance(value, list):
+        raise ValueError(f"Expected {what} to be a list")
+    return value
 
 
 class Frozen:

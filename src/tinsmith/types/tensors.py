@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 TensorDtype: TypeAlias = Literal["int64", "float32"]
 
 _DTYPES: tuple[TensorDtype, ...] = ("int64", "float32")
-_MOST_DIMENSIONS = 32
+MOST_DIMENSIONS = 32
 _DTYPE_OF_NUMPY_KIND: dict[str, TensorDtype] = {"f": "float32", "i": "int64"}
 
 
@@ -133,8 +133,8 @@ class TensorData(Frozen):
     def _whole(cls, values: Any, dtype: TensorDtype, what: str) -> Self:
         """A dense tensor of the shape that the values have by themselves."""
         numbers, shape = pack(values, dtype, what)
-        if len(shape) > _MOST_DIMENSIONS:
-            raise ValidationError(f"{what} has more than {_MOST_DIMENSIONS} dimensions")
+        if len(shape) > MOST_DIMENSIONS:
+            raise ValidationError(f"{what} has more than {MOST_DIMENSIONS} dimensions")
         return cls.of_numbers(numbers, dtype, shape)
 
     @classmethod
@@ -299,11 +299,11 @@ class TensorData(Frozen):
 def _checked_shape(shape: Iterable[Any]) -> list[int]:
     """The sizes, bounded in number and value: a product of many huge ones takes minutes to form."""
     try:
-        sizes = [operator.index(size) for size in itertools.islice(shape, _MOST_DIMENSIONS + 1)]
+        sizes = [operator.index(size) for size in itertools.islice(shape, MOST_DIMENSIONS + 1)]
     except TypeError as exc:
         raise ValidationError(f"a tensor's shape must be whole numbers: {exc}") from exc
-    if len(sizes) > _MOST_DIMENSIONS:
-        raise ValidationError(f"a tensor's shape has more than {_MOST_DIMENSIONS} dimensions")
+    if len(sizes) > MOST_DIMENSIONS:
+        raise ValidationError(f"a tensor's shape has more than {MOST_DIMENSIONS} dimensions")
     if not all(0 <= size < 1 << 63 for size in sizes):
         raise ValidationError("a tensor's shape has a size that is negative or above 64 bits")
     return sizes

@@ -13,7 +13,6 @@ Knows nothing of what the bodies mean. The zstd library is imported on first use
 from __future__ import annotations
 
 import re
-import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
@@ -90,10 +89,7 @@ def compress(parts: Iterable[bytes | memoryview], *, level: int = DEFAULT_LEVEL)
     """
     if level > _LARGEST_LEVEL:
         raise ValidationError(f"zstd level {level} is above {_LARGEST_LEVEL}; choose a lower one")
-    if sys.version_info >= (3, 14):
-        from compression import zstd
-    else:
-        from backports import zstd
+    from tinsmith.wire.zstd_library import zstd
 
     parts = list(parts)
     compressor = zstd.ZstdCompressor(level=level)
@@ -189,10 +185,7 @@ class _Unpacked:
 
 
 def _unpack_zstd(body: memoryview, unpacked: _Unpacked) -> None:
-    if sys.version_info >= (3, 14):
-        from compression import zstd
-    else:
-        from backports import zstd
+    from tinsmith.wire.zstd_library import zstd
 
     try:
         for frame in _zstd_frames(body, unpacked, zstd.get_frame_size):

@@ -40,14 +40,9 @@ from tinsmith.types.inputs import (
     SampledProvenanceSpan,
 )
 from tinsmith.types.requests import ForwardBackwardRequest
-from tinsmith.types.sampling import (
-    PromptAltTokens,
-    SampledSequence,
-    SampleResponse,
-    StopReason,
-    TopkLogprobs,
-)
-from tinsmith.types.tensors import TensorData, TensorDtype
+from tinsmith.types.sampling import PromptAltTokens, SampledSequence, SampleResponse, StopReason
+from tinsmith.types.tensors import MOST_DIMENSIONS, TensorData, TensorDtype
+from tinsmith.types.topk import TopkLogprobs
 from tinsmith.types.training import ForwardBackwardInput, ForwardBackwardOutput
 from tinsmith.wire.generated import tags
 from tinsmith.wire.limits import DEFAULT_LIMITS, DecodeLimits
@@ -68,7 +63,6 @@ from tinsmith.wire.protobuf import (
     signed32,
 )
 
-_MOST_DIMENSIONS = 32
 _KEY, _VALUE_MESSAGE, _VALUE_DOUBLE = 0x0A, 0x12, 0x11
 
 _DTYPE_CODES: dict[TensorDtype, int] = {
@@ -494,8 +488,8 @@ def _numbers(memory: Memory, kind: Kind, what: str) -> Numbers:
 
 
 def _checked_shape(shape: list[int]) -> list[int]:
-    if len(shape) > _MOST_DIMENSIONS or any(size < 0 for size in shape):
-        raise DecodeError(f"a shape must have up to {_MOST_DIMENSIONS} sizes, none negative")
+    if len(shape) > MOST_DIMENSIONS or any(size < 0 for size in shape):
+        raise DecodeError(f"a shape must have up to {MOST_DIMENSIONS} sizes, none negative")
     return shape
 
 

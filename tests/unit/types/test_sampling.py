@@ -15,7 +15,7 @@ from tinsmith.errors import UnknownFieldError, ValidationError
 from tinsmith.types import PromptAltTokens, TopkLogprobs
 from tinsmith.types.buffers import FLOAT32_MAX
 from tinsmith.types.record import to_plain
-from tinsmith.types.sampling import EMPTY_LOGPROB, TopkRows
+from tinsmith.types.topk import EMPTY_LOGPROB, TopkRows
 from tinsmith.wire import json_format
 
 IDS = [[5, 6, 7], [8, 0, 0], [0, 0, 0]]
