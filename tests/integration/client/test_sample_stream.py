@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
@@ -16,12 +16,13 @@ from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.service import ServiceClient
 from tinsmith.errors import (
     APIConnectionError,
+    APIResponseValidationError,
     APIStatusError,
     APITimeoutError,
     RequestFailedError,
     ValidationError,
 )
-from tinsmith.testing import ScriptedService, running_service
+from tinsmith.testing import ScriptedService, StreamedReply, running_service
 from tinsmith.types import ModelInput, SampleResponse, SamplingParams
 
 WAIT_S = 60.0
@@ -373,3 +374,92 @@ def test_prompt_logprobs_come_with_the_last_event(sampler: SamplingClient) -> No
     ).result()
 
     assert response.prompt_logprobs == expected
+
+
+def served(service: ScriptedService, *events: bytes) -> None:
+    """Have every stream bring these bytes and then end."""
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for event in events:
+            yield event
+
+    headers = {"Content-Type": "text/event-stream"}
+    service._handlers["asample_stream"] = lambda _: StreamedReply(200, headers, pieces())
+
+
+OPEN = b'event: open\ndata: {"request_id": "r", "sample_sequence_ids": ["s"]}\n\n'
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        b"event: tokens\ndata: not json\n\n",
+        b'event: tokens\ndata: {"index": 7, "offset": 0, "tokens": [1]}\n\n',
+        b'event: tokens\ndata: {"index": -1, "offset": 0, "tokens": [1]}\n\n',
+        b'event: tokens\ndata: {"index": 0, "offset": -5, "tokens": [1]}\n\n',
+        b'event: tokens\ndata: {"index": 0, "offset": 0, "tokens": [1], "logprobs": []}\n\n',
+        b'event: result\ndata: {"payload": "!!!"}\n\n',
+        b'event: result\ndata: {"payload": "AAAA"}\n\n',
+        b"event: open\ndata: []\n\n",
+    ],
+)
+def test_what_is_no_event_of_a_stream_is_a_typed_error(
+    sampler: SamplingClient, service: ScriptedService, event: bytes
+) -> None:
+    served(service, OPEN, event)
+
+    with pytest.raises(APIResponseValidationError):
+        list(sampler.sample_stream(PROMPT, 1, PARAMS, timeout=WAIT_S))
+
+
+def test_s41_tokens_that_came_before_a_broken_event_are_given_out(
+    sampler: SamplingClient, service: ScriptedService
+) -> None:
+    token = b'event: tokens\ndata: {"index": 0, "offset": 0, "tokens": [7]}\n\n'
+    served(service, OPEN + token + b"event: tokens\ndata: {}\n\n")
+    stream = sampler.sample_stream(PROMPT, 1, PARAMS, timeout=WAIT_S)
+
+    assert next(stream).tokens == [7]
+    with pytest.raises(APIResponseValidationError):
+        next(stream)
+
+
+def test_events_that_are_not_known_and_comments_are_passed_over(
+    sampler: SamplingClient, service: ScriptedService
+) -> None:
+    token = b'event: tokens\ndata: {"index": 0, "offset": 0, "tokens": [7], "new": 1}\n\n'
+    failed = b'event: failed\ndata: {"error": "the end", "category": "user"}\n\n'
+    served(service, OPEN, b": still here\n\n", b"event: later\ndata: {}\n\n", token, failed)
+    stream = sampler.sample_stream(PROMPT, 1, PARAMS, timeout=WAIT_S)
+
+    assert next(stream).tokens == [7]
+    with pytest.raises(RequestFailedError, match="the end"):
+        next(stream)
+
+
+def test_s41_a_stream_that_is_not_read_takes_little_memory(
+    sampler: SamplingClient, service: ScriptedService
+) -> None:
+    sent = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal sent
+        yield OPEN
+        yield b'event: tokens\ndata: {"index": 0, "offset": 0, "tokens": [7]}\n\n'
+        while True:
+            yield b": " + b"x" * 65536 + b"\n\n"
+            sent += 65536
+
+    headers = {"Content-Type": "text/event-stream"}
+    service._handlers["asample_stream"] = lambda _: StreamedReply(200, headers, endless())
+    stream = sampler.sample_stream(PROMPT, 1, PARAMS)
+    assert next(stream).tokens == [7]
+
+    deadline, before = time.monotonic() + 20, -1
+    while before != sent and time.monotonic() < deadline:  # until the server is held up
+        before = sent
+        time.sleep(0.3)
+
+    assert before == sent
+    assert sent < 64 * 1024 * 1024
+    stream.close()

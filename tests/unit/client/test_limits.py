@@ -313,3 +313,60 @@ def test_s2_a_limiter_that_no_client_holds_is_forgotten() -> None:
     gc.collect()
 
     assert len(limits._shared.limiters) == before
+
+
+def test_many_may_leave_at_once_while_there_is_no_pause(limiter: Limiter) -> None:
+    assert limiter.leave(400) == 400
+
+
+def test_s4_nobody_leaves_during_a_pause_and_few_right_after_it(
+    limiter: Limiter, time: FakeTime
+) -> None:
+    limiter.rate_limited(5.0)
+    during = limiter.leave(400)
+
+    time.now += 5.0
+    at_its_end = limiter.leave(400)
+    time.now += RAMP_STEP_S
+    in_the_first_step = at_its_end + limiter.leave(400)
+    time.now += RAMP_STEP_S
+    in_the_second_step = limiter.leave(400)
+
+    assert during == 0
+    assert in_the_first_step <= RAMP_SENDS + 1
+    assert RAMP_SENDS <= in_the_second_step <= 2 * RAMP_SENDS + 1
+    time.now += 1000.0
+    assert limiter.leave(10**6) == 10**6
+
+
+def test_s4_leave_that_was_not_used_is_there_for_others(limiter: Limiter, time: FakeTime) -> None:
+    limiter.rate_limited(1.0)
+    time.now += 1.0 + RAMP_STEP_S
+    given = limiter.leave(400)
+
+    limiter.unused(given - 2)
+
+    assert limiter.leave(400) == given - 2
+
+
+def test_whoever_waits_for_leave_wakes_when_it_may_go_or_the_pause_ends_early(
+    limiter: Limiter, time: FakeTime
+) -> None:
+    async def story() -> None:
+        limiter.rate_limited(2.0)
+        waiting = asyncio.create_task(limiter.wait_leave())
+        await time.advance_to(1001.9)
+        assert not waiting.done()
+        await time.advance_to(1002.0)
+        assert waiting.done()
+        assert limiter.leave(5) == 1
+
+        limiter.queue_paused(60.0)
+        held = asyncio.create_task(limiter.wait_leave())
+        await settle()
+        time.now += 1.0
+        limiter.queue_active(asked_at=time.now)
+        await settle()
+        assert held.done()
+
+    asyncio.run(story())

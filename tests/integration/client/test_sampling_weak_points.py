@@ -1,0 +1,139 @@
+"""Weak points of the official SDK's sampling, by their numbers: none of them is inherited."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from typing import Any
+
+import pytest
+
+import tinsmith
+from tinsmith.client import result_feed
+from tinsmith.client.retry import RetryBudget
+from tinsmith.client.sampling import SamplingClient
+from tinsmith.client.service import ServiceClient
+from tinsmith.errors import APIError
+from tinsmith.testing import ScriptedService, running_service
+from tinsmith.types import ModelInput, SamplingParams
+
+WAIT_S = 60.0
+PROMPT = ModelInput.from_ints([5, 6, 7])
+PARAMS = SamplingParams(max_tokens=4, seed=1)
+EXTENDED: dict[str, Any] = {
+    "tinsmith_batch_items": 32,
+    "tinsmith_inline_bytes": 65536,
+    "tinsmith_stream": True,
+}
+
+
+def client_of(service: ScriptedService, **options: Any) -> ServiceClient:
+    return ServiceClient(base_url=service.base_url, api_key=service.api_key, **options)
+
+
+@pytest.mark.parametrize("flags", [{}, EXTENDED], ids=["plain", "extended"])
+def test_w17_a_service_that_does_not_hold_polls_open_is_not_flooded(flags: dict[str, Any]) -> None:
+    with running_service(long_poll_s=0.0, **flags) as service, client_of(service) as client:
+        sampler = client.create_sampling_client(base_model="m")
+        held = service.faults.hold_commands("asample")
+        future = sampler.sample(PROMPT, 1, PARAMS)
+        held.wait_held(1)
+        time.sleep(1.0)
+        polls = service.requests("retrieve_results") + service.requests("retrieve_future")
+        held.release()
+
+        assert len(future.result(WAIT_S).sequences) == 1
+        assert len(polls) <= 10
+
+
+@pytest.mark.parametrize("flags", [{}, EXTENDED], ids=["plain", "extended"])
+@pytest.mark.parametrize("status", [500, 503])
+def test_w18_submissions_that_only_fail_are_given_up_within_the_budget(
+    flags: dict[str, Any], status: int
+) -> None:
+    hasty = RetryBudget(total_s=0.5, delay_base_s=0.05)
+    with (
+        running_service(long_poll_s=0.5, **flags) as service,
+        client_of(service, retry=hasty) as client,
+    ):
+        sampler = client.create_sampling_client(base_model="m")
+        service.faults.add(("asample", "asample_many"), times=None, status=status)
+        futures = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(10)]
+
+        for future in futures:
+            with pytest.raises(APIError):
+                future.result(WAIT_S)
+
+
+def test_w26_a_misspelt_setting_is_refused_and_the_right_one_named() -> None:
+    with pytest.raises(tinsmith.UnknownFieldError, match="max_tokens"):
+        SamplingParams(max_token=5)  # type: ignore[call-arg]
+
+
+def test_w32_completions_that_nobody_claims_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(result_feed, "MOST_UNCLAIMED", 5)
+    with running_service(long_poll_s=0.5, **EXTENDED) as service, client_of(service) as client:
+        sampler = client.create_sampling_client(base_model="m")
+        for _ in range(20):  # streamed samples are announced to the poll as well
+            sampler.sample_stream(PROMPT, 1, PARAMS).result()
+        sampler.sample(PROMPT, 1, PARAMS).result(WAIT_S)
+
+        feed = sampler._sampler._feed
+        assert feed is not None
+        assert len(feed._unclaimed) <= 5
+
+
+def test_w33_bodies_on_their_way_never_overshoot_their_budget() -> None:
+    small = ModelInput.from_ints(list(range(100, 200)))
+    large = ModelInput.from_ints(list(range(1000, 3000)))
+    with (
+        running_service(long_poll_s=0.5, sample_dispatch_bytes_semaphore_size=4000) as service,
+        client_of(service) as client,
+    ):
+        sampler = client.create_sampling_client(base_model="m")
+        held = service.faults.hold("asample")
+        futures = [sampler.sample(prompt, 1, PARAMS) for prompt in [small] * 10 + [large] + [small]]
+        most_bytes = 0
+        seen: set[int] = set()
+        while len(seen) < 12:
+            held.wait_held(1)
+            under_way = [r for r in service.requests("asample") if not r.is_ended]
+            bodies = [r.body_bytes for r in under_way]
+            assert sum(bodies) <= 4000 or len(bodies) == 1
+            most_bytes = max(most_bytes, *bodies)
+            seen.update(r.number for r in service.requests("asample"))
+            held.release(1)
+        held.release()
+
+        assert all(len(future.result(WAIT_S).sequences) == 1 for future in futures)
+        assert most_bytes > 4000  # the large one went, alone
+
+
+def test_w38_dropped_samplers_with_settings_of_their_own_keep_nothing_alive() -> None:
+    with running_service(long_poll_s=0.2, **EXTENDED) as service:
+        gone: list[weakref.ref[Any]] = []
+        for number in range(20):
+            client = client_of(service)
+            config = tinsmith.RetryConfig(progress_timeout=100.0 + number)
+            sampler = client.create_sampling_client(base_model="m", retry_config=config)
+            sampler.sample(PROMPT, 1, PARAMS).result(WAIT_S)
+            sampler.sample_stream(PROMPT, 1, PARAMS).result()
+            gone += [weakref.ref(sampler), weakref.ref(sampler._lease)]
+            del client, sampler
+        gc.collect()
+
+        assert [ref() for ref in gone if ref() is not None] == []
+        deadline = time.monotonic() + 20
+        while len(service.requests("finish_session")) < 20 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(service.requests("finish_session")) == 20
+
+
+def test_w41_a_long_run_of_samples_can_show_how_far_it_is() -> None:
+    told: list[int] = []
+    with running_service(long_poll_s=0.5) as service, client_of(service) as client:
+        sampler: SamplingClient = client.create_sampling_client(base_model="m")
+        sampler.sample_many([PROMPT] * 5, PARAMS, progress=lambda done, _: told.append(done))
+
+    assert told == [1, 2, 3, 4, 5]
