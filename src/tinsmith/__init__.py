@@ -47,20 +47,28 @@ if TYPE_CHECKING:
     from tinsmith.errors import BillingError as BillingError
     from tinsmith.errors import BodyTooLargeError as BodyTooLargeError
     from tinsmith.errors import ClosedError as ClosedError
+    from tinsmith.errors import CommandConflictError as CommandConflictError
+    from tinsmith.errors import CommandPassedError as CommandPassedError
     from tinsmith.errors import ConflictError as ConflictError
     from tinsmith.errors import DecodeError as DecodeError
     from tinsmith.errors import ExperimentalWarning as ExperimentalWarning
     from tinsmith.errors import InternalServerError as InternalServerError
+    from tinsmith.errors import LedgerDamagedError as LedgerDamagedError
+    from tinsmith.errors import LedgerError as LedgerError
+    from tinsmith.errors import LedgerUnavailableError as LedgerUnavailableError
+    from tinsmith.errors import LedgerVersionError as LedgerVersionError
     from tinsmith.errors import NotFoundError as NotFoundError
     from tinsmith.errors import PermissionDeniedError as PermissionDeniedError
     from tinsmith.errors import RateLimitError as RateLimitError
     from tinsmith.errors import RequestErrorCategory as RequestErrorCategory
     from tinsmith.errors import RequestFailedError as RequestFailedError
     from tinsmith.errors import ResultExpiredError as ResultExpiredError
+    from tinsmith.errors import ResultGoneError as ResultGoneError
     from tinsmith.errors import ResultRefusedError as ResultRefusedError
     from tinsmith.errors import TinkerError as TinkerError
     from tinsmith.errors import TinsmithError as TinsmithError
     from tinsmith.errors import TokenizerError as TokenizerError
+    from tinsmith.errors import UnknownEntryError as UnknownEntryError
     from tinsmith.errors import UnknownFieldError as UnknownFieldError
     from tinsmith.errors import UnprocessableEntityError as UnprocessableEntityError
     from tinsmith.errors import UnreadableResultError as UnreadableResultError
@@ -133,20 +141,28 @@ _MODULE_OF = {
     "BillingError": "tinsmith.errors",
     "BodyTooLargeError": "tinsmith.errors",
     "ClosedError": "tinsmith.errors",
+    "CommandConflictError": "tinsmith.errors",
+    "CommandPassedError": "tinsmith.errors",
     "ConflictError": "tinsmith.errors",
     "DecodeError": "tinsmith.errors",
     "ExperimentalWarning": "tinsmith.errors",
     "InternalServerError": "tinsmith.errors",
+    "LedgerDamagedError": "tinsmith.errors",
+    "LedgerError": "tinsmith.errors",
+    "LedgerUnavailableError": "tinsmith.errors",
+    "LedgerVersionError": "tinsmith.errors",
     "NotFoundError": "tinsmith.errors",
     "PermissionDeniedError": "tinsmith.errors",
     "RateLimitError": "tinsmith.errors",
     "RequestErrorCategory": "tinsmith.errors",
     "RequestFailedError": "tinsmith.errors",
     "ResultExpiredError": "tinsmith.errors",
+    "ResultGoneError": "tinsmith.errors",
     "ResultRefusedError": "tinsmith.errors",
     "TinkerError": "tinsmith.errors",
     "TinsmithError": "tinsmith.errors",
     "TokenizerError": "tinsmith.errors",
+    "UnknownEntryError": "tinsmith.errors",
     "UnknownFieldError": "tinsmith.errors",
     "UnprocessableEntityError": "tinsmith.errors",
     "UnreadableResultError": "tinsmith.errors",

@@ -7,6 +7,14 @@
     │   └── BodyTooLargeError            they would take more memory than allowed
     ├── ClosedError                      the client was closed (a RuntimeError)
     ├── TokenizerError                   no tokenizer was found for a model (a RuntimeError)
+    ├── LedgerError                      the service's durable record says no
+    │   ├── CommandConflictError         a number was used for another request
+    │   ├── CommandPassedError           the turn of a number is over
+    │   ├── UnknownEntryError            nothing is kept under this id
+    │   ├── ResultGoneError              the result was acknowledged or has expired
+    │   ├── LedgerUnavailableError       it cannot write or read now: disk full, locked, gone
+    │   ├── LedgerVersionError           its schema is not one that this version can use
+    │   └── LedgerDamagedError           kept bytes are not what was written
     ├── RequestFailedError               the server accepted the work and could not finish it
     └── APIError                         an HTTP exchange went wrong
         ├── APIResponseValidationError   the reply arrived and could not be understood
@@ -128,6 +136,38 @@ class ClosedError(TinkerError, RuntimeError):
 
 class TokenizerError(TinkerError, RuntimeError):
     """The tokenizer of a model could not be found or loaded."""
+
+
+class LedgerError(TinkerError):
+    """The durable record of the service refused something or failed."""
+
+
+class CommandConflictError(LedgerError):
+    """A command's number was used before, for another request."""
+
+
+class CommandPassedError(LedgerError):
+    """A command came after its number had been passed over."""
+
+
+class UnknownEntryError(LedgerError):
+    """The ledger keeps nothing under this id."""
+
+
+class ResultGoneError(LedgerError):
+    """A result is no longer kept: its client has it, or it expired."""
+
+
+class LedgerUnavailableError(LedgerError):
+    """The ledger cannot write or read now; nothing was promised, and trying again may help."""
+
+
+class LedgerVersionError(LedgerError):
+    """The ledger's schema is newer than this version, half-changed, or not a ledger's."""
+
+
+class LedgerDamagedError(LedgerError):
+    """Bytes that the ledger keeps are not those that were written."""
 
 
 class RequestFailedError(TinkerError):

@@ -1,0 +1,282 @@
+"""What happens to commands, as steps for any database (`steps.py`).
+
+Steps of one transaction see all that was changed before; transactions run one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from tinsmith.errors import (
+    CommandConflictError,
+    CommandPassedError,
+    ResultGoneError,
+    UnknownEntryError,
+)
+from tinsmith.ledger.payloads import Kept
+from tinsmith.ledger.records import (
+    Appended,
+    Command,
+    CommandState,
+    Completion,
+    LineId,
+    RequestId,
+    SessionId,
+    Settlement,
+    Submission,
+    TenantId,
+    Use,
+    identity,
+    request_id,
+)
+from tinsmith.ledger.steps import Effects, Row, Steps
+from tinsmith.ledger.wakeups import NEW_WORK, feed_topic, settled_topic
+
+_HOUR_S = 3600
+
+
+def append(effects: Effects, submission: Submission, kept: Kept, now: float) -> Steps[Appended]:
+    """`Ledger.append`, with the payload already kept."""
+    line, number = submission.line, submission.seq_id
+    if number is None:
+        [(number,)] = yield "next_number", (line,)
+    passed = (yield "position", (line,)) if submission.is_ordered else ()
+    if passed and passed[0][0] > number:
+        return (yield from _repeated(submission, number, passed[0][0]))
+    rows = yield (
+        "append",
+        (
+            line,
+            number,
+            submission.kind,
+            submission.tenant_id,
+            submission.session_id,
+            submission.clone,
+            int(submission.is_ordered),
+            submission.fingerprint,
+            kept.size_bytes,
+            now,
+        ),
+    )
+    if not rows:
+        return (yield from _repeated(submission, number, 0))
+    yield "keep_payload", (rows[0][0], kept.size_bytes, kept.file, kept.digest, kept.content)
+    effects.topics.append(NEW_WORK)
+    return Appended(request_id=request_id(line, number), seq_id=number, is_new=True)
+
+
+def _repeated(submission: Submission, number: int, position: int) -> Steps[Appended]:
+    """The answer to a number that was there before, or that came too late."""
+    rows = yield "same_identity", (submission.line, number)
+    check_repeated(submission, number, rows[0] if rows else None, position)
+    return Appended(request_id=request_id(submission.line, number), seq_id=number, is_new=False)
+
+
+def check_repeated(submission: Submission, number: int, known: Row | None, position: int) -> None:
+    """Refuse a submission that is not the one known by its number, as (kind, fingerprint)."""
+    if known is None:
+        raise CommandPassedError(
+            f"seq_id {number} of {submission.line} comes too late: the line has reached "
+            f"{position}; a number that does not come in time is passed over"
+        )
+    if tuple(known) != (submission.kind, submission.fingerprint):
+        raise CommandConflictError(
+            f"seq_id {number} of {submission.line} was used for another request; "
+            "numbers are used once",
+            request_id=request_id(submission.line, number),
+        )
+
+
+def claim(effects: Effects, claimer: str, limit: int, now: float) -> Steps[list[Command]]:
+    """`Ledger.claim`."""
+    rows = yield "pending", (limit,)
+    if not rows:
+        return []
+    taken = [command_of(row) for row in rows]
+    # They are the oldest: no other pending command is up to the last of them.
+    yield "claim_until", (claimer, now, taken[-1].ordinal)
+    if len(taken) == limit:
+        effects.topics.append(NEW_WORK)  # there may be more, for another claimer
+    return [
+        msgspec.structs.replace(
+            command, state=CommandState.CLAIMED, claimed_by=claimer, claimed_at=now
+        )
+        for command in taken
+    ]
+
+
+def release_claims(effects: Effects, claimer: str) -> Steps[int]:
+    """`Ledger.release_claims`."""
+    rows = yield "release_claims", (claimer,)
+    effects.topics.append(NEW_WORK)
+    return len(rows)
+
+
+def has_work(_: Effects, claimer: str) -> Steps[bool]:
+    """Whether `Ledger.wait_for_commands` has something to return for."""
+    pending = yield "has_pending", ()
+    if pending:
+        return True
+    return bool((yield "cancelled", (claimer,)))
+
+
+def take_cancelled(_: Effects, claimer: str) -> Steps[list[RequestId]]:
+    """`Ledger.take_cancelled`."""
+    rows = yield "cancelled", (claimer,)
+    if rows:
+        yield "cancels_told", (claimer,)
+    return [request_id(LineId(line), number) for line, number in rows]
+
+
+def settle(
+    effects: Effects,
+    settlements: Sequence[tuple[Settlement, Kept]],
+    now: float,
+    *,
+    is_cancel: bool = False,
+) -> Steps[list[RequestId]]:
+    """`Ledger.settle`, with the results already kept, and `Ledger.cancel`."""
+    ended = []
+    for settlement, kept in settlements:
+        known = _try_identity(settlement.request_id)
+        rows = (yield "to_settle", known) if known else ()
+        if known is None or not rows:
+            effects.drop(kept.file)
+            continue
+        line, _ = known
+        [(ordinal, clone, is_ordered, state, payload_file)] = rows
+        is_failed = int(settlement.is_failed)
+        yield (
+            "add_result",
+            (ordinal, line, clone, is_failed, now, kept.size_bytes, *_place(kept)),
+        )
+        is_claim_cancelled = is_cancel and state == CommandState.CLAIMED
+        yield "mark_settled", (ordinal, int(is_claim_cancelled))
+        if not is_ordered:  # an ordered one may have to be replayed
+            yield "drop_payload", (ordinal,)
+            effects.drop(payload_file)
+        yield from add_uses(effects, settlement.uses, now)
+        effects.topics.append(settled_topic(settlement.request_id))
+        if clone is not None:
+            effects.topics.append(feed_topic(line, clone))
+        if is_claim_cancelled:
+            effects.topics.append(NEW_WORK)
+        ended.append(settlement.request_id)
+    return ended
+
+
+def _try_identity(wanted: str) -> tuple[LineId, int] | None:
+    try:
+        return identity(wanted)
+    except UnknownEntryError:
+        return None
+
+
+def _place(kept: Kept) -> tuple[str | None, bytes | None, bytes | None]:
+    return kept.file, kept.digest, kept.content
+
+
+def command(_: Effects, wanted: str) -> Steps[Command]:
+    """`Ledger.command`."""
+    rows = yield "command", identity(wanted)
+    return command_of(_only(rows, wanted))
+
+
+def commands_of(_: Effects, session_id: SessionId, after: int, limit: int) -> Steps[list[Command]]:
+    """`Ledger.commands_of`."""
+    rows = yield "commands_of_session", (session_id, after, limit)
+    return [command_of(row) for row in rows]
+
+
+def payload(_: Effects, wanted: str) -> Steps[Kept]:
+    """Where a command's payload is."""
+    rows = yield "payload", identity(wanted)
+    if not rows:
+        yield from command(_, wanted)  # which names what is unknown
+        raise UnknownEntryError(f"the payload of {wanted} is no longer kept")
+    return Kept(*rows[0])
+
+
+def result(_: Effects, wanted: str) -> Steps[tuple[Kept, bool] | None]:
+    """Where a command's result is, and whether it is a failure."""
+    rows = yield "result", identity(wanted)
+    state, is_gone, is_failed, *place = _only(rows, wanted)
+    if state != CommandState.SETTLED:
+        return None
+    if is_gone:
+        raise ResultGoneError(f"the result of {wanted} is no longer kept", request_id=wanted)
+    return Kept(*place), bool(is_failed)
+
+
+def acknowledge(effects: Effects, wanted: Sequence[str]) -> Steps[None]:
+    """`Ledger.acknowledge`."""
+    for one in wanted:
+        known = _try_identity(one)
+        for ordinal, file in (yield "kept_result", known) if known else ():
+            yield "drop_result", (ordinal,)
+            effects.drop(file)
+
+
+def completions(
+    _: Effects, line: LineId, clone: int, after: int, limit: int
+) -> Steps[list[Completion]]:
+    """`Ledger.completions`."""
+    rows = yield "completions", (line, clone, after, limit)
+    return [
+        Completion(
+            cursor=cursor,
+            request_id=request_id(line, number),
+            is_failed=bool(is_failed),
+            result_bytes=size_bytes,
+        )
+        for cursor, number, is_failed, size_bytes in rows
+    ]
+
+
+def add_uses(_: Effects, uses: Sequence[Use], now: float) -> Steps[None]:
+    """`Ledger.add_uses`."""
+    hour = hour_of(now)
+    for use in uses:
+        key = use.key
+        values = (TenantId(key.tenant_id), hour, key.kind, key.session_id, key.line, key.base_model)
+        yield "add_use", (*values, float(use.amount))
+
+
+def hour_of(moment: float) -> int:
+    """When the hour began."""
+    return int(moment) // _HOUR_S * _HOUR_S
+
+
+def command_of(row: Row) -> Command:
+    """A command from a row of the view `command_states`."""
+    (ordinal, line, seq_id, kind, tenant_id, session_id, clone, is_ordered, fingerprint) = row[:9]
+    (payload_bytes, created_at, state, claimed_by, claimed_at) = row[9:14]
+    (settled_at, is_failed, result_bytes, is_gone) = row[14:]
+    return Command(
+        ordinal=ordinal,
+        line=line,
+        seq_id=seq_id,
+        kind=kind,
+        tenant_id=tenant_id,
+        session_id=session_id,
+        clone=clone,
+        is_ordered=bool(is_ordered),
+        fingerprint=fingerprint,
+        payload_bytes=payload_bytes,
+        created_at=created_at,
+        state=CommandState(state),
+        claimed_by=claimed_by,
+        claimed_at=claimed_at,
+        settled_at=settled_at,
+        is_failed=bool(is_failed),
+        result_bytes=result_bytes or 0,
+        is_gone=bool(is_gone),
+    )
+
+
+def _only(rows: Sequence[Row], wanted: str) -> Row:
+    if not rows:
+        raise UnknownEntryError(f"there is no request {wanted!r:.200}")
+    return rows[0]

@@ -1,0 +1,223 @@
+"""One thread that writes to SQLite, and many writes that share one sync of the disk.
+
+Whatever was asked for while the last commit ran goes into the next one: nobody waits for others to
+gather, so a lone caller is as fast as the disk, and many callers cost little more than one. The
+figures are in docs/architecture.md.
+
+Each write is an operation (`steps.py`). One that refuses leaves its neighbours alone. If a
+transaction fails as a whole, each of its writes is tried again by itself, so that the error reaches
+the one that caused it.
+
+Knows nothing of what is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from tinsmith.errors import LedgerUnavailableError, TinkerError
+from tinsmith.ledger.statements import sqlite_queries
+from tinsmith.ledger.steps import Effects, Operation, Row, Value, run_steps
+
+T = TypeVar("T")
+
+LARGEST_GROUP = 256
+QUIET_S = 0.05
+"""After so long without a write the log is moved into the database."""
+MOVED_AT_WRITES = 500
+"""A shorter log waits for more."""
+
+Connect = Callable[[], sqlite3.Connection]
+
+
+class _Write:
+    __slots__ = ("effects", "error", "future", "operation", "value")
+
+    def __init__(self, operation: Operation[Any], future: asyncio.Future[Any]) -> None:
+        self.operation = operation
+        self.future = future
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self.effects = Effects()
+
+
+class GroupWriter:
+    """The only one that writes; it owns its connection and its thread."""
+
+    def __init__(
+        self,
+        connect: Connect,
+        on_effects: Callable[[Effects], None],
+    ) -> None:
+        self._connect = connect
+        self._on_effects = on_effects
+        self._loop = asyncio.get_running_loop()
+        self._queue: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
+        self._is_closed = False
+        self._started = self._loop.create_future()
+        self._ended = self._loop.create_future()
+        self._thread = threading.Thread(target=self._run, name="tinsmith-ledger", daemon=True)
+        self._moved_at = 0
+        self.commits = 0
+        self.writes = 0
+
+    async def start(self) -> None:
+        """Connect; raises what the connection raises."""
+        self._thread.start()
+        await self._started
+
+    async def write(self, operation: Operation[T]) -> T:
+        """Run an operation in the next transaction; returns when that is on the disk."""
+        if self._is_closed:
+            raise LedgerUnavailableError("the ledger is closed")
+        future: asyncio.Future[T] = self._loop.create_future()
+        self._queue.put(_Write(operation, future))
+        return await future
+
+    async def close(self) -> None:
+        """Write what is queued, and end. May be called again."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._queue.put(None)
+        if self._thread.ident is not None:
+            await asyncio.shield(self._ended)
+            self._thread.join()
+
+    # On the thread
+
+    def _run(self) -> None:
+        try:
+            self._connection = self._connect()
+        except BaseException as exc:  # noqa: BLE001 - whoever opens the ledger raises it
+            self._tell(_set_error, self._started, exc)
+            self._tell(_set_value, self._ended, None)
+            return
+        self._tell(_set_value, self._started, None)
+        try:
+            while (group := self._next_group()) is not None:
+                self._commit(group)
+                self._tell(self._deliver, group)
+        finally:
+            self._connection.close()
+            self._tell(_set_value, self._ended, None)
+
+    def _next_group(self) -> list[_Write] | None:
+        """What is queued, at least one; None at the end."""
+        first = self._wait_first()
+        if first is None:
+            return None
+        group = [first]
+        while len(group) < LARGEST_GROUP:
+            try:
+                write = self._queue.get_nowait()
+            except queue.Empty:
+                break
+            if write is None:
+                self._queue.put(None)  # for the next round
+                break
+            group.append(write)
+        return group
+
+    def _wait_first(self) -> _Write | None:
+        if self.writes < self._moved_at + MOVED_AT_WRITES:
+            return self._queue.get()
+        try:
+            return self._queue.get(timeout=QUIET_S)
+        except queue.Empty:
+            self._move_log()
+            return self._queue.get()
+
+    def _move_log(self) -> None:
+        """Move the log into the database while nobody waits for us.
+
+        The log keeps its length and is written anew from its start: a sync of a file that does
+        not grow is several times faster.
+        """
+        self._moved_at = self.writes
+        # With a reader in the way, or the disk full, the log can wait: it is durable.
+        with contextlib.suppress(sqlite3.Error):
+            self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+
+    def _commit(self, group: list[_Write]) -> None:
+        try:
+            self._transaction(group)
+        except Exception as exc:  # noqa: BLE001 - it reaches the caller whose write it was
+            if len(group) == 1:
+                group[0].value = None
+                group[0].effects = Effects()
+                group[0].error = unavailable(exc) if isinstance(exc, sqlite3.Error) else exc
+                return
+            for write in group:
+                self._commit([write])
+
+    def _transaction(self, group: list[_Write]) -> None:
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            for write in group:
+                write.effects, write.error = Effects(), None
+                try:
+                    write.value = run_steps(write.operation(write.effects), self._ask)
+                except TinkerError as exc:  # it refused, and has changed nothing
+                    write.effects, write.error = Effects(), exc
+            self._connection.execute("COMMIT")
+        except BaseException:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+            raise
+        self.commits += 1
+        self.writes += len(group)
+
+    def _ask(self, name: str, values: tuple[Value, ...]) -> Sequence[Row]:
+        return self._connection.execute(_SQL[name], values).fetchall()
+
+    def _tell(self, what: Callable[..., None], *values: Any) -> None:
+        # The event loop may be gone, and with it whoever waited.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(what, *values)
+
+    # On the event loop again
+
+    def _deliver(self, group: list[_Write]) -> None:
+        for write in group:
+            self._on_effects(write.effects)
+            if write.future.done():
+                continue  # its caller was cancelled; the write stands
+            if write.error is None:
+                write.future.set_result(write.value)
+            else:
+                write.future.set_exception(write.error)
+
+
+_SQL = sqlite_queries()
+
+
+def unavailable(exc: sqlite3.Error) -> LedgerUnavailableError:
+    """SQLite's failure as ours."""
+    text = str(exc)
+    if "locked" in text or "busy" in text:
+        remedy = "another program holds the database file; end it and try again"
+    elif "full" in text or "disk I/O" in text:
+        remedy = "make room on the disk and try again"
+    else:
+        remedy = "see the cause; nothing was written"
+    error = LedgerUnavailableError(
+        f"the ledger could not be written or read: {text}", remedy=remedy
+    )
+    error.__cause__ = exc
+    return error
+
+
+def _set_value(future: asyncio.Future[None], value: None) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _set_error(future: asyncio.Future[None], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)

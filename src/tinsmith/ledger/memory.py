@@ -1,0 +1,456 @@
+"""The ledger in memory: for tests, and for a service whose loss is no loss.
+
+It keeps every promise of `base.py` but durability. It is written for itself, not on top of the
+databases' steps, so that comparing the two means something.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from tinsmith.errors import LedgerUnavailableError, ResultGoneError, UnknownEntryError
+from tinsmith.ledger.base import PAGE, Entries, Ledger
+from tinsmith.ledger.clock import SteadyClock
+from tinsmith.ledger.command_steps import check_repeated, hour_of
+from tinsmith.ledger.memory_commands import KeptCommand, MemoryCommands
+from tinsmith.ledger.memory_entries import MemoryEntries
+from tinsmith.ledger.records import (
+    Appended,
+    AuditEntry,
+    CheckpointEntry,
+    Command,
+    CommandState,
+    Completion,
+    CustomLoss,
+    Entry,
+    LedgerStatistics,
+    Line,
+    LineId,
+    Model,
+    RequestId,
+    Result,
+    Retention,
+    Sampler,
+    Session,
+    SessionId,
+    Settlement,
+    Submission,
+    Swept,
+    TenantId,
+    UsageKey,
+    UsageRow,
+    Use,
+    request_id,
+)
+from tinsmith.ledger.wakeups import NEW_WORK, Wakeups, feed_topic, settled_topic
+
+T = TypeVar("T")
+E = TypeVar("E", bound=Entry)
+
+
+class MemoryLedger(Ledger):
+    """A ledger that ends with its process."""
+
+    def __init__(
+        self, *, retention: Retention | None = None, clock: SteadyClock | None = None
+    ) -> None:
+        self._retention = retention or Retention()
+        self._clock = clock or SteadyClock()
+        self._wakeups = Wakeups()
+        self._commands = MemoryCommands()
+        self._lines: dict[LineId, Line] = {}
+        self._spent: set[tuple[LineId, int]] = set()
+        self._entries: dict[str, MemoryEntries[Any]] = {}
+        self._usage: dict[tuple[int, UsageKey], float] = {}
+        self._ordinal = 0
+        self._cursor = 0
+        self._writes = 0
+        self._is_closed = False
+
+    async def close(self) -> None:
+        """`Ledger.close`."""
+        self._is_closed = True
+        self._wakeups.tell_all()
+
+    def now(self) -> float:
+        """`Ledger.now`."""
+        return self._clock.now()
+
+    async def _turn(self) -> None:
+        """Let others run, as a ledger that waits for a disk does."""
+        await asyncio.sleep(0)
+        if self._is_closed:
+            raise LedgerUnavailableError("the ledger is closed")
+
+    async def _write(self) -> None:
+        await self._turn()
+        self._writes += 1
+
+    async def statistics(self) -> LedgerStatistics:
+        """`Ledger.statistics`."""
+        await self._turn()
+        pending, kept = self._commands.pending(), self._commands.all()
+        claimed = len(self._commands.claimed())
+        now = self.now()
+        return LedgerStatistics(
+            pending=len(pending),
+            claimed=claimed,
+            settled=len(kept) - len(pending) - claimed,
+            oldest_pending_s=now - pending[0].command.created_at if pending else 0.0,
+            payload_bytes=sum(len(k.payload or b"") + len(k.result or b"") for k in kept),
+            payload_files=0,
+            stored_bytes=0,
+            commits=self._writes,
+            writes=self._writes,
+        )
+
+    def entries(self, kind: type[E]) -> Entries[E]:
+        """`Ledger.entries`."""
+        found: Entries[E] = self._shelf(kind)
+        return found
+
+    def _shelf(self, kind: type[E]) -> MemoryEntries[E]:
+        if kind.kind not in self._entries:
+            self._entries[kind.kind] = MemoryEntries(kind, self._write, self._turn)
+        return self._entries[kind.kind]
+
+    # Commands, as the server sees them
+
+    async def append(self, submission: Submission) -> Appended:
+        """`Ledger.append`."""
+        await self._write()
+        line, number = submission.line, submission.seq_id
+        if number is None:
+            number = max((k.command.seq_id for k in self._commands.of_line(line)), default=-1) + 1
+        request = request_id(line, number)
+        known = self._commands.find(request)
+        position = self._line(line).position if submission.is_ordered else 0
+        if known is not None or number < position:
+            row = None if known is None else (known.command.kind, known.command.fingerprint)
+            check_repeated(submission, number, row, position)
+            return Appended(request_id=request, seq_id=number, is_new=False)
+        self._ordinal += 1
+        command = Command(
+            ordinal=self._ordinal,
+            line=line,
+            seq_id=number,
+            kind=submission.kind,
+            tenant_id=submission.tenant_id,
+            session_id=submission.session_id,
+            clone=submission.clone,
+            is_ordered=submission.is_ordered,
+            fingerprint=submission.fingerprint,
+            payload_bytes=len(submission.payload),
+            created_at=self.now(),
+        )
+        self._commands.add(command, submission.payload)
+        self._wakeups.tell([NEW_WORK])
+        return Appended(request_id=request, seq_id=number, is_new=True)
+
+    async def spend(self, line: LineId, seq_id: int) -> None:
+        """`Ledger.spend`."""
+        await self._write()
+        self._spent.add((line, seq_id))
+
+    async def command(self, request_id: str) -> Command:
+        """`Ledger.command`."""
+        await self._turn()
+        return self._commands.known(request_id).command
+
+    async def commands_of(
+        self, session_id: SessionId, *, after: int = 0, limit: int = PAGE
+    ) -> list[Command]:
+        """`Ledger.commands_of`."""
+        await self._turn()
+        found = [k.command for k in self._commands.all() if k.command.session_id == session_id]
+        return [command for command in found if command.ordinal > after][:limit]
+
+    async def result(self, request_id: str) -> Result | None:
+        """`Ledger.result`."""
+        await self._turn()
+        kept = self._commands.known(request_id)
+        if not kept.command.is_settled:
+            return None
+        if kept.result is None:
+            raise ResultGoneError(
+                f"the result of {request_id} is no longer kept", request_id=request_id
+            )
+        return Result(payload=kept.result, is_failed=kept.command.is_failed)
+
+    async def wait_settled(self, request_id: str, *, timeout_s: float) -> Command:
+        """`Ledger.wait_settled`."""
+        return await self._wakeups.wait_until(
+            settled_topic(request_id),
+            lambda: self.command(request_id),
+            lambda command: command.is_settled,
+            timeout_s,
+        )
+
+    async def acknowledge(self, request_ids: Iterable[str]) -> None:
+        """`Ledger.acknowledge`."""
+        await self._write()
+        for one in request_ids:
+            kept = self._commands.find(one)
+            if kept is not None and kept.command.is_settled:
+                kept.drop_result()
+
+    async def completions(
+        self, line: LineId, clone: int, *, after: int, limit: int = PAGE
+    ) -> list[Completion]:
+        """`Ledger.completions`."""
+        await self._turn()
+        ended = [
+            kept
+            for kept in self._commands.of_line(line)
+            if kept.command.clone == clone and kept.cursor > after
+        ]
+        return [
+            Completion(
+                cursor=kept.cursor,
+                request_id=kept.command.request_id,
+                is_failed=kept.command.is_failed,
+                result_bytes=kept.command.result_bytes,
+            )
+            for kept in sorted(ended, key=lambda kept: kept.cursor)[:limit]
+        ]
+
+    async def wait_completions(
+        self, line: LineId, clone: int, *, after: int, timeout_s: float, limit: int = PAGE
+    ) -> list[Completion]:
+        """`Ledger.wait_completions`."""
+        return await self._wakeups.wait_until(
+            feed_topic(line, clone),
+            lambda: self.completions(line, clone, after=after, limit=limit),
+            bool,
+            timeout_s,
+        )
+
+    async def cancel(self, settlement: Settlement) -> bool:
+        """`Ledger.cancel`."""
+        await self._write()
+        kept = self._commands.find(settlement.request_id)
+        if kept is None or kept.command.is_settled:
+            return False
+        if kept.command.state is CommandState.CLAIMED:
+            kept.is_cancel_untold = True
+            self._wakeups.tell([NEW_WORK])
+        self._end(kept, settlement)
+        return True
+
+    # Commands, as the scheduler sees them
+
+    async def claim(self, claimer: str, *, limit: int) -> list[Command]:
+        """`Ledger.claim`."""
+        await self._write()
+        taken = self._commands.pending()[:limit]
+        for kept in taken:
+            self._commands.move(
+                kept, CommandState.CLAIMED, claimed_by=claimer, claimed_at=self.now()
+            )
+        return [kept.command for kept in taken]
+
+    async def release_claims(self, claimer: str) -> int:
+        """`Ledger.release_claims`."""
+        await self._write()
+        held = [kept for kept in self._commands.claimed() if kept.command.claimed_by == claimer]
+        for kept in held:
+            self._commands.move(kept, CommandState.PENDING, claimed_by=None, claimed_at=None)
+        self._wakeups.tell([NEW_WORK])
+        return len(held)
+
+    async def wait_for_commands(self, claimer: str, *, timeout_s: float) -> bool:
+        """`Ledger.wait_for_commands`."""
+        return await self._wakeups.wait_until(
+            NEW_WORK, lambda: self._has_work(claimer), bool, timeout_s
+        )
+
+    async def _has_work(self, claimer: str) -> bool:
+        await self._turn()
+        return bool(self._commands.pending() or self._cancelled(claimer))
+
+    def _cancelled(self, claimer: str) -> list[KeptCommand]:
+        kept = self._commands.all()
+        return [k for k in kept if k.is_cancel_untold and k.command.claimed_by == claimer]
+
+    async def take_cancelled(self, claimer: str) -> list[RequestId]:
+        """`Ledger.take_cancelled`."""
+        await self._write()
+        told = self._cancelled(claimer)
+        for kept in told:
+            kept.is_cancel_untold = False
+        return [kept.command.request_id for kept in told]
+
+    async def payload(self, request_id: str) -> bytes:
+        """`Ledger.payload`."""
+        await self._turn()
+        payload = self._commands.known(request_id).payload
+        if payload is None:
+            raise UnknownEntryError(f"the payload of {request_id} is no longer kept")
+        return payload
+
+    async def settle(self, settlements: Sequence[Settlement]) -> list[RequestId]:
+        """`Ledger.settle`."""
+        await self._write()
+        ended = []
+        for settlement in settlements:
+            kept = self._commands.find(settlement.request_id)
+            if kept is not None and not kept.command.is_settled:
+                self._end(kept, settlement)
+                ended.append(settlement.request_id)
+        return ended
+
+    def _end(self, kept: KeptCommand, settlement: Settlement) -> None:
+        self._cursor += 1
+        kept.cursor = self._cursor
+        kept.result = settlement.payload
+        self._commands.move(
+            kept,
+            CommandState.SETTLED,
+            settled_at=self.now(),
+            is_failed=settlement.is_failed,
+            result_bytes=len(settlement.payload),
+        )
+        command = kept.command
+        if not command.is_ordered:
+            kept.payload = None
+        self._count(settlement.uses)
+        topics = [settled_topic(settlement.request_id)]
+        if command.clone is not None:
+            topics.append(feed_topic(command.line, command.clone))
+        self._wakeups.tell(topics)
+
+    # Lines and usage
+
+    async def line(self, line: LineId) -> Line:
+        """`Ledger.line`."""
+        await self._turn()
+        newest = max(
+            self._commands.of_line(line), key=lambda kept: kept.command.seq_id, default=None
+        )
+        asked_at = None if newest is None else newest.command.created_at
+        return msgspec.structs.replace(self._line(line), asked_at=asked_at)
+
+    def _line(self, line: LineId) -> Line:
+        return self._lines.get(line) or Line(line=line, position=0)
+
+    async def pass_over(self, line: LineId, position: int) -> None:
+        """`Ledger.pass_over`."""
+        await self._write()
+        old = self._line(line)
+        self._lines[line] = msgspec.structs.replace(old, position=max(old.position, position))
+
+    async def record_snapshot(
+        self, line: LineId, position: int, reference: str | None
+    ) -> str | None:
+        """`Ledger.record_snapshot`."""
+        await self._write()
+        old = self._line(line)
+        if position < old.snapshot_position:
+            return reference if reference != old.snapshot else None
+        self._lines[line] = Line(
+            line=line,
+            position=max(old.position, position),
+            snapshot_position=position,
+            snapshot=reference,
+        )
+        for kept in self._commands.of_line(line):
+            if kept.command.seq_id < position and kept.command.is_settled:
+                kept.payload = None
+        self._spent = {one for one in self._spent if one[0] != line or one[1] >= position}
+        return old.snapshot if old.snapshot != reference else None
+
+    async def replay(self, line: LineId) -> list[Command]:
+        """`Ledger.replay`."""
+        await self._turn()
+        start = self._line(line).snapshot_position
+        found = [k.command for k in self._commands.of_line(line) if k.command.is_ordered]
+        later = [command for command in found if command.seq_id >= start]
+        return sorted(later, key=lambda command: command.seq_id)
+
+    async def spent(self, line: LineId) -> list[int]:
+        """`Ledger.spent`."""
+        await self._turn()
+        return sorted(
+            number
+            for name, number in self._spent
+            if name == line and self._commands.find(request_id(name, number)) is None
+        )
+
+    async def add_uses(self, uses: Sequence[Use]) -> None:
+        """`Ledger.add_uses`."""
+        await self._write()
+        self._count(uses)
+
+    def _count(self, uses: Sequence[Use]) -> None:
+        hour = hour_of(self.now())
+        for use in uses:
+            self._usage[hour, use.key] = self._usage.get((hour, use.key), 0.0) + use.amount
+
+    async def usage(self, tenant_id: TenantId, *, since: float, before: float) -> list[UsageRow]:
+        """`Ledger.usage`."""
+        await self._turn()
+        rows = [
+            UsageRow(key=key, hour=hour, amount=amount)
+            for (hour, key), amount in self._usage.items()
+            if key.tenant_id == tenant_id and since <= hour < before
+        ]
+        return sorted(
+            rows,
+            key=lambda r: (r.hour, r.key.kind, r.key.session_id, r.key.line, r.key.base_model),
+        )
+
+    # Keeping
+
+    async def sweep(self) -> Swept:
+        """`Ledger.sweep`."""
+        await self._write()
+        now, keep = self.now(), self._retention
+        ended = [k for k in self._commands.all() if k.command.settled_at is not None]
+        old = [
+            k for k in ended if k.result is not None and k.was_settled_before(now - keep.result_s)
+        ]
+        for kept in old:
+            kept.drop_result()
+        forgotten = [
+            k
+            for k in ended
+            if k.was_settled_before(now - keep.command_s)
+            and (
+                not k.command.is_ordered
+                or k.command.seq_id < self._line(k.command.line).snapshot_position
+            )
+        ]
+        for kept in forgotten:
+            self._commands.forget(kept)
+        sessions, entries = self._sweep_sessions(now - keep.session_s)
+        audit = self._shelf(AuditEntry)
+        entries += audit.drop_due(now - keep.audit_s)
+        self._usage = {k: v for k, v in self._usage.items() if k[0] >= int(now - keep.usage_s)}
+        return Swept(results=len(old), commands=len(forgotten), sessions=sessions, entries=entries)
+
+    def _sweep_sessions(self, before: float) -> tuple[int, int]:
+        sessions = entries = 0
+        for session in self._shelf(Session).kept():
+            if session.ended_at is None or session.ended_at >= before:
+                continue
+            saved = {entry.run_id for entry in self._shelf(CheckpointEntry).kept()}
+            kinds: tuple[type[Entry], ...] = (Model, Sampler, CustomLoss)
+            for kind in kinds:
+                for entry in self._shelf(kind).kept():
+                    if entry.parent_id == session.id and not (kind is Model and entry.id in saved):
+                        self._drop_line(LineId(entry.id))
+                        self._shelf(kind).drop(entry.id)
+                        entries += 1
+            self._shelf(Session).drop(session.id)
+            sessions, entries = sessions + 1, entries + 1
+        return sessions, entries
+
+    def _drop_line(self, line: LineId) -> None:
+        for kept in self._commands.of_line(line):
+            self._commands.forget(kept)
+        self._lines.pop(line, None)
+        self._spent = {one for one in self._spent if one[0] != line}

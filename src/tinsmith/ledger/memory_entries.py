@@ -1,0 +1,122 @@
+"""Entries of one kind, in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
+
+import msgspec
+
+from tinsmith.errors import UnknownEntryError
+from tinsmith.ledger.base import PAGE, Entries
+from tinsmith.ledger.records import Entry, TenantId
+
+E = TypeVar("E", bound=Entry)
+Turn = Callable[[], Awaitable[None]]
+
+
+class MemoryEntries(Entries[E], Generic[E]):
+    """Entries by id, oldest first."""
+
+    def __init__(self, kind: type[E], write: Turn, read: Turn) -> None:
+        self._kind = kind
+        self._write = write
+        self._read = read
+        self._kept: dict[str, bytes] = {}
+
+    async def add(self, entry: E) -> E:
+        """`Entries.add`."""
+        await self._write()
+        if entry.id in self._kept:
+            return self._decoded(self._kept[entry.id])
+        self._kept[entry.id] = msgspec.json.encode(entry)
+        return entry
+
+    async def put(self, entry: E) -> E | None:
+        """`Entries.put`."""
+        await self._write()
+        body = msgspec.json.encode(entry)
+        old = self._kept.pop(entry.id, None)
+        self._kept[entry.id] = body
+        return None if old is None else self._decoded(old)
+
+    async def get(self, entry_id: str) -> E | None:
+        """`Entries.get`."""
+        await self._read()
+        body = self._kept.get(entry_id)
+        return None if body is None else self._decoded(body)
+
+    async def change(self, entry_id: str, change: Callable[[E], E]) -> E:
+        """`Entries.change`."""
+        await self._write()
+        if entry_id not in self._kept:
+            raise UnknownEntryError(f"there is no {self._kind.kind} {entry_id!r:.200}")
+        new = change(self._decoded(self._kept[entry_id]))
+        assert new.id == entry_id, "an entry keeps its id"
+        self._kept[entry_id] = msgspec.json.encode(new)
+        return new
+
+    async def remove(self, entry_id: str) -> bool:
+        """`Entries.remove`."""
+        await self._write()
+        return self.drop(entry_id)
+
+    async def all(self, *, limit: int = PAGE, offset: int = 0) -> list[E]:
+        """`Entries.all`."""
+        await self._read()
+        return self.kept()[offset : offset + limit]
+
+    async def of_tenant(
+        self, tenant_id: TenantId, *, limit: int = PAGE, offset: int = 0
+    ) -> list[E]:
+        """`Entries.of_tenant`."""
+        await self._read()
+        found = [entry for entry in self.kept() if entry.tenant_id == tenant_id]
+        return found[offset : offset + limit]
+
+    async def of_parent(self, parent_id: str, *, limit: int = PAGE, offset: int = 0) -> list[E]:
+        """`Entries.of_parent`."""
+        await self._read()
+        found = [entry for entry in self.kept() if entry.parent_id == parent_id]
+        return found[offset : offset + limit]
+
+    async def due(
+        self,
+        before: float,
+        *,
+        since: float = 0.0,
+        tenant_id: TenantId | None = None,
+        limit: int = PAGE,
+    ) -> list[E]:
+        """`Entries.due`."""
+        await self._read()
+        found = [
+            (entry.due_at, entry)
+            for entry in reversed(self.kept())
+            if entry.due_at is not None
+            and since <= entry.due_at < before
+            and tenant_id in (None, entry.tenant_id)
+        ]
+        return [entry for _, entry in sorted(found, key=lambda pair: pair[0])][:limit]
+
+    async def count(self, *, tenant_id: TenantId | None = None) -> int:
+        """`Entries.count`."""
+        await self._read()
+        return sum(tenant_id in (None, entry.tenant_id) for entry in self.kept())
+
+    def kept(self) -> list[E]:
+        """All of them, newest first."""
+        return [self._decoded(body) for body in reversed(self._kept.values())]
+
+    def drop(self, entry_id: str) -> bool:
+        """Forget one; whether there was one."""
+        return self._kept.pop(entry_id, None) is not None
+
+    def drop_due(self, before: float) -> int:
+        """Forget those that were due before a time; returns how many."""
+        due = [e for e in self.kept() if e.due_at is not None and e.due_at < before]
+        return sum(self.drop(entry.id) for entry in due)
+
+    def _decoded(self, body: bytes) -> E:
+        # Kept as bytes, so that nobody holds what another may change.
+        return msgspec.json.decode(body, type=self._kind)

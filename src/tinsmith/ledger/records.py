@@ -1,0 +1,386 @@
+"""What the ledger keeps, as its callers hold it: commands, results, and things looked up by id.
+
+All are frozen. Times are seconds since the epoch, by the ledger's own clock (`clock.py`). Payloads
+are bytes that the ledger never looks into.
+
+Knows nothing of how they are stored.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, ClassVar, NewType
+
+import msgspec
+
+from tinsmith.errors import UnknownEntryError, ValidationError
+
+TenantId = NewType("TenantId", str)
+SessionId = NewType("SessionId", str)
+LineId = NewType("LineId", str)
+"""Whose commands are numbered together: a model, a sampling session, or a session's losses."""
+RequestId = NewType("RequestId", str)
+
+LARGEST_NUMBER = 2**63 - 1
+
+
+class CommandState(enum.IntEnum):
+    """How far a command is."""
+
+    PENDING = 0
+    CLAIMED = 1
+    SETTLED = 2
+
+
+class Submission(msgspec.Struct, frozen=True, kw_only=True):
+    """A command that is to be appended. (`line`, `seq_id`) is its identity."""
+
+    line: LineId
+    seq_id: int | None
+    """Its number in the line; None takes the next free one, and makes it new each time."""
+    kind: str
+    """What is asked, by the name of its endpoint."""
+    tenant_id: TenantId
+    session_id: SessionId
+    fingerprint: bytes
+    """Equal for equal requests, and for no others. What a retry may change is left out of it."""
+    payload: bytes
+    is_ordered: bool = True
+    """Whether the line runs in the order of its numbers, and is replayed after a crash."""
+    clone: int | None = None
+    """In which feed of the line its end is announced; None for no feed."""
+
+    def __post_init__(self) -> None:
+        if self.seq_id is not None and not 0 <= self.seq_id <= LARGEST_NUMBER:
+            raise ValidationError(f"seq_id is {self.seq_id}; it may be 0 to {LARGEST_NUMBER}")
+        if not self.line or "\0" in self.line:
+            raise ValidationError(f"{self.line!r:.80} cannot name a line of commands")
+
+
+class Command(msgspec.Struct, frozen=True, kw_only=True):
+    """A command as it stands; its payload and its result are fetched apart."""
+
+    ordinal: int
+    """In which order commands were appended, over all lines."""
+    line: LineId
+    seq_id: int
+    kind: str
+    tenant_id: TenantId
+    session_id: SessionId
+    clone: int | None
+    is_ordered: bool
+    fingerprint: bytes
+    payload_bytes: int
+    created_at: float
+    state: CommandState = CommandState.PENDING
+    claimed_by: str | None = None
+    claimed_at: float | None = None
+    settled_at: float | None = None
+    is_failed: bool = False
+    result_bytes: int = 0
+    is_gone: bool = False
+    """Whether its result is no longer kept."""
+
+    @property
+    def request_id(self) -> RequestId:
+        """What its client asks for the result with."""
+        return request_id(self.line, self.seq_id)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it has ended, well or badly."""
+        return self.state is CommandState.SETTLED
+
+
+def request_id(line: LineId, seq_id: int) -> RequestId:
+    """The request id that a command has by its identity."""
+    return RequestId(f"{line}:{seq_id}")
+
+
+def identity(request: str) -> tuple[LineId, int]:
+    """The identity that is in a request id; raises `UnknownEntryError` where there is none."""
+    line, _, number = request.rpartition(":")
+    is_number = number.isascii() and number.isdigit() and len(number) <= 19
+    # Only as we write it: "m:01" must not be another name of "m:1".
+    if not line or "\0" in line or not is_number or str(int(number)) != number:
+        raise UnknownEntryError(f"there is no request {request!r:.200}")
+    if int(number) > LARGEST_NUMBER:
+        raise UnknownEntryError(f"there is no request {request!r:.200}")
+    return LineId(line), int(number)
+
+
+class Appended(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to a submission."""
+
+    request_id: RequestId
+    seq_id: int
+    is_new: bool
+    """False if it repeats one that was appended before."""
+
+
+class UsageKey(msgspec.Struct, frozen=True, kw_only=True):
+    """Whose use of what is counted together, within an hour."""
+
+    tenant_id: TenantId
+    kind: str
+    """`training`, `sampling_prefill`, `sampling_prefill_cached`, `sampling_sample`, …"""
+    session_id: str = ""
+    line: str = ""
+    base_model: str = ""
+
+
+class Use(msgspec.Struct, frozen=True, kw_only=True):
+    """Something used: tokens, checkpoints, or gigabyte-hours."""
+
+    key: UsageKey
+    amount: float
+
+
+class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
+    """What was used in the hour that begins at `hour`."""
+
+    key: UsageKey
+    hour: int
+    amount: float
+
+
+class Settlement(msgspec.Struct, frozen=True, kw_only=True):
+    """How a command ended."""
+
+    request_id: RequestId
+    payload: bytes
+    is_failed: bool = False
+    uses: tuple[Use, ...] = ()
+    """Counted with the settlement or not at all."""
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """What a settled command gave: the bytes of its answer, or of its failure."""
+
+    payload: bytes
+    is_failed: bool
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """A command of a feed has ended; the next poll asks for what came after `cursor`."""
+
+    cursor: int
+    request_id: RequestId
+    is_failed: bool
+    result_bytes: int
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """How far an ordered line is, and from where it is replayed."""
+
+    line: LineId
+    position: int
+    """All numbers below are settled or were passed over."""
+    snapshot_position: int = 0
+    """All numbers below are in the snapshot."""
+    snapshot: str | None = None
+    """Where the snapshot is; None if the line is replayed from its start."""
+    asked_at: float | None = None
+    """When the command with its highest number came; None once that is swept away."""
+
+
+# Things that are looked up by id
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """Something with an id. Fields may be added with a default; none may change its meaning."""
+
+    kind: ClassVar[str]
+
+    id: str
+    tenant_id: TenantId
+    created_at: float
+
+    @property
+    def parent_id(self) -> str:
+        """What it belongs to, by which it can be listed."""
+        return self.tenant_id
+
+    @property
+    def due_at(self) -> float | None:
+        """The time by which it can be listed, such as its expiry."""
+        return None
+
+
+class Tenant(Entry, frozen=True, kw_only=True):
+    """Who keys belong to. Its `tenant_id` is its own id."""
+
+    kind: ClassVar[str] = "tenant"
+
+    name: str
+    quotas: dict[str, int] = {}
+
+
+class ApiKey(Entry, frozen=True, kw_only=True):
+    """A key; its id is the digest of it, the key itself is nowhere."""
+
+    kind: ClassVar[str] = "api_key"
+
+    name: str
+    shown: str
+    """Its first characters, so that a person can tell it from others."""
+    revoked_at: float | None = None
+
+
+class Session(Entry, frozen=True, kw_only=True):
+    """One client's stay. Listed by when it was last heard of, or when it ended."""
+
+    kind: ClassVar[str] = "session"
+
+    project_id: str
+    heartbeat_at: float
+    display_name: str | None = None
+    sdk_version: str = ""
+    tags: list[str] = []
+    user_metadata: dict[str, Any] = {}
+    ended_at: float | None = None
+    ending: dict[str, Any] | None = None
+    """How it ended, in the plain form of the API's session status."""
+
+    @property
+    def parent_id(self) -> str:
+        """Its project."""
+        return self.project_id
+
+    @property
+    def due_at(self) -> float:
+        """When it was last heard of or ended."""
+        return self.heartbeat_at if self.ended_at is None else self.ended_at
+
+
+class Model(Entry, frozen=True, kw_only=True):
+    """A training run. Its line has the same id."""
+
+    kind: ClassVar[str] = "model"
+
+    session_id: SessionId
+    base_model: str
+    config: dict[str, Any] = {}
+    """LoRA and optimizer settings, in the plain form of the API's types."""
+    user_metadata: dict[str, Any] | None = None
+    released_at: float | None = None
+    """When the engine let go of it."""
+
+    @property
+    def parent_id(self) -> str:
+        """Its session."""
+        return self.session_id
+
+
+class Sampler(Entry, frozen=True, kw_only=True):
+    """A sampling session. Its line has the same id."""
+
+    kind: ClassVar[str] = "sampler"
+
+    session_id: SessionId
+    base_model: str
+    model_path: str | None = None
+    clones: int = 0
+    """How many clients have joined it; the newest of them has this number."""
+
+    @property
+    def parent_id(self) -> str:
+        """Its session."""
+        return self.session_id
+
+
+class CheckpointEntry(Entry, frozen=True, kw_only=True):
+    """What is known of saved weights; the id is their `tinker://` path."""
+
+    kind: ClassVar[str] = "checkpoint"
+
+    run_id: str
+    checkpoint_id: str
+    size_bytes: int = 0
+    is_published: bool = False
+    expires_at: float | None = None
+    user_metadata: dict[str, str] | None = None
+    details: dict[str, Any] = {}
+
+    @property
+    def parent_id(self) -> str:
+        """Its training run."""
+        return self.run_id
+
+    @property
+    def due_at(self) -> float | None:
+        """When it expires."""
+        return self.expires_at
+
+
+class CustomLoss(Entry, frozen=True, kw_only=True):
+    """An uploaded loss, as a checked graph."""
+
+    kind: ClassVar[str] = "custom_loss"
+
+    session_id: SessionId
+    name: str
+    graph: dict[str, Any]
+
+    @property
+    def parent_id(self) -> str:
+        """Its session."""
+        return self.session_id
+
+
+class AuditEntry(Entry, frozen=True, kw_only=True):
+    """Something that was done, and is kept for a while."""
+
+    kind: ClassVar[str] = "audit"
+
+    event: str
+    details: dict[str, Any] = {}
+    model_id: str | None = None
+    tinker_path: str | None = None
+
+    @property
+    def due_at(self) -> float:
+        """When it happened."""
+        return self.created_at
+
+
+class Retention(msgspec.Struct, frozen=True, kw_only=True):
+    """How long things are kept that nobody needs any more, in seconds."""
+
+    result_s: float = 24 * 3600.0
+    """Results that nobody acknowledged, from when they were settled."""
+    command_s: float = 2 * 24 * 3600.0
+    """What is known of settled commands: it tells a late retry from a new request."""
+    session_s: float = 90 * 24 * 3600.0
+    """Ended sessions, with their samplers, losses, and runs without checkpoints."""
+    audit_s: float = 400 * 24 * 3600.0
+    usage_s: float = 400 * 24 * 3600.0
+
+
+class Swept(msgspec.Struct, frozen=True, kw_only=True):
+    """What one sweep removed."""
+
+    results: int = 0
+    commands: int = 0
+    sessions: int = 0
+    entries: int = 0
+    files: int = 0
+
+
+class LedgerStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """The ledger at one moment."""
+
+    pending: int
+    claimed: int
+    settled: int
+    oldest_pending_s: float
+    """How long the oldest pending command has waited."""
+    payload_bytes: int
+    """Payloads and results that are kept, wherever they are."""
+    payload_files: int
+    stored_bytes: int
+    """What the database takes on disk; 0 in memory."""
+    commits: int
+    """Since it was opened."""
+    writes: int
+    """Since it was opened; over `commits` it is how many share one."""

@@ -1,0 +1,47 @@
+"""Opens the ledger that an address names, and imports nothing of the others.
+
+| address | ledger |
+|---|---|
+| `memory:` | in this process, lost with it |
+| `sqlite:///path/to/folder` | a folder with one SQLite file, for one process |
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from tinsmith.errors import ValidationError
+from tinsmith.ledger.base import Ledger
+from tinsmith.ledger.records import Retention
+
+
+async def open_ledger(address: str, *, retention: Retention | None = None) -> Ledger:
+    """Open a ledger, or make it where there is none.
+
+    Raises:
+        ValidationError: The address names no ledger that is known.
+        LedgerError: It cannot be opened; the message says why and what to do.
+    """
+    scheme = urlsplit(address).scheme
+    if scheme == "memory":
+        from tinsmith.ledger.memory import MemoryLedger
+
+        return MemoryLedger(retention=retention)
+    if scheme == "sqlite":
+        from tinsmith.ledger.sqlite import SqliteLedger
+
+        return await SqliteLedger.open(_folder(address), retention=retention)
+    raise ValidationError(
+        f"{scheme or 'no scheme'!r} is not a kind of ledger",
+        remedy="use memory: or sqlite:///path/to/folder",
+    )
+
+
+def _folder(address: str) -> Path:
+    parts = urlsplit(address)
+    if parts.netloc or not parts.path or parts.query:
+        raise ValidationError(
+            f"{address!r:.200} names no folder", remedy="use sqlite:///path/to/folder"
+        )
+    return Path(unquote(parts.path))

@@ -1,0 +1,408 @@
+"""The ledger over a database: what SQLite and PostgreSQL share.
+
+Every method here is an operation from `command_steps.py`, `entry_steps.py` or `keeping_steps.py`,
+handed to the variant's `_write` or `_read`. Payloads are kept before the row that names them.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import math
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from tinsmith.errors import LedgerDamagedError, LedgerUnavailableError
+from tinsmith.ledger import command_steps, entry_steps, keeping_steps
+from tinsmith.ledger.base import PAGE, Entries, Ledger
+from tinsmith.ledger.clock import SteadyClock
+from tinsmith.ledger.payloads import INLINE_BYTES, Kept, inline
+from tinsmith.ledger.records import (
+    Appended,
+    Command,
+    Completion,
+    Entry,
+    LedgerStatistics,
+    Line,
+    LineId,
+    RequestId,
+    Result,
+    Retention,
+    Session,
+    SessionId,
+    Settlement,
+    Submission,
+    Swept,
+    TenantId,
+    UsageRow,
+    Use,
+)
+from tinsmith.ledger.steps import Operation, Query
+from tinsmith.ledger.wakeups import NEW_WORK, Wakeups, feed_topic, settled_topic
+
+T = TypeVar("T")
+E = TypeVar("E", bound=Entry)
+
+
+class SqlLedger(Ledger):
+    """All promises but durability and isolation, which are the variant's."""
+
+    def __init__(self, retention: Retention, clock: SteadyClock) -> None:
+        self._retention = retention
+        self._clock = clock
+        self._wakeups = Wakeups()
+        self._large: set[asyncio.Task[Any]] = set()
+        self._inline_bytes = INLINE_BYTES
+
+    # What a variant adds
+
+    @abc.abstractmethod
+    async def _write(self, operation: Operation[T]) -> T:
+        """Run an operation after all earlier ones; returns when it is durable."""
+
+    @abc.abstractmethod
+    async def _read(self, operation: Operation[T]) -> T:
+        """Run an operation that changes nothing, on what is durable now."""
+
+    @abc.abstractmethod
+    async def _keep_file(self, payload: bytes) -> Kept:
+        """Write a large payload, so that it survives a crash."""
+
+    @abc.abstractmethod
+    async def _discard(self, kept: Sequence[Kept], *, is_named: bool) -> None:
+        """A row names these files now, or none ever will."""
+
+    @abc.abstractmethod
+    async def _fetch_file(self, kept: Kept) -> bytes:
+        """Read a large payload."""
+
+    @abc.abstractmethod
+    async def _stored_bytes(self) -> int:
+        """What the database takes."""
+
+    @abc.abstractmethod
+    def _written(self) -> tuple[int, int]:
+        """How many commits there were, and how many writes in them."""
+
+    @abc.abstractmethod
+    async def _sweep_files(self) -> int:
+        """Delete payload files that nothing names."""
+
+    # Life
+
+    def now(self) -> float:
+        """`Ledger.now`."""
+        return self._clock.now()
+
+    async def statistics(self) -> LedgerStatistics:
+        """`Ledger.statistics`."""
+        commits, writes = self._written()
+        stored_bytes = await self._stored_bytes()
+        return await self._read(
+            lambda effects: keeping_steps.statistics(
+                effects, self.now(), stored_bytes, commits, writes
+            )
+        )
+
+    async def sweep(self) -> Swept:
+        """`Ledger.sweep`."""
+        now, keep = self.now(), self._retention
+        steps = keeping_steps
+        results = await self._write(partial(steps.sweep_results, before=now - keep.result_s))
+        commands = await self._write(partial(steps.sweep_commands, before=now - keep.command_s))
+        sessions = entries = 0
+        for session in await self.entries(Session).due(now - keep.session_s):
+            if session.ended_at is not None:
+                entries += await self._write(partial(steps.sweep_session, session=session))
+                sessions += 1
+        entries += await self._write(partial(steps.sweep_audit, before=now - keep.audit_s))
+        await self._write(partial(steps.sweep_usage, before=now - keep.usage_s))
+        files = await self._sweep_files()
+        return Swept(
+            results=results, commands=commands, sessions=sessions, entries=entries, files=files
+        )
+
+    def entries(self, kind: type[E]) -> Entries[E]:
+        """`Ledger.entries`."""
+        return _SqlEntries(self, kind)
+
+    # Commands
+
+    async def append(self, submission: Submission) -> Appended:
+        """`Ledger.append`."""
+        if len(submission.payload) > self._inline_bytes:
+            return await self._finish(self._append_large(submission))
+        return await self._append(submission, inline(submission.payload))
+
+    async def _append(self, submission: Submission, kept: Kept) -> Appended:
+        now = self.now()
+        return await self._write(
+            lambda effects: command_steps.append(effects, submission, kept, now)
+        )
+
+    async def _append_large(self, submission: Submission) -> Appended:
+        kept = await self._keep_file(submission.payload)
+        is_named = False
+        try:
+            appended = await self._append(submission, kept)
+            is_named = appended.is_new
+        except LedgerUnavailableError:
+            is_named = True  # perhaps; the sweep will see
+            raise
+        finally:
+            await self._discard([kept], is_named=is_named)
+        return appended
+
+    async def _finish(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do work to its end even if its caller is cancelled: files and rows must agree."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._large.add(task)
+        task.add_done_callback(self._large.discard)
+        return await asyncio.shield(task)
+
+    async def _wait_large(self) -> None:
+        await asyncio.gather(*self._large, return_exceptions=True)
+
+    async def spend(self, line: LineId, seq_id: int) -> None:
+        """`Ledger.spend`."""
+        await self._write(lambda effects: entry_steps.spend(effects, line, seq_id))
+
+    async def command(self, request_id: str) -> Command:
+        """`Ledger.command`."""
+        return await self._read(lambda effects: command_steps.command(effects, request_id))
+
+    async def commands_of(
+        self, session_id: SessionId, *, after: int = 0, limit: int = PAGE
+    ) -> list[Command]:
+        """`Ledger.commands_of`."""
+        return await self._read(
+            lambda effects: command_steps.commands_of(effects, session_id, after, limit)
+        )
+
+    async def result(self, request_id: str) -> Result | None:
+        """`Ledger.result`."""
+        try:
+            return await self._result(request_id)
+        except LedgerDamagedError:
+            # It may have been acknowledged between row and file; the row knows.
+            return await self._result(request_id)
+
+    async def _result(self, request_id: str) -> Result | None:
+        found = await self._read(lambda effects: command_steps.result(effects, request_id))
+        if found is None:
+            return None
+        kept, is_failed = found
+        return Result(payload=await self._fetch(kept), is_failed=is_failed)
+
+    async def _fetch(self, kept: Kept) -> bytes:
+        if kept.file is None:
+            return kept.content or b""
+        return await self._fetch_file(kept)
+
+    async def wait_settled(self, request_id: str, *, timeout_s: float) -> Command:
+        """`Ledger.wait_settled`."""
+        return await self._wakeups.wait_until(
+            settled_topic(request_id),
+            lambda: self.command(request_id),
+            lambda command: command.is_settled,
+            timeout_s,
+        )
+
+    async def acknowledge(self, request_ids: Iterable[str]) -> None:
+        """`Ledger.acknowledge`."""
+        wanted = list(request_ids)
+        if wanted:
+            await self._write(lambda effects: command_steps.acknowledge(effects, wanted))
+
+    async def completions(
+        self, line: LineId, clone: int, *, after: int, limit: int = PAGE
+    ) -> list[Completion]:
+        """`Ledger.completions`."""
+        return await self._read(
+            lambda effects: command_steps.completions(effects, line, clone, after, limit)
+        )
+
+    async def wait_completions(
+        self, line: LineId, clone: int, *, after: int, timeout_s: float, limit: int = PAGE
+    ) -> list[Completion]:
+        """`Ledger.wait_completions`."""
+        return await self._wakeups.wait_until(
+            feed_topic(line, clone),
+            lambda: self.completions(line, clone, after=after, limit=limit),
+            bool,
+            timeout_s,
+        )
+
+    async def cancel(self, settlement: Settlement) -> bool:
+        """`Ledger.cancel`."""
+        return bool(await self._settle([settlement], is_cancel=True))
+
+    async def claim(self, claimer: str, *, limit: int) -> list[Command]:
+        """`Ledger.claim`."""
+        now = self.now()
+        return await self._write(lambda effects: command_steps.claim(effects, claimer, limit, now))
+
+    async def release_claims(self, claimer: str) -> int:
+        """`Ledger.release_claims`."""
+        return await self._write(partial(command_steps.release_claims, claimer=claimer))
+
+    async def wait_for_commands(self, claimer: str, *, timeout_s: float) -> bool:
+        """`Ledger.wait_for_commands`."""
+        return await self._wakeups.wait_until(
+            NEW_WORK,
+            lambda: self._read(partial(command_steps.has_work, claimer=claimer)),
+            bool,
+            timeout_s,
+        )
+
+    async def take_cancelled(self, claimer: str) -> list[RequestId]:
+        """`Ledger.take_cancelled`."""
+        return await self._write(lambda effects: command_steps.take_cancelled(effects, claimer))
+
+    async def payload(self, request_id: str) -> bytes:
+        """`Ledger.payload`."""
+        try:
+            return await self._payload(request_id)
+        except LedgerDamagedError:
+            return await self._payload(request_id)  # as in `result`
+
+    async def _payload(self, request_id: str) -> bytes:
+        kept = await self._read(lambda effects: command_steps.payload(effects, request_id))
+        return await self._fetch(kept)
+
+    async def settle(self, settlements: Sequence[Settlement]) -> list[RequestId]:
+        """`Ledger.settle`."""
+        return await self._settle(settlements)
+
+    async def _settle(
+        self, settlements: Sequence[Settlement], *, is_cancel: bool = False
+    ) -> list[RequestId]:
+        if any(len(one.payload) > self._inline_bytes for one in settlements):
+            return await self._finish(self._settle_large(settlements, is_cancel=is_cancel))
+        kept = [(one, inline(one.payload)) for one in settlements]
+        return await self._settle_kept(kept, is_cancel=is_cancel)
+
+    async def _settle_kept(
+        self, kept: list[tuple[Settlement, Kept]], *, is_cancel: bool
+    ) -> list[RequestId]:
+        now = self.now()
+        return await self._write(
+            lambda effects: command_steps.settle(effects, kept, now, is_cancel=is_cancel)
+        )
+
+    async def _settle_large(
+        self, settlements: Sequence[Settlement], *, is_cancel: bool
+    ) -> list[RequestId]:
+        kept: list[tuple[Settlement, Kept]] = []
+        try:
+            for one in settlements:
+                is_small = len(one.payload) <= self._inline_bytes
+                kept.append(
+                    (one, inline(one.payload) if is_small else await self._keep_file(one.payload))
+                )
+            return await self._settle_kept(kept, is_cancel=is_cancel)
+        finally:
+            # Those that no row names were dropped by the settlement itself, or will be swept.
+            await self._discard([place for _, place in kept], is_named=True)
+
+    # Lines and usage
+
+    async def line(self, line: LineId) -> Line:
+        """`Ledger.line`."""
+        return await self._read(lambda effects: entry_steps.line(effects, line))
+
+    async def pass_over(self, line: LineId, position: int) -> None:
+        """`Ledger.pass_over`."""
+        await self._write(lambda effects: entry_steps.pass_over(effects, line, position))
+
+    async def record_snapshot(
+        self, line: LineId, position: int, reference: str | None
+    ) -> str | None:
+        """`Ledger.record_snapshot`."""
+        return await self._write(
+            lambda effects: entry_steps.record_snapshot(effects, line, position, reference)
+        )
+
+    async def replay(self, line: LineId) -> list[Command]:
+        """`Ledger.replay`."""
+        return await self._read(lambda effects: entry_steps.replay(effects, line))
+
+    async def spent(self, line: LineId) -> list[int]:
+        """`Ledger.spent`."""
+        return await self._read(lambda effects: entry_steps.spent(effects, line))
+
+    async def add_uses(self, uses: Sequence[Use]) -> None:
+        """`Ledger.add_uses`."""
+        now = self.now()
+        await self._write(lambda effects: command_steps.add_uses(effects, uses, now))
+
+    async def usage(self, tenant_id: TenantId, *, since: float, before: float) -> list[UsageRow]:
+        """`Ledger.usage`."""
+        hours = math.ceil(since), math.ceil(before)  # an hour begins on a whole second
+        return await self._read(lambda effects: entry_steps.usage(effects, tenant_id, *hours))
+
+
+class _SqlEntries(Entries[E]):
+    """The entries of one kind in a database."""
+
+    def __init__(self, ledger: SqlLedger, kind: type[E]) -> None:
+        self._ledger = ledger
+        self._kind = kind
+
+    async def add(self, entry: E) -> E:
+        return await self._ledger._write(lambda effects: entry_steps.add(effects, entry))
+
+    async def put(self, entry: E) -> E | None:
+        return await self._ledger._write(lambda effects: entry_steps.put(effects, entry))
+
+    async def get(self, entry_id: str) -> E | None:
+        return await self._ledger._read(
+            lambda effects: entry_steps.get(effects, self._kind, entry_id)
+        )
+
+    async def change(self, entry_id: str, change: Callable[[E], E]) -> E:
+        return await self._ledger._write(
+            lambda effects: entry_steps.change(effects, self._kind, entry_id, change)
+        )
+
+    async def remove(self, entry_id: str) -> bool:
+        return await self._ledger._write(
+            lambda effects: entry_steps.remove(effects, self._kind, entry_id)
+        )
+
+    async def all(self, *, limit: int = PAGE, offset: int = 0) -> list[E]:
+        return await self._listed(("all_entries", (self._kind.kind, limit, offset)))
+
+    async def of_tenant(
+        self, tenant_id: TenantId, *, limit: int = PAGE, offset: int = 0
+    ) -> list[E]:
+        values = (self._kind.kind, tenant_id, limit, offset)
+        return await self._listed(("entries_of_tenant", values))
+
+    async def of_parent(self, parent_id: str, *, limit: int = PAGE, offset: int = 0) -> list[E]:
+        values = (self._kind.kind, parent_id, limit, offset)
+        return await self._listed(("entries_of_parent", values))
+
+    async def due(
+        self,
+        before: float,
+        *,
+        since: float = 0.0,
+        tenant_id: TenantId | None = None,
+        limit: int = PAGE,
+    ) -> list[E]:
+        values = (self._kind.kind, before, since, limit)
+        if tenant_id is None:
+            return await self._listed(("entries_due", values))
+        return await self._listed(("entries_due_of_tenant", (*values, tenant_id)))
+
+    async def count(self, *, tenant_id: TenantId | None = None) -> int:
+        return await self._ledger._read(
+            lambda effects: entry_steps.count(effects, self._kind, tenant_id)
+        )
+
+    async def _listed(self, query: Query) -> list[E]:
+        return await self._ledger._read(
+            lambda effects: entry_steps.listed(effects, self._kind, query)
+        )

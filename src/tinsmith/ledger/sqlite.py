@@ -1,0 +1,287 @@
+"""The ledger in one SQLite file, for one process.
+
+One connection writes, on a thread of its own (`group_commit.py`); others read. The file is in WAL
+mode with `synchronous=FULL`: a commit is on the disk when it returns. Large payloads are files in a
+folder beside it. A lock file keeps a second process out.
+
+    <folder>/ledger.sqlite3     commands, results, entries, usage
+    <folder>/ledger.lock        held while the ledger is open
+    <folder>/payloads/          large payloads and results, one file each
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import sqlite3
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import IO, Self, TypeVar
+
+from tinsmith.errors import LedgerUnavailableError, LedgerVersionError
+from tinsmith.ledger import keeping_steps, migrations
+from tinsmith.ledger.clock import SteadyClock
+from tinsmith.ledger.group_commit import GroupWriter, unavailable
+from tinsmith.ledger.payloads import INLINE_BYTES, Kept, PayloadFiles
+from tinsmith.ledger.records import Retention
+from tinsmith.ledger.sql_ledger import SqlLedger
+from tinsmith.ledger.statements import migrations as known_migrations
+from tinsmith.ledger.statements import sqlite_queries
+from tinsmith.ledger.steps import Effects, Operation, Row, Value, run_steps
+
+T = TypeVar("T")
+
+APPLICATION_ID = 0x54494E53
+"""Tells our files from those of other programs."""
+OLDEST_SQLITE = (3, 37, 0)
+"""The first with STRICT tables."""
+READERS = 2
+BUSY_S = 5.0
+"""How long another program may hold the file before a write gives up."""
+LARGEST_LOG_PAGES = 8000
+"""Under steady load the log is moved into the database at this length, in pages of 4 kB."""
+
+
+class SqliteLedger(SqlLedger):
+    """A ledger in a folder."""
+
+    def __init__(
+        self, folder: Path, retention: Retention, clock: SteadyClock, inline_bytes: int
+    ) -> None:
+        super().__init__(retention, clock)
+        self._inline_bytes = inline_bytes
+        self._path = folder / "ledger.sqlite3"
+        self._lock_path = folder / "ledger.lock"
+        self._lock: IO[str] | None = None
+        self._files = PayloadFiles(folder / "payloads")
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="tinsmith-ledger-read")
+        self._connections = threading.local()
+        self._opened: list[sqlite3.Connection] = []
+        self._writer = GroupWriter(self._connect_writer, self._follow)
+        self._is_closed = False
+
+    @classmethod
+    async def open(
+        cls,
+        folder: Path,
+        *,
+        retention: Retention | None = None,
+        clock: SteadyClock | None = None,
+        inline_bytes: int = INLINE_BYTES,
+    ) -> Self:
+        """Open the ledger in a folder, or make one there.
+
+        Raises:
+            LedgerUnavailableError: Another process has it open, or the folder cannot be written.
+            LedgerVersionError: The file is no ledger, or not one that this version can use.
+        """
+        ledger = cls(folder, retention or Retention(), clock or SteadyClock(), inline_bytes)
+        try:
+            await asyncio.to_thread(ledger._prepare)
+            await ledger._writer.start()
+            ledger._clock.start_after(await ledger._read(keeping_steps.latest_time))
+        except BaseException:
+            await ledger.close()
+            raise
+        return ledger
+
+    async def close(self) -> None:
+        """`Ledger.close`."""
+        await self._wait_large()
+        await self._writer.close()
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._wakeups.tell_all()
+        await asyncio.to_thread(self._readers.shutdown)
+        for connection in self._opened:
+            connection.close()
+        if self._lock is not None:
+            self._lock.close()
+
+    # Writing and reading
+
+    async def _write(self, operation: Operation[T]) -> T:
+        return await self._writer.write(operation)
+
+    async def _read(self, operation: Operation[T]) -> T:
+        return await self._on_reader(self._run_read, operation)
+
+    async def _on_reader(self, work: Callable[..., T], *values: object) -> T:
+        if self._is_closed:
+            raise LedgerUnavailableError("the ledger is closed")
+        return await asyncio.get_running_loop().run_in_executor(self._readers, work, *values)
+
+    def _run_read(self, operation: Operation[T]) -> T:
+        try:
+            connection = self._reading_connection()
+            connection.execute("BEGIN")  # one view of the database for all its queries
+            try:
+                return run_steps(operation(Effects()), partial(_ask, connection))
+            finally:
+                connection.execute("ROLLBACK")
+        except sqlite3.Error as exc:
+            raise unavailable(exc) from exc
+
+    def _reading_connection(self) -> sqlite3.Connection:
+        connection: sqlite3.Connection | None = getattr(self._connections, "mine", None)
+        if connection is None:
+            uri = f"{self._path.resolve().as_uri()}?mode=ro"
+            # Closed by another thread, when this one has ended.
+            connection = sqlite3.connect(
+                uri, uri=True, isolation_level=None, check_same_thread=False, timeout=BUSY_S
+            )
+            self._connections.mine = connection
+            self._opened.append(connection)
+        return connection
+
+    def _follow(self, effects: Effects) -> None:
+        self._wakeups.tell(effects.topics)
+        if effects.files and not self._is_closed:
+            self._readers.submit(self._files.delete, effects.files)
+
+    # Payload files
+
+    async def _keep_file(self, payload: bytes) -> Kept:
+        return await asyncio.to_thread(self._files.write, payload)
+
+    async def _discard(self, kept: Sequence[Kept], *, is_named: bool) -> None:
+        names = [one.file for one in kept if one.file is not None]
+        if not is_named:
+            await asyncio.to_thread(self._files.delete, names)
+        for name in names:
+            self._files.written(name)
+
+    async def _fetch_file(self, kept: Kept) -> bytes:
+        return await asyncio.to_thread(self._files.read, kept)
+
+    async def _sweep_files(self) -> int:
+        names = await asyncio.to_thread(lambda: list(self._files.settled_names()))
+        removed = 0
+        for start in range(0, len(names), keeping_steps.SWEPT_AT_ONCE):
+            some = names[start : start + keeping_steps.SWEPT_AT_ONCE]
+            orphans = await self._read(partial(keeping_steps.unnamed, files=some))
+            await asyncio.to_thread(self._files.delete, orphans)
+            removed += len(orphans)
+        return removed
+
+    async def _stored_bytes(self) -> int:
+        return _size(self._path) + _size(self._path.with_name(f"{self._path.name}-wal"))
+
+    def _written(self) -> tuple[int, int]:
+        return self._writer.commits, self._writer.writes
+
+    # Opening
+
+    def _prepare(self) -> None:
+        if sqlite3.sqlite_version_info < OLDEST_SQLITE:
+            raise LedgerVersionError(
+                f"this Python has SQLite {sqlite3.sqlite_version}, which is too old",
+                remedy="use a Python with SQLite 3.37 or newer",
+            )
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._take_lock()
+            self._files.prepare()
+        except OSError as exc:
+            raise LedgerUnavailableError(f"{self._path.parent} cannot be used: {exc}") from exc
+
+    def _take_lock(self) -> None:
+        lock = self._lock_path.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as exc:
+            lock.seek(0)
+            owner = lock.read().strip() or "unknown"
+            lock.close()
+            raise LedgerUnavailableError(
+                f"{self._path} is in use by process {owner}",
+                remedy="end that process, give this one another data folder, "
+                "or share a PostgreSQL ledger between them",
+            ) from exc
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        self._lock = lock
+
+    def _connect_writer(self) -> sqlite3.Connection:
+        try:
+            connection = sqlite3.connect(
+                self._path, isolation_level=None, timeout=BUSY_S, cached_statements=256
+            )
+            try:
+                self._bring_up(connection)
+            except BaseException:
+                connection.close()
+                raise
+        except sqlite3.OperationalError as exc:
+            raise unavailable(exc) from exc
+        except sqlite3.DatabaseError as exc:
+            raise LedgerVersionError(
+                f"{self._path} is not a ledger: {exc}",
+                remedy="restore it from a backup, or start with a new data folder",
+            ) from exc
+        return connection
+
+    def _bring_up(self, connection: sqlite3.Connection) -> None:
+        """Check the file before anything of it is changed, then bring its schema up to date."""
+        known = known_migrations("sqlite")
+        tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_schema")}
+        [(application,)] = connection.execute("PRAGMA application_id")
+        if application != APPLICATION_ID and (application or tables):
+            raise LedgerVersionError(
+                f"{self._path} is a database of another program",
+                remedy="start with a new data folder",
+            )
+        applied = list(connection.execute(migrations.READ)) if "migrations" in tables else []
+        if tables and not applied:
+            raise LedgerVersionError(
+                f"{self._path} is half-migrated: it has tables and no list of changes",
+                remedy="restore it from a backup, or start with a new data folder",
+            )
+        needed = migrations.missing(known, applied, str(self._path))
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute(f"PRAGMA wal_autocheckpoint = {LARGEST_LOG_PAGES}")
+        for migration in needed:
+            connection.execute("BEGIN IMMEDIATE")
+            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+            connection.execute(migrations.CREATE_TABLE)
+            for statement in _statements(migration.sql):
+                connection.execute(statement)
+            connection.execute(
+                "INSERT INTO migrations VALUES (?, ?, ?)",
+                (migration.number, migration.name, migration.digest),
+            )
+            connection.execute("COMMIT")
+
+
+_SQL = sqlite_queries()
+
+
+def _ask(connection: sqlite3.Connection, name: str, values: tuple[Value, ...]) -> Sequence[Row]:
+    return connection.execute(_SQL[name], values).fetchall()
+
+
+def _statements(sql: str) -> list[str]:
+    """The statements of a file: `executescript` would commit the transaction first."""
+    found, current = [], ""
+    for line in sql.splitlines(keepends=True):
+        current += line
+        if sqlite3.complete_statement(current):
+            found.append(current)
+            current = ""
+    assert not current.strip(), "a migration ends with a semicolon"
+    return found
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0

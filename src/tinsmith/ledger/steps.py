@@ -1,0 +1,52 @@
+"""How the ledger's operations are written down once and run by two databases.
+
+An operation is a generator: it yields the name of a query with its parameters, and is sent the
+rows. It does no I/O, so SQLite runs it on a thread and PostgreSQL in a coroutine, with the same
+meaning. One rule: an operation that refuses raises before its first change, because its neighbours
+in the transaction are committed all the same.
+
+What is to happen once the change is durable, it notes in `Effects`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+T = TypeVar("T")
+
+Value: TypeAlias = str | int | float | bytes | None
+Row: TypeAlias = Sequence[Any]
+Query: TypeAlias = tuple[str, tuple[Value, ...]]
+Steps: TypeAlias = Generator[Query, Sequence[Row], T]
+
+
+class Effects:
+    """What follows from an operation when it is durable."""
+
+    __slots__ = ("files", "topics")
+
+    def __init__(self) -> None:
+        self.topics: list[str] = []
+        """Who is woken."""
+        self.files: list[str] = []
+        """Payload files that nothing names any more."""
+
+    def drop(self, file: str | None) -> None:
+        """Delete a payload file, if there is one."""
+        if file is not None:
+            self.files.append(file)
+
+
+Operation: TypeAlias = Callable[[Effects], Steps[T]]
+
+
+def run_steps(steps: Steps[T], ask: Callable[[str, tuple[Value, ...]], Sequence[Row]]) -> T:
+    """Run an operation to its end, where queries are answered at once."""
+    try:
+        name, values = next(steps)
+        while True:
+            name, values = steps.send(ask(name, values))
+    except StopIteration as end:
+        result: T = end.value
+        return result

@@ -1,0 +1,102 @@
+"""Waking those who wait for something in the ledger, without anybody asking again and again.
+
+A topic is a string, such as the end of one command. Whoever waits takes a ticket before looking at
+the ledger: news that come between looking and waiting are then not lost.
+
+Knows nothing of what the topics mean. Used from one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TypeVar
+
+T = TypeVar("T")
+
+NEW_WORK = "work"
+"""A command may be claimed, or was cancelled, or claims were given back."""
+
+
+def settled_topic(request_id: str) -> str:
+    """News of one command's end."""
+    return f"settled {request_id}"
+
+
+def feed_topic(line: str, clone: int) -> str:
+    """News of a feed."""
+    return f"feed {clone} {line}"
+
+
+class Ticket:
+    """One wait for news of a topic, from when it was taken."""
+
+    def __init__(self) -> None:
+        self._news = asyncio.Event()
+
+    def tell(self) -> None:
+        """There is news."""
+        self._news.set()
+
+    async def wait(self, timeout_s: float) -> bool:
+        """Whether there was news, within the time."""
+        if not self._news.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._news.wait()
+        return self._news.is_set()
+
+
+class Wakeups:
+    """All who wait, by topic."""
+
+    def __init__(self) -> None:
+        self._tickets: dict[str, set[Ticket]] = {}
+
+    @contextmanager
+    def ticket(self, topic: str) -> Iterator[Ticket]:
+        """Listen to a topic for as long as the block lasts."""
+        ticket = Ticket()
+        self._tickets.setdefault(topic, set()).add(ticket)
+        try:
+            yield ticket
+        finally:
+            tickets = self._tickets[topic]
+            tickets.discard(ticket)
+            if not tickets:
+                del self._tickets[topic]
+
+    async def wait_until(
+        self,
+        topic: str,
+        look: Callable[[], Awaitable[T]],
+        is_enough: Callable[[T], bool],
+        timeout_s: float,
+    ) -> T:
+        """What `look` gives, as soon as it is enough, or when the time is up.
+
+        It is asked at the start and after each news of the topic, and in no other case.
+        """
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + timeout_s
+        while True:
+            with self.ticket(topic) as ticket:
+                seen = await look()
+                if is_enough(seen) or not await ticket.wait(deadline - clock()):
+                    return seen
+
+    def tell(self, topics: Iterable[str]) -> None:
+        """Wake all who wait for one of these."""
+        for topic in topics:
+            for ticket in self._tickets.get(topic, ()):
+                ticket.tell()
+
+    def tell_all(self) -> None:
+        """Wake everybody, so that each looks again."""
+        self.tell(list(self._tickets))
+
+    @property
+    def waiting(self) -> int:
+        """How many wait."""
+        return sum(map(len, self._tickets.values()))

@@ -1,0 +1,588 @@
+"""What every ledger promises of commands; entries are in test_ledger_entries.py."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.contract.ledgers import (
+    INLINE_BYTES,
+    MODEL,
+    SAMPLER,
+    SESSION,
+    TENANT,
+    Place,
+    ended,
+    place,
+    raised,
+    sampling,
+    story,
+    training,
+)
+from tinsmith.errors import (
+    CommandConflictError,
+    CommandPassedError,
+    LedgerUnavailableError,
+    ResultGoneError,
+    UnknownEntryError,
+    ValidationError,
+)
+from tinsmith.ledger.base import Ledger
+from tinsmith.ledger.records import (
+    LARGEST_NUMBER,
+    Command,
+    CommandState,
+    LineId,
+    SessionId,
+    UsageKey,
+    Use,
+    identity,
+)
+
+__all__ = ["place"]  # a fixture, for pytest to find
+
+LARGE = b"x" * (INLINE_BYTES * 3)
+SHORT_S = 0.05
+"""Long enough to see that nothing comes."""
+LONG_S = 30.0
+"""Never reached unless the ledger fails to wake us."""
+
+
+def numbers(commands: list[Command]) -> list[int]:
+    return [command.seq_id for command in commands]
+
+
+# Appending
+
+
+@story
+async def test_an_appended_command_can_be_read_as_it_was_submitted(
+    ledger: Ledger, place: Place
+) -> None:
+    appended = await ledger.append(training(3, b"body"))
+
+    command = await ledger.command(appended.request_id)
+
+    assert appended.is_new
+    assert (command.line, command.seq_id, command.kind) == (MODEL, 3, "forward_backward")
+    assert (command.tenant_id, command.session_id) == (TENANT, SESSION)
+    assert (command.state, command.payload_bytes) == (CommandState.PENDING, 4)
+    assert command.created_at == place.clock.wall
+    assert await ledger.payload(appended.request_id) == b"body"
+
+
+@story
+async def test_the_same_submission_again_gives_the_first_request_id(ledger: Ledger) -> None:
+    first = await ledger.append(training(1, b"body"))
+
+    second = await ledger.append(training(1, b"body"))
+
+    assert second.request_id == first.request_id
+    assert (first.is_new, second.is_new) == (True, False)
+    assert len(await ledger.claim("s", limit=10)) == 1
+
+
+@pytest.mark.parametrize("payload", [b"small", LARGE])
+def test_a_settled_command_submitted_again_is_not_run_again(place: Place, payload: bytes) -> None:
+    async def tell() -> None:
+        async with await place.open() as ledger:
+            first = await ledger.append(training(1, payload))
+            await ledger.claim("s", limit=1)
+            await ledger.settle([ended(first.request_id)])
+
+            second = await ledger.append(training(1, payload))
+
+            assert (second.request_id, second.is_new) == (first.request_id, False)
+            assert await ledger.claim("s", limit=10) == []
+
+    asyncio.run(tell())
+
+
+@story
+async def test_another_body_under_the_same_number_is_refused(ledger: Ledger) -> None:
+    await ledger.append(training(1, b"body"))
+
+    for payload in (b"other", LARGE):
+        message = await raised(ledger.append(training(1, payload)), CommandConflictError)
+        assert "seq_id 1" in message
+    assert await ledger.payload(f"{MODEL}:1") == b"body"
+
+
+@story
+async def test_submissions_that_race_become_one_command(ledger: Ledger) -> None:
+    answers = await asyncio.gather(*(ledger.append(training(7)) for _ in range(50)))
+
+    assert {answer.request_id for answer in answers} == {f"{MODEL}:7"}
+    assert [answer.is_new for answer in answers].count(True) == 1
+    assert len(await ledger.claim("s", limit=100)) == 1
+
+
+@story
+async def test_of_different_bodies_that_race_one_is_accepted(ledger: Ledger) -> None:
+    bodies = [b"body %d" % number for number in range(20)]
+
+    answers = await asyncio.gather(
+        *(ledger.append(training(7, body)) for body in bodies), return_exceptions=True
+    )
+
+    refused = [answer for answer in answers if isinstance(answer, CommandConflictError)]
+    assert len(refused) == 19
+    [accepted] = [i for i, a in enumerate(answers) if not isinstance(a, BaseException)]
+    assert await ledger.payload(f"{MODEL}:7") == bodies[accepted]
+
+
+@story
+async def test_a_command_without_a_number_takes_the_next(ledger: Ledger) -> None:
+    await ledger.append(training(4))
+
+    appended = [await ledger.append(training(None)) for _ in range(2)]
+
+    assert [one.seq_id for one in appended] == [5, 6]
+    assert all(one.is_new for one in appended)
+
+
+@story
+async def test_numbers_of_samples_need_all_64_bits(ledger: Ledger) -> None:
+    appended = await ledger.append(sampling(LARGEST_NUMBER, clone=10**9))
+
+    assert (await ledger.command(appended.request_id)).seq_id == LARGEST_NUMBER
+    with pytest.raises(ValidationError):
+        sampling(LARGEST_NUMBER + 1)
+
+
+@pytest.mark.parametrize(
+    "wanted", ["", ":", "m", "m:", ":1", "m:01", "m:-1", "m:1 ", "m:²", f"m:{2**63}", "m\0:1"]
+)
+def test_what_no_request_id_looks_like_is_unknown(wanted: str) -> None:
+    with pytest.raises(UnknownEntryError):
+        identity(wanted)
+
+
+@story
+async def test_an_unknown_request_is_an_error(ledger: Ledger) -> None:
+    for wanted in ("nonsense", f"{MODEL}:1", f"{MODEL}:{2**70}", ""):
+        for look in (ledger.command, ledger.payload, ledger.result):
+            await raised(look(wanted), UnknownEntryError)
+        await raised(ledger.wait_settled(wanted, timeout_s=LONG_S), UnknownEntryError)
+
+
+# Claiming and settling
+
+
+@story
+async def test_commands_are_claimed_oldest_first_and_once(ledger: Ledger) -> None:
+    for number in (2, 3, 1):
+        await ledger.append(training(number))
+
+    first = await ledger.claim("a", limit=2)
+    rest = await ledger.claim("b", limit=5)
+
+    assert (numbers(first), numbers(rest)) == ([2, 3], [1])
+    assert {command.state for command in first + rest} == {CommandState.CLAIMED}
+    assert [command.claimed_by for command in first + rest] == ["a", "a", "b"]
+    assert await ledger.claim("a", limit=5) == []
+
+
+@story
+async def test_claimers_that_race_share_nothing(ledger: Ledger) -> None:
+    for number in range(30):
+        await ledger.append(training(number))
+
+    taken = await asyncio.gather(*(ledger.claim(f"s{i}", limit=3) for i in range(15)))
+
+    assert sorted(numbers([one for some in taken for one in some])) == list(range(30))
+
+
+@story
+async def test_released_claims_come_again_in_their_first_order(ledger: Ledger) -> None:
+    for number in range(4):
+        await ledger.append(training(number))
+    await ledger.claim("dead", limit=2)
+    await ledger.claim("alive", limit=1)
+    await ledger.settle([ended(f"{MODEL}:0")])
+
+    released = await ledger.release_claims("dead")
+
+    assert released == 1
+    assert numbers(await ledger.claim("new", limit=5)) == [1, 3]
+
+
+@story
+async def test_the_first_settlement_stays(ledger: Ledger) -> None:
+    request = (await ledger.append(training(1))).request_id
+    key = UsageKey(tenant_id=TENANT, kind="training")
+
+    first = await ledger.settle([ended(request, b"one", Use(key=key, amount=5))])
+    second = await ledger.settle([ended(request, b"two", Use(key=key, amount=7), fail=True)])
+
+    assert (first, second) == ([request], [])
+    result = await ledger.result(request)
+    assert result is not None
+    assert (result.payload, result.is_failed) == (b"one", False)
+    [row] = await ledger.usage(TENANT, since=0, before=1e12)
+    assert row.amount == 5
+
+
+@story
+async def test_of_settlements_that_race_one_counts(ledger: Ledger) -> None:
+    request = (await ledger.append(sampling(1))).request_id
+
+    told = await asyncio.gather(*(ledger.settle([ended(request, b"%d" % i)]) for i in range(20)))
+
+    [winner] = [index for index, some in enumerate(told) if some]
+    result = await ledger.result(request)
+    assert result is not None
+    assert result.payload == b"%d" % winner
+    assert len(await ledger.completions(SAMPLER, 0, after=0)) == 1
+
+
+@story
+async def test_unknown_commands_are_passed_by_when_settled(ledger: Ledger) -> None:
+    request = (await ledger.append(training(1))).request_id
+
+    told = await ledger.settle([ended("nonsense"), ended(request), ended(f"{MODEL}:9", LARGE)])
+
+    assert told == [request]
+
+
+@story
+async def test_a_result_can_be_read_until_it_is_acknowledged(ledger: Ledger) -> None:
+    requests = [(await ledger.append(sampling(number))).request_id for number in range(2)]
+    await ledger.settle([ended(requests[0], LARGE), ended(requests[1], b"no", fail=True)])
+
+    for _again in range(2):
+        result = await ledger.result(requests[0])
+        assert result is not None
+        assert result.payload == LARGE
+    await ledger.acknowledge([requests[0], "nonsense", f"{SAMPLER}:99"])
+    await ledger.acknowledge([requests[0]])
+
+    await raised(ledger.result(requests[0]), ResultGoneError)
+    kept = await ledger.result(requests[1])
+    assert kept is not None
+    assert (kept.payload, kept.is_failed) == (b"no", True)
+    assert (await ledger.command(requests[0])).is_gone
+
+
+@story
+async def test_an_unsettled_command_has_no_result_to_acknowledge(ledger: Ledger) -> None:
+    request = (await ledger.append(sampling(1))).request_id
+    await ledger.acknowledge([request])
+    assert await ledger.result(request) is None
+
+    await ledger.settle([ended(request)])
+
+    assert await ledger.result(request) is not None
+
+
+@story
+async def test_a_samples_payload_goes_with_its_end_and_a_passes_stays(ledger: Ledger) -> None:
+    sample = (await ledger.append(sampling(1, LARGE))).request_id
+    trained = (await ledger.append(training(1, LARGE))).request_id
+
+    await ledger.settle([ended(sample), ended(trained)])
+
+    await raised(ledger.payload(sample), UnknownEntryError)
+    assert await ledger.payload(trained) == LARGE
+
+
+# Waiting
+
+
+@story
+async def test_whoever_waits_for_a_command_is_woken_by_its_end(ledger: Ledger) -> None:
+    request = (await ledger.append(training(1))).request_id
+    waits = [asyncio.create_task(ledger.wait_settled(request, timeout_s=LONG_S)) for _ in range(3)]
+    await asyncio.sleep(SHORT_S)
+
+    await ledger.settle([ended(request, fail=True)])
+
+    for command in await asyncio.gather(*waits):
+        assert (command.is_settled, command.is_failed) == (True, True)
+    again = await ledger.wait_settled(request, timeout_s=LONG_S)
+    assert again.is_settled
+
+
+@story
+async def test_a_wait_ends_when_its_time_is_up(ledger: Ledger) -> None:
+    request = (await ledger.append(sampling(1))).request_id
+
+    command = await ledger.wait_settled(request, timeout_s=SHORT_S)
+
+    assert not command.is_settled
+    assert await ledger.wait_completions(SAMPLER, 0, after=0, timeout_s=SHORT_S) == []
+    await ledger.claim("s", limit=1)
+    assert not await ledger.wait_for_commands("s", timeout_s=SHORT_S)
+
+
+@story
+async def test_a_scheduler_is_woken_by_work(ledger: Ledger) -> None:
+    wait = asyncio.create_task(ledger.wait_for_commands("s", timeout_s=LONG_S))
+    await asyncio.sleep(SHORT_S)
+    assert not wait.done()
+
+    await ledger.append(training(1))
+
+    assert await wait
+    assert await ledger.wait_for_commands("s", timeout_s=LONG_S)
+
+
+@story
+async def test_a_scheduler_is_woken_by_released_claims(ledger: Ledger) -> None:
+    await ledger.append(training(1))
+    await ledger.claim("dead", limit=1)
+    wait = asyncio.create_task(ledger.wait_for_commands("s", timeout_s=LONG_S))
+    await asyncio.sleep(SHORT_S)
+
+    await ledger.release_claims("dead")
+
+    assert await wait
+
+
+@story
+async def test_no_news_are_lost_between_looking_and_waiting(ledger: Ledger) -> None:
+    """A scheduler that only claims and waits sees every command, however they interleave."""
+    seen: list[int] = []
+
+    async def schedule() -> None:
+        while len(seen) < 200:
+            seen.extend(numbers(await ledger.claim("s", limit=7)))
+            assert await ledger.wait_for_commands("s", timeout_s=LONG_S) or len(seen) == 200
+
+    async def submit() -> None:
+        for number in range(200):
+            await ledger.append(training(number))
+        await ledger.append(training(1000))  # so that the last wait ends, too
+
+    await asyncio.gather(schedule(), submit())
+    assert seen[:200] == list(range(200))
+
+
+# Feeds
+
+
+@story
+async def test_completions_come_in_the_order_of_settlement(ledger: Ledger) -> None:
+    requests = [(await ledger.append(sampling(number))).request_id for number in range(3)]
+    other = (await ledger.append(sampling(10**9, clone=1))).request_id
+    await ledger.settle([ended(requests[2]), ended(other)])
+    await ledger.settle([ended(requests[0], b"12345", fail=True)])
+
+    told = await ledger.completions(SAMPLER, 0, after=0)
+
+    assert [one.request_id for one in told] == [requests[2], requests[0]]
+    assert [one.is_failed for one in told] == [False, True]
+    assert told[1].result_bytes == 5
+    assert told[0].cursor < told[1].cursor
+    assert await ledger.completions(SAMPLER, 0, after=told[0].cursor) == told[1:]
+    assert await ledger.completions(SAMPLER, 0, after=0, limit=1) == told[:1]
+    assert await ledger.completions(SAMPLER, 0, after=told[1].cursor) == []
+    assert [c.request_id for c in await ledger.completions(SAMPLER, 1, after=0)] == [other]
+
+
+@story
+async def test_a_completion_is_told_again_after_its_result_was_acknowledged(ledger: Ledger) -> None:
+    request = (await ledger.append(sampling(1))).request_id
+    await ledger.settle([ended(request)])
+    await ledger.acknowledge([request])
+
+    told = await ledger.completions(SAMPLER, 0, after=0)
+
+    assert [one.request_id for one in told] == [request]
+
+
+@story
+async def test_whoever_polls_a_feed_is_woken_by_its_news_alone(ledger: Ledger) -> None:
+    mine = (await ledger.append(sampling(1))).request_id
+    other = (await ledger.append(sampling(10**9, clone=1))).request_id
+    poll = asyncio.create_task(ledger.wait_completions(SAMPLER, 0, after=0, timeout_s=LONG_S))
+    await asyncio.sleep(SHORT_S)
+    await ledger.settle([ended(other)])
+    await asyncio.sleep(SHORT_S)
+    assert not poll.done()
+
+    await ledger.settle([ended(mine)])
+
+    assert [one.request_id for one in await poll] == [mine]
+
+
+# Cancelling
+
+
+@story
+async def test_a_cancelled_claim_is_told_to_its_claimer_once(ledger: Ledger) -> None:
+    claimed = (await ledger.append(sampling(1))).request_id
+    await ledger.claim("s", limit=1)
+    pending = (await ledger.append(sampling(2))).request_id
+    assert await ledger.cancel(ended(pending, b"gone", fail=True))
+    wait = asyncio.create_task(ledger.wait_for_commands("s", timeout_s=LONG_S))
+    await asyncio.sleep(SHORT_S)
+
+    assert await ledger.cancel(ended(claimed, b"gone", fail=True))
+
+    assert await wait
+    assert await ledger.take_cancelled("other") == []
+    assert await ledger.take_cancelled("s") == [claimed]
+    assert await ledger.take_cancelled("s") == []
+    assert not await ledger.wait_for_commands("s", timeout_s=SHORT_S)
+    assert await ledger.settle([ended(claimed)]) == []
+    assert await ledger.claim("s", limit=5) == []
+
+
+@story
+async def test_what_has_ended_cannot_be_cancelled(ledger: Ledger) -> None:
+    request = (await ledger.append(sampling(1))).request_id
+    await ledger.claim("s", limit=1)
+    await ledger.settle([ended(request, b"done")])
+
+    assert not await ledger.cancel(ended(request, b"gone", fail=True))
+    assert not await ledger.cancel(ended("nonsense", fail=True))
+    assert await ledger.take_cancelled("s") == []
+    result = await ledger.result(request)
+    assert result is not None
+    assert result.payload == b"done"
+
+
+# Lines
+
+
+@story
+async def test_a_number_that_was_passed_over_is_refused(ledger: Ledger) -> None:
+    first = await ledger.append(training(1))
+    await ledger.pass_over(MODEL, 5)
+    await ledger.pass_over(MODEL, 3)
+
+    message = await raised(ledger.append(training(4)), CommandPassedError)
+
+    assert "reached 5" in message
+    assert (await ledger.append(training(1))).request_id == first.request_id
+    await raised(ledger.append(training(1, b"other")), CommandConflictError)
+    assert (await ledger.append(training(5))).is_new
+    assert (await ledger.append(training(4, line=LineId("other")))).is_new
+    assert (await ledger.line(MODEL)).position == 5
+
+
+@story
+async def test_a_snapshot_ends_the_need_for_what_it_holds(ledger: Ledger) -> None:
+    for number in range(4):
+        await ledger.append(training(number, LARGE))
+    await ledger.settle([ended(f"{MODEL}:{number}") for number in range(3)])
+
+    replaced = await ledger.record_snapshot(MODEL, 2, "snapshots/2")
+
+    assert replaced is None
+    assert numbers(await ledger.replay(MODEL)) == [2, 3]
+    await raised(ledger.payload(f"{MODEL}:1"), UnknownEntryError)
+    assert await ledger.payload(f"{MODEL}:2") == LARGE
+    line = await ledger.line(MODEL)
+    assert (line.position, line.snapshot_position, line.snapshot) == (2, 2, "snapshots/2")
+    assert not (await ledger.append(training(1, LARGE))).is_new
+
+
+@story
+async def test_an_older_snapshot_does_not_replace_a_newer(ledger: Ledger) -> None:
+    await ledger.record_snapshot(MODEL, 4, "snapshots/4")
+
+    assert await ledger.record_snapshot(MODEL, 2, "snapshots/2") == "snapshots/2"
+    assert await ledger.record_snapshot(MODEL, 4, "snapshots/4") is None
+    assert (await ledger.line(MODEL)).snapshot == "snapshots/4"
+    assert await ledger.record_snapshot(MODEL, 6, "snapshots/6") == "snapshots/4"
+
+
+@story
+async def test_a_closed_line_takes_and_replays_nothing(ledger: Ledger) -> None:
+    await ledger.append(training(1))
+    await ledger.settle([ended(f"{MODEL}:1")])
+
+    await ledger.record_snapshot(MODEL, LARGEST_NUMBER, None)
+
+    assert await ledger.replay(MODEL) == []
+    await raised(ledger.append(training(2)), CommandPassedError)
+
+
+@story
+async def test_refused_numbers_are_known_until_used_or_snapshotted(ledger: Ledger) -> None:
+    for number in (5, 1, 3, 3):
+        await ledger.spend(MODEL, number)
+    await ledger.append(training(3))
+    assert await ledger.spent(MODEL) == [1, 5]
+    assert await ledger.spent(LineId("other")) == []
+
+    await ledger.record_snapshot(MODEL, 2, None)
+
+    assert await ledger.spent(MODEL) == [5]
+
+
+@story
+async def test_a_line_nobody_asked_anything_of_is_at_its_start(ledger: Ledger) -> None:
+    line = await ledger.line(LineId("unknown"))
+
+    assert (line.position, line.snapshot, line.asked_at) == (0, None, None)
+
+
+@story
+async def test_the_commands_of_a_session_are_listed_in_pages(ledger: Ledger) -> None:
+    for number in range(5):
+        await ledger.append(training(number))
+    first = await ledger.commands_of(SESSION, limit=3)
+
+    rest = await ledger.commands_of(SESSION, after=first[-1].ordinal)
+
+    assert numbers(first + rest) == list(range(5))
+    assert await ledger.commands_of(SessionId("other")) == []
+
+
+# Life
+
+
+@story
+async def test_a_closed_ledger_says_so(ledger: Ledger) -> None:
+    request = (await ledger.append(training(1))).request_id
+    waits = [
+        asyncio.create_task(ledger.wait_settled(request, timeout_s=LONG_S)),
+        asyncio.create_task(ledger.wait_completions(SAMPLER, 0, after=0, timeout_s=LONG_S)),
+    ]
+    await asyncio.sleep(SHORT_S)
+
+    await ledger.close()
+    await ledger.close()
+
+    for wait in waits:
+        await raised(wait, LedgerUnavailableError)
+    await raised(ledger.append(training(2)), LedgerUnavailableError)
+    await raised(ledger.command(request), LedgerUnavailableError)
+
+
+@story
+async def test_a_cancelled_caller_leaves_the_ledger_whole(ledger: Ledger) -> None:
+    """An append whose caller went away happened or did not; either way it can be made again."""
+    for line, payload in ((LineId("small"), b"small"), (LineId("large"), LARGE)):
+        for number in range(20):
+            task = asyncio.create_task(ledger.append(training(number, payload, line)))
+            for _turn in range(number % 4):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+            appended = await ledger.append(training(number, payload, line))
+            assert await ledger.payload(appended.request_id) == payload
+        assert (await ledger.sweep()).files == 0
+        assert numbers(await ledger.replay(line)) == list(range(20))
+
+
+@story
+async def test_statistics_show_what_there_is(ledger: Ledger, place: Place) -> None:
+    for number in range(3):
+        await ledger.append(sampling(number, b"12345678"))
+    await ledger.claim("s", limit=2)
+    await ledger.settle([ended(f"{SAMPLER}:0", LARGE)])
+    place.clock.wait(7)
+
+    seen = await ledger.statistics()
+
+    assert (seen.pending, seen.claimed, seen.settled) == (1, 1, 1)
+    assert seen.oldest_pending_s == pytest.approx(7)
+    assert seen.payload_bytes == 2 * 8 + len(LARGE)
+    assert seen.payload_files == (1 if place.has_files else 0)
+    assert (seen.stored_bytes > 0) == place.is_durable
+    assert seen.writes == 5
