@@ -21,7 +21,7 @@ from tinsmith.cli.text import counted, printable, size_text, time_text
 from tinsmith.client.bulk_delete import CheckpointFilter
 from tinsmith.client.rest import RestClient
 from tinsmith.errors import NotFoundError
-from tinsmith.types.checkpoints import Checkpoint, ParsedCheckpointTinkerPath
+from tinsmith.types.checkpoints import Checkpoint
 
 AT_ONCE = 8
 
@@ -99,11 +99,6 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UsageError("give the paths of checkpoints, or --run-id")
     if has_filter and not arguments.run_id:
         raise UsageError("--type, --before and --after choose among those of a run: give --run-id")
-    for path in arguments.checkpoint_paths:
-        try:
-            ParsedCheckpointTinkerPath.from_tinker_path(path)
-        except ValueError as exc:  # before anything is deleted
-            raise UsageError(str(exc)) from exc
 
 
 def _chosen(rest: RestClient, arguments: argparse.Namespace) -> list[Checkpoint]:

@@ -43,7 +43,6 @@ def run(arguments: argparse.Namespace) -> None:
         CommandError: The folder exists, or not everything could be fetched.
     """
     path = arguments.checkpoint_path
-    ParsedCheckpointTinkerPath.from_tinker_path(path)
     name = path.removeprefix("tinker://").replace("/", "_")
     target = pathlib.Path(arguments.output or ".") / name
     if target.exists() and not arguments.force:

@@ -24,6 +24,7 @@ Run = Callable[[argparse.Namespace], int | None]
 """Runs a command; None means that it went well."""
 
 FORMATS = ("table", "json")
+_KINDS = ("weights", "sampler_weights", "external_weights")
 
 EXIT_CODES = """\
 exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C, 141 the reader of a pipe left
@@ -162,10 +163,21 @@ def positive(text: str) -> int:
 
 
 def checkpoint_path(text: str) -> str:
-    """A `tinker://` path, for `type=` of an argument; the client looks at it more closely."""
+    """The path of a saved checkpoint, for `type=` of an argument."""
+    parts = model_path(text).removeprefix("tinker://").split("/")
+    if len(parts) != 3 or not all(parts) or parts[1] not in _KINDS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r:.200} is not a checkpoint; one looks like tinker://<run>/<kind>/<name>, "
+            f"and the kinds are {', '.join(_KINDS)}"
+        )
+    return text
+
+
+def model_path(text: str) -> str:
+    """What can be sampled from, for `type=` of an argument; the service knows what there is."""
     if not text.startswith("tinker://"):
         raise argparse.ArgumentTypeError(
-            f"{text!r:.200} is not a checkpoint; one looks like tinker://<run>/weights/<name>"
+            f"{text!r:.200} is not a checkpoint; one begins with tinker://"
         )
     return text
 

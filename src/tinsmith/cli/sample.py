@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from tinsmith.cli.parser import Parser, checkpoint_path, positive
+from tinsmith.cli.parser import Parser, model_path, positive
 from tinsmith.cli.text import harmless
 
 TYPE_CHECKING = False  # loading `typing` takes longer than all of a help
@@ -31,7 +31,7 @@ def configure(parser: Parser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--base-model", metavar="NAME", help="sample from this model")
     source.add_argument(
-        "--model-path", metavar="PATH", type=checkpoint_path, help="sample from this checkpoint"
+        "--model-path", metavar="PATH", type=model_path, help="sample from this checkpoint"
     )
     parser.add_argument("--chat", action="store_true", help="use the model's chat template")
     parser.add_argument("--system", metavar="TEXT", help="a system message; implies --chat")

@@ -172,24 +172,3 @@ def test_ctrl_c_says_what_is_gone_and_what_is_not_known(
     assert ended.status == 130
     assert paths[1] in ended.json["unknown"]
     assert ended.json["deleted_count"] + len(ended.json["unknown"]) == 4
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        (),
-        ("--type", "sampler"),
-        ("tinker://r/weights/a", "--run-id", "r"),
-        ("tinker://r/weights/a", "--before", "2026-01-01"),
-        ("tinker://r/weights",),
-        ("tinker://r/weights/a", "tinker://r/colour/a"),
-        ("--run-id", "r", "--type", "colour"),
-    ],
-)
-def test_an_unclear_choice_deletes_nothing(
-    tinsmith: Commands, service: ScriptedService, words: tuple[str, ...]
-) -> None:
-    ended = tinsmith.run("checkpoint", "delete", "-y", *words)
-
-    assert ended.status == 2
-    assert service.requests() == []

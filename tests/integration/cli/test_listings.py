@@ -174,10 +174,3 @@ def test_w43_setting_a_time_to_live_says_what_was_done(tinsmith: Commands, check
     assert shown.out == f"{checkpoint} expires in 7200 seconds\n"
     assert expires is not None
     assert removed.json == {"checkpoint_path": checkpoint, "ttl_seconds": None}
-
-
-@pytest.mark.parametrize("choice", [(), ("--ttl", "7200", "--remove"), ("--ttl", "0")])
-def test_a_time_to_live_is_given_in_one_way(
-    tinsmith: Commands, checkpoint: str, choice: tuple[str, ...]
-) -> None:
-    assert tinsmith.run("checkpoint", "set-ttl", checkpoint, *choice).status == 2

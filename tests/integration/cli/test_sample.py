@@ -190,26 +190,6 @@ def test_ctrl_c_ends_the_session_as_interrupted(
     assert reasons == ["ClientSessionFinishInterrupted"]
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("hello",),
-        ("hello", "--base-model", "m", "--model-path", "tinker://r/sampler_weights/a"),
-        ("hello", "--model-path", "m"),
-        ("hello", "--base-model", "m", "-n", "0"),
-        ("hello", "--base-model", "m", "-n", "2", "--stream"),
-        ("", "--base-model", "m"),
-    ],
-)
-def test_wrong_usage_sends_nothing(
-    tinsmith: Commands, service: ScriptedService, words: tuple[str, ...]
-) -> None:
-    ended = tinsmith.run("sample", *words)
-
-    assert ended.status == 2
-    assert service.requests() == []
-
-
 def test_values_that_do_not_fit_are_told(tinsmith: Commands, model: str) -> None:
     ended = tinsmith.run("sample", "hello", "--base-model", model, "--temperature", "nan")
 

@@ -1,0 +1,67 @@
+"""Lines that are wrong are refused before anything is sent: there is no service here."""
+
+from __future__ import annotations
+
+import pytest
+
+from tinsmith.cli.main import main
+from tinsmith.cli.parser import checkpoint_path
+from tinsmith.types.checkpoints import ParsedCheckpointTinkerPath
+
+PATH = "tinker://r/weights/a"
+
+
+@pytest.fixture(autouse=True)
+def nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service that cannot be reached: to try would end with 1."""
+    monkeypatch.setenv("TINKER_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("TINKER_API_KEY", "tml-test")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["--type", "sampler"],
+        [PATH, "--run-id", "r"],
+        [PATH, "--before", "2026-01-01"],
+        ["tinker://r/weights"],
+        [PATH, "tinker://r/colour/a"],
+        ["--run-id", "r", "--type", "colour"],
+    ],
+)
+def test_an_unclear_choice_deletes_nothing(words: list[str]) -> None:
+    assert main(["checkpoint", "delete", "-y", *words]) == 2
+
+
+@pytest.mark.parametrize("choice", [[], ["--ttl", "7200", "--remove"], ["--ttl", "0"]])
+def test_a_time_to_live_is_given_in_one_way(choice: list[str]) -> None:
+    assert main(["checkpoint", "set-ttl", PATH, *choice]) == 2
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["hello"],
+        ["hello", "--base-model", "m", "--model-path", "tinker://r/sampler_weights/a"],
+        ["hello", "--model-path", "m"],
+        ["hello", "--base-model", "m", "-n", "0"],
+        ["hello", "--base-model", "m", "-n", "2", "--stream"],
+        ["", "--base-model", "m"],
+    ],
+)
+def test_a_sample_needs_a_text_and_one_source(words: list[str]) -> None:
+    assert main(["sample", *words]) == 2
+
+
+@pytest.mark.parametrize("verb", ["info", "publish", "unpublish", "download", "push-hf"])
+@pytest.mark.parametrize("path", ["weights/a", "tinker://r", "tinker://r/colour/a", f"{PATH}/b"])
+def test_a_checkpoint_is_named_by_its_whole_path(verb: str, path: str) -> None:
+    assert main(["checkpoint", verb, path]) == 2
+
+
+@pytest.mark.parametrize("kind", ["weights", "sampler_weights", "external_weights"])
+def test_the_paths_that_we_take_are_those_of_the_types(kind: str) -> None:
+    path = f"tinker://r/{kind}/a"
+
+    assert checkpoint_path(path) == ParsedCheckpointTinkerPath.from_tinker_path(path).tinker_path
