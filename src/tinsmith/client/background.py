@@ -21,8 +21,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from tinsmith.client.forking import in_child
-from tinsmith.client.futures import APIFuture
-from tinsmith.errors import APITimeoutError
+from tinsmith.client.futures import APIFuture, within
 
 T = TypeVar("T")
 
@@ -133,7 +132,7 @@ async def _settle(
     work: Coroutine[Any, Any, T], future: APIFuture[T], timeout_s: float | None
 ) -> None:
     try:
-        value = await (work if timeout_s is None else _within(timeout_s, work, future.what))
+        value = await (work if timeout_s is None else within(timeout_s, work, future.what))
     except asyncio.CancelledError:
         if not future.cancel():
             raise
@@ -141,17 +140,6 @@ async def _settle(
         future.fail(error)
     else:
         future.settle(value)
-
-
-async def _within(timeout_s: float, work: Coroutine[Any, Any, T], what: str) -> T:
-    limit = asyncio.timeout(timeout_s)
-    try:
-        async with limit:
-            return await work
-    except TimeoutError as exc:
-        if not limit.expired():
-            raise  # the work's own
-        raise APITimeoutError(f"{what}: not done within {timeout_s:g} s") from exc
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 
 from tinsmith.errors import ValidationError
 
@@ -45,7 +46,8 @@ class Budget:
             if turn.done() and not turn.cancelled():
                 self.give_back(amount)  # it was given to us as we were cancelled
             else:
-                self._waiting.remove(entry)
+                with contextlib.suppress(ValueError):  # passed over already, as one that has left
+                    self._waiting.remove(entry)
                 self._serve()
             raise
 

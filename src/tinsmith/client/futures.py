@@ -17,7 +17,7 @@ import logging
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Generic, TypeVar
 
 from tinsmith.client.forking import in_child
@@ -66,15 +66,9 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
         try:
             if timeout is None:
                 return await self._settled()
-            async with asyncio.timeout(timeout):
-                return await self._settled()
-        except TimeoutError as exc:
-            if self.cancelled() or not self.done():
-                self.cancel()
-                raise APITimeoutError(f"{self.what}: no result within {timeout} s") from exc
-            raise
-        except asyncio.CancelledError:
-            self.cancel()
+            return await within(timeout, self._settled(), self.what)
+        except (asyncio.CancelledError, APITimeoutError):
+            self.cancel()  # changes nothing if the work itself ended with this error
             raise
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -102,8 +96,9 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
         """Give the work up, here and where possible on the server; False if it was settled."""
         if not super().cancel():
             return False
-        if self._stop_work is not None:
-            self._stop_work()
+        stop, self._stop_work = self._stop_work, None
+        if stop is not None:  # once: a second time would cut short how the work ends
+            stop()
         return True
 
     def stop_work_with(self, stop: Callable[[], object]) -> None:
@@ -138,6 +133,22 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
         return super().result()
 
 
+async def within(timeout_s: float, work: Coroutine[Any, Any, T], what: str) -> T:
+    """Await something for a limited time.
+
+    Raises:
+        APITimeoutError: It was not done in time; it has been cancelled.
+    """
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            return await work
+    except TimeoutError as exc:
+        if not limit.expired():
+            raise  # the work's own
+        raise APITimeoutError(f"{what}: not done within {timeout_s:g} s") from exc
+
+
 class _Inbox:
     """Waiters of one event loop that can go on; a burst of them costs one wake-up."""
 
@@ -156,6 +167,7 @@ class _Inbox:
                 loop.call_soon_threadsafe(self._drain)
             except RuntimeError:  # the loop is closed, and so nobody waits
                 _log.debug("a result came for an event loop that is closed")
+                self._ready.clear()  # waiters hold their loop, which would be kept for ever
 
     def _drain(self) -> None:
         self._is_woken = False
@@ -215,7 +227,7 @@ class _CallbackThread:
             fn, future = self._waiting.get()
             try:
                 fn(future)
-            except Exception:  # noqa: BLE001 - a callback is user code; its error is told, not raised
+            except BaseException:  # noqa: BLE001 - it is user code; not even its exit may end others
                 _log.exception("a callback of a future raised an error")
             del fn, future  # or the last one would be kept alive until the next comes
 

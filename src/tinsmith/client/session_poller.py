@@ -69,8 +69,8 @@ class SessionPoller:
 
     def report_retrieved(self, request_id: str) -> None:
         """Tell the service, with the next poll, that a result has arrived."""
-        self._retrieved.add(request_id)
         if not self._is_broken:
+            self._retrieved.add(request_id)
             self._ensure_polling()
 
     def _ensure_polling(self) -> None:

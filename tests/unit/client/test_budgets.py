@@ -92,6 +92,21 @@ def test_one_cancelled_just_as_it_is_served_gives_its_share_back() -> None:
     assert asyncio.run(scenario()) == 0
 
 
+def test_one_cancelled_just_before_it_would_be_served_is_passed_over() -> None:
+    async def scenario() -> list[type]:
+        budget = Budget(1)
+        await budget.take(1)
+        waiting = [asyncio.create_task(_take(budget)) for _ in range(2)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()
+        budget.give_back(1)  # before the cancelled one has run
+        ends = await asyncio.gather(*waiting, return_exceptions=True)
+        assert budget.used == 0
+        return [type(end) for end in ends]
+
+    assert asyncio.run(scenario()) == [asyncio.CancelledError, type(None)]
+
+
 def test_a_budget_of_nothing_is_refused() -> None:
     with pytest.raises(ValidationError):
         Budget(0)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import gc
+import sys
 import threading
-from typing import TypeVar
+import weakref
+from collections.abc import Iterator
+from typing import Any, TypeVar
 
 import pytest
 
@@ -13,6 +17,15 @@ from tinsmith.client.futures import APIFuture
 from tinsmith.errors import APITimeoutError, NotFoundError
 
 T = TypeVar("T")
+
+
+@pytest.fixture
+def eager_switching() -> Iterator[None]:
+    """Threads give way after every few instructions, so that races show (S44)."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
 
 
 def test_a_result_is_the_same_object_however_often_it_is_asked_for() -> None:
@@ -154,3 +167,107 @@ def test_many_awaiting_coroutines_are_woken_by_one_burst() -> None:
 
 async def _awaited(future: APIFuture[T]) -> T:
     return await future
+
+
+def test_a_callback_that_ends_its_thread_does_not_stop_the_next(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    future: APIFuture[int] = APIFuture()
+    called = threading.Event()
+    future.add_done_callback(lambda _: sys.exit(3))
+    future.add_done_callback(lambda _: called.set())
+
+    future.settle(1)
+
+    assert called.wait(20)
+    assert "SystemExit" in caplog.text
+
+
+def test_work_is_stopped_once_however_often_it_is_cancelled() -> None:
+    future: APIFuture[int] = APIFuture()
+    stops: list[int] = []
+    future.stop_work_with(lambda: stops.append(1))
+
+    assert [future.cancel() for _ in range(3)] == [True] * 3
+
+    assert stops == [1]
+
+
+def test_an_error_of_the_work_that_says_timeout_is_not_taken_for_the_caller_s_own() -> None:
+    future: APIFuture[int] = APIFuture()
+    future.fail(TimeoutError("the work's own"))
+
+    with pytest.raises(TimeoutError, match="the work's own"):
+        asyncio.run(future.result_async(timeout=20))
+    assert not future.cancelled()
+
+
+def test_two_event_loops_can_wait_for_one_result() -> None:
+    future: APIFuture[int] = APIFuture()
+    waiting = threading.Barrier(3)
+
+    async def ask() -> int:
+        asyncio.get_running_loop().call_soon(waiting.wait, 20)
+        return await future
+
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        asked = [threads.submit(asyncio.run, ask()) for _ in range(2)]
+        waiting.wait(20)
+        future.settle(7)
+
+        assert [one.result(20) for one in asked] == [7, 7]
+
+
+def test_s2_a_result_for_a_loop_that_is_closed_does_not_keep_the_loop() -> None:
+    future: APIFuture[int] = APIFuture()
+    loop = asyncio.new_event_loop()
+    waiter = loop.create_task(future.result_async())
+    loop.run_until_complete(asyncio.sleep(0))
+    gone = weakref.ref(loop)
+    loop.close()
+
+    future.settle(1)
+    waiter._log_destroy_pending = False  # type: ignore[attr-defined]  # left as a notebook does
+    del loop, waiter, future
+    gc.collect()
+
+    assert gone() is None
+
+
+@pytest.mark.usefixtures("eager_switching")
+def test_s44_a_future_settled_and_cancelled_at_once_ends_in_one_way() -> None:
+    for number in range(300):
+        future: APIFuture[int] = APIFuture()
+        told: list[str] = []
+        future.when_settled(lambda _, told=told: told.append("settled"))  # type: ignore[misc]
+        together = threading.Barrier(2)
+
+        def cancel(future: APIFuture[int] = future, together: Any = together) -> None:
+            together.wait(20)
+            future.cancel()
+
+        canceller = threading.Thread(target=cancel)
+        canceller.start()
+        together.wait(20)
+        future.settle(number)
+        canceller.join(20)
+
+        assert told == ["settled"]
+        assert future.cancelled() or future.result(0) == number
+
+
+def test_s2_dropped_futures_are_freed_without_the_collector() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        results = [weakref.ref(_settled_future()) for _ in range(1000)]
+        assert not any(result() is not None for result in results)
+    finally:
+        gc.enable()
+
+
+def _settled_future() -> APIFuture[bytes]:
+    future: APIFuture[bytes] = APIFuture()
+    future.stop_work_with(lambda: None)
+    future.settle(bytes(10))
+    return future
