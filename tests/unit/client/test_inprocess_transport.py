@@ -123,7 +123,7 @@ def test_an_application_that_fails_is_a_connection_error(is_raised: bool) -> Non
         if is_raised:
             raise LookupError("broken inside")
 
-    with pytest.raises(APIConnectionError, match=r"broken inside|without an answer"):
+    with pytest.raises(APIConnectionError, match=r"broken inside|before its answer did"):
         asyncio.run(post(transport_to(application)))
 
 
@@ -146,3 +146,161 @@ def test_closing_ends_calls_under_way_and_refuses_others() -> None:
             await post(transport)
 
     asyncio.run(scenario())
+
+
+START = {"type": "http.response.start", "status": 200}
+
+
+def piece(body: bytes, *, more: bool = True) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": body, "more_body": more}
+
+
+def streamed(transport: InProcessTransport, *, idle_s: float = 20.0) -> Any:
+    request = HttpRequest("POST", "/api/v1/stream", {}, {}, [b"{}"])
+    return transport.stream(request, pool=Pool.SAMPLE, timeout_s=20.0, idle_s=idle_s)
+
+
+async def whole_of(transport: InProcessTransport) -> bytes:
+    async with streamed(transport) as reply:
+        return b"".join([piece async for piece in reply.pieces])
+
+
+@pytest.mark.parametrize("ask", [post, whole_of])
+@pytest.mark.parametrize(
+    "said",
+    [
+        [piece(b"too early", more=False), START],
+        [START, piece(b"half")],
+        [START],
+        [],
+        [piece(b"too early", more=False)],
+    ],
+)
+def test_an_answer_that_is_not_whole_is_a_connection_error(
+    ask: Callable[[InProcessTransport], Awaitable[Any]], said: list[Any]
+) -> None:
+    async def application(_: Any, __: Receive, send: Send) -> None:
+        for message in said:
+            await send(message)
+
+    async def scenario() -> None:
+        with pytest.raises(APIConnectionError, match=r"before its answer did|after its start"):
+            await ask(transport_to(application))
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("ask", [post, whole_of])
+def test_what_breaks_after_the_start_is_told(
+    ask: Callable[[InProcessTransport], Awaitable[Any]],
+) -> None:
+    async def application(_: Any, __: Receive, send: Send) -> None:
+        await send(START)
+        await send(piece(b"half"))
+        raise LookupError("broken inside")
+
+    async def scenario() -> None:
+        with pytest.raises(APIConnectionError, match="broken inside"):
+            await ask(transport_to(application))
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_is_there_when_it_is_whole_whatever_the_application_does_next() -> None:
+    async def scenario() -> tuple[bytes, bool]:
+        go_on, has_gone_on = asyncio.Event(), asyncio.Event()
+
+        async def application(_: Any, __: Receive, send: Send) -> None:
+            await answer(send, b"whole")
+            await go_on.wait()
+            has_gone_on.set()
+
+        reply = await post(transport_to(application))
+        go_on.set()
+        await asyncio.wait_for(has_gone_on.wait(), 20)
+        return bytes(reply.body), has_gone_on.is_set()
+
+    assert asyncio.run(scenario()) == (b"whole", True)
+
+
+def test_an_answer_without_end_is_refused_at_the_limit() -> None:
+    async def application(_: Any, __: Receive, send: Send) -> None:
+        await send(START)
+        while True:
+            await send(piece(bytes(100_000)))
+
+    with pytest.raises(BodyTooLargeError):
+        asyncio.run(post(transport_to(application, limits=DecodeLimits(memory_bytes=1_000_000))))
+
+
+def test_a_stream_without_end_waits_for_its_reader() -> None:
+    sent = 0
+
+    async def application(_: Any, __: Receive, send: Send) -> None:
+        nonlocal sent
+        await send(START)
+        while True:
+            await send(piece(b"more"))
+            sent += 1
+
+    async def scenario() -> int:
+        async with streamed(transport_to(application)) as reply:
+            for _ in range(3):
+                assert await anext(reply.pieces) == b"more"
+            await asyncio.sleep(0.05)  # time in which it could run ahead
+        return sent
+
+    assert asyncio.run(scenario()) < 40
+
+
+def test_a_stream_under_way_ends_when_the_transport_is_closed() -> None:
+    async def application(_: Any, __: Receive, send: Send) -> None:
+        await send(START)
+        await asyncio.sleep(60)
+
+    async def scenario() -> None:
+        transport = transport_to(application)
+        async with streamed(transport) as reply:
+            reading = asyncio.ensure_future(anext(reply.pieces))
+            await asyncio.sleep(0)
+            await transport.close()
+            with pytest.raises(APIConnectionError, match="closed"):
+                await asyncio.wait_for(reading, 20)
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_that_falls_silent_is_a_timeout() -> None:
+    async def application(_: Any, __: Receive, send: Send) -> None:
+        await send(START)
+        await asyncio.sleep(60)
+
+    async def scenario() -> None:
+        async with streamed(transport_to(application), idle_s=0.01) as reply:
+            with pytest.raises(APITimeoutError, match="silent"):
+                await anext(reply.pieces)
+
+    asyncio.run(scenario())
+
+
+def test_a_path_is_handed_over_decoded_and_as_it_was_written() -> None:
+    seen: list[Any] = []
+
+    async def application(scope: Any, _: Receive, send: Send) -> None:
+        seen.extend((scope["path"], scope["raw_path"]))
+        await answer(send)
+
+    request = HttpRequest("GET", "/a%20b/%C3%A9", {}, {}, [])
+    asyncio.run(transport_to(application).send(request, pool=Pool.REST, timeout_s=20.0))
+
+    assert seen == ["/svc/a b/é", b"/svc/a%20b/%C3%A9"]
+
+
+def test_a_body_that_is_read_late_or_never_is_no_error() -> None:
+    async def application(_: Any, receive: Receive, send: Send) -> None:
+        await answer(send, b"early")
+        assert await read_all(receive) == b"one two"
+
+    reply = asyncio.run(post(transport_to(application), b"one ", b"two"))
+
+    assert bytes(reply.body) == b"early"
