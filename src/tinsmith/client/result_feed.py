@@ -13,6 +13,7 @@ back to polls of their own. `docs/extensions.md` says what travels.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -35,6 +36,8 @@ MOST_UNCLAIMED = 10_000
 """How many completions are kept whose submissions have not been answered yet."""
 MOST_UNCLAIMED_RESULTS = 1000
 """How many of them are kept with their results."""
+REPORT_AFTER_S = 1.0
+"""How long reports wait for a poll that is made anyway."""
 LINGER_MS = 5.0
 LINGERS_FROM = 16
 """While so many samples wait, the service may wait a moment for a second result to answer with."""
@@ -75,6 +78,7 @@ class ResultFeed:
         self._unclaimed: dict[str, x.ResultCompletion] = {}
         self._retrieved: dict[str, None] = {}  # in order
         self._is_polling = False
+        self._is_wanted = asyncio.Event()
         self.is_broken = False
         """Whether samples have to be polled for one by one."""
 
@@ -86,6 +90,7 @@ class ResultFeed:
             return
         known = self._unclaimed.pop(call.request_id, None)
         self._waiting[call.request_id] = call
+        self._is_wanted.set()
         if known is not None:
             self._deliver([known])
         self._ensure_polling()
@@ -118,9 +123,12 @@ class ResultFeed:
         quick_answers = 0
         failing_since: float | None = None
         while self._waiting or self._retrieved:
+            if not self._waiting:
+                await self._wait_wanted()
+            is_held = bool(self._waiting)  # else it is made to report alone
             asked_at = time.monotonic()
             try:
-                answer = await self._ask()
+                answer = await self._ask(is_held=is_held)
             except TinkerError as error:
                 failing_since = asked_at if failing_since is None else failing_since
                 if not self._is_worth_waiting(error, asked_at - failing_since):
@@ -133,11 +141,18 @@ class ResultFeed:
             self._deliver(answer.completions)
             if answer.completions or time.monotonic() - asked_at >= LONGEST_PAUSE_S:
                 quick_answers = 0
-            elif self._waiting:  # a server that does not hold polls open is asked less often
+            elif is_held:  # a server that does not hold polls open is asked less often
                 await asyncio.sleep(min(SHORTEST_POLL_S * 2.0**quick_answers, LONGEST_PAUSE_S))
                 quick_answers = min(quick_answers + 1, 16)
 
-    async def _ask(self) -> x.ResultsRetrieveResponse:
+    async def _wait_wanted(self) -> None:
+        """Let reports wait a moment for a sample whose poll they can ride on."""
+        self._is_wanted.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(REPORT_AFTER_S):
+                await self._is_wanted.wait()
+
+    async def _ask(self, *, is_held: bool) -> x.ResultsRetrieveResponse:
         reported = list(self._retrieved)[: x.MOST_REPORTED]
         answer: x.ResultsRetrieveResponse = await self._session.call(
             "retrieve_results",
@@ -146,8 +161,7 @@ class ResultFeed:
                 prev_cursor=self._cursor,
                 retrieved_request_ids=reported,
                 inline_bytes=INLINE_BYTES,
-                # With nobody waiting it is made to report alone.
-                timeout=None if self._waiting else 0.0,
+                timeout=None if is_held else 0.0,
                 linger_ms=LINGER_MS if len(self._waiting) >= LINGERS_FROM else 0.0,
             ),
         )

@@ -112,10 +112,12 @@ class Sampler:
 
     async def _joined(self) -> int:
         """Our clone's number: 0 for the original, else one that no other process has."""
-        if self._joining is None or (self._joining.done() and self._joining.exception()):
-            self._joining = asyncio.create_task(self._join())
-        self._clone_id = await asyncio.shield(self._joining)
-        return self._clone_id
+        joining = self._joining
+        if joining is None or (joining.done() and (joining.cancelled() or joining.exception())):
+            joining = self._joining = asyncio.create_task(self._join())
+        clone_id = await asyncio.shield(joining)
+        self._clone_id = clone_id
+        return clone_id
 
     async def _join(self) -> int:
         session = self.session

@@ -295,6 +295,17 @@ def test_results_that_were_read_are_reported_once_and_then_dropped(
     assert len(reported(service)) == len(set(reported(service))) == 10
 
 
+def test_samples_one_after_another_take_two_requests_each(
+    sampler: SamplingClient, service: ScriptedService
+) -> None:
+    """Reports ride on the poll of the next sample, and nothing is slept over."""
+    for _ in range(20):
+        sampler.sample(PROMPT, 1, PARAMS).result(WAIT_S)
+
+    assert len(service.requests("asample")) == 20
+    assert len(service.requests("retrieve_results")) == 20
+
+
 def reported(service: ScriptedService) -> list[str]:
     polls = service.requests("retrieve_results")
     return [request_id for poll in polls for request_id in poll.request.retrieved_request_ids]

@@ -26,6 +26,10 @@ ALL_FLAGS = {
     "proto_compress_fwdbwd": True,
     "create_model_via_load_weights": True,
     "sample_join_sampling_session": True,
+    # Ours, which it does not know:
+    "tinsmith_batch_items": 64,
+    "tinsmith_inline_bytes": 65536,
+    "tinsmith_stream": True,
 }
 
 
@@ -94,6 +98,12 @@ def test_official_sdk_trains_saves_samples_and_manages(days: dict[str, Day], cas
     check_requests(service, CASES[case])
     if case != "bad-weather":
         check_nothing_was_refused(service)
+
+
+def test_official_sdk_passes_over_extensions_that_are_offered(days: dict[str, Day]) -> None:
+    service, _ = days["all"]
+
+    assert not any(received.path.startswith("/api/v1/tinsmith/") for received in service.requests())
 
 
 def check_results(seen: dict[str, Any]) -> None:
