@@ -5,6 +5,7 @@ What a command raises becomes a message on stderr and an exit code here, and now
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
 import signal
@@ -39,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line, `sys.argv` unless given, and return its exit status."""
     if arguments is None:  # we are the process, and not a part of somebody else's
         signal.signal(signal.SIGTERM, _stop)
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that knows few letters
+            sys.stdout.reconfigure(errors="backslashreplace")
         arguments = sys.argv[1:]
     words = list(arguments)
     wants_json = _asks_for_json(words)

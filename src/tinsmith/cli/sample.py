@@ -57,7 +57,11 @@ def run(arguments: argparse.Namespace) -> None:
 
     if arguments.stream and arguments.num_samples > 1:
         raise UsageError("--stream shows one sample; leave out -n")
-    text = _stdin() if arguments.text == "-" else arguments.text
+    try:
+        text = _stdin() if arguments.text == "-" else arguments.text
+        text.encode()
+    except UnicodeError as exc:
+        raise UsageError("the text is not UTF-8") from exc
     if not text:
         raise UsageError("there is no text to sample from")
     from tinsmith.cli.connect import limit_s, service_client

@@ -190,6 +190,25 @@ def test_ctrl_c_ends_the_session_as_interrupted(
     assert reasons == ["ClientSessionFinishInterrupted"]
 
 
+def test_text_that_is_no_text_is_refused(tinsmith: Commands, service: ScriptedService) -> None:
+    ended = tinsmith.run(*("sample", "--base-model", "m"), text="caf\xe9", encoding="latin-1")
+
+    assert ended.status == 2
+    assert "not UTF-8" in ended.err
+    assert service.requests() == []
+
+
+def test_a_terminal_that_knows_few_letters_gets_them_spelt_out(
+    tinsmith: Commands, model: str
+) -> None:
+    words = ("sample", "hello", "--base-model", model, "--max-tokens", "40", "--seed", "5")
+
+    ended = tinsmith.run(*words, environment={"PYTHONIOENCODING": "ascii"})
+
+    assert ended.status == 0, ended.err
+    assert "\\ufffd" in ended.out
+
+
 def test_values_that_do_not_fit_are_told(tinsmith: Commands, model: str) -> None:
     ended = tinsmith.run("sample", "hello", "--base-model", model, "--temperature", "nan")
 
