@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from tinsmith.client.retry import RetryBudget as RetryBudget
     from tinsmith.client.retry_config import RetryConfig as RetryConfig
     from tinsmith.client.sample_stream import AsyncSampleStream as AsyncSampleStream
-    from tinsmith.client.sample_stream import SampleEvent as SampleEvent
     from tinsmith.client.sample_stream import SampleStream as SampleStream
     from tinsmith.client.sampling import SamplingClient as SamplingClient
     from tinsmith.client.service import ServiceClient as ServiceClient
+    from tinsmith.client.stream_reader import SampleEvent as SampleEvent
     from tinsmith.client.trace_export import TraceExportError as TraceExportError
     from tinsmith.client.training import TrainingClient as TrainingClient
     from tinsmith.errors import APIConnectionError as APIConnectionError
@@ -126,7 +126,7 @@ _MODULE_OF = {
     "on_event": "tinsmith.client.events",
     "SampleStream": "tinsmith.client.sample_stream",
     "AsyncSampleStream": "tinsmith.client.sample_stream",
-    "SampleEvent": "tinsmith.client.sample_stream",
+    "SampleEvent": "tinsmith.client.stream_reader",
     "RetryBudget": "tinsmith.client.retry",
     "RetryConfig": "tinsmith.client.retry_config",
     "Timeout": "tinsmith.client.request_options",

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncGenerator, Generator, Iterable
 from typing import Any
 
 from tinsmith.client.background import background
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.limits import Limiter
-from tinsmith.client.progress import Progress
 from tinsmith.client.queue_state import QueueState, QueueStateLogger, StateTeller
 from tinsmith.client.retry import RetryBudget
 from tinsmith.client.retry_config import RetryConfig
-from tinsmith.client.sample_many import (
-    OnError,
-    Window,
-    completed,
-    completed_async,
-    in_order,
-)
-from tinsmith.client.sample_stream import AsyncSampleStream, SampleStream, StreamReader
+from tinsmith.client.sample_many import ManySamples
+from tinsmith.client.sample_stream import AsyncSampleStream, SampleStream
 from tinsmith.client.sampler import Sampler
 from tinsmith.client.sampler_handle import SamplerHandle, shareable_headers
 from tinsmith.client.session import Session, SessionLease
 from tinsmith.client.settings import ClientSettings, settings_from
 from tinsmith.client.shared_leases import shared_leases
+from tinsmith.client.stream_reader import StreamReader
 from tinsmith.client.tokenizers import TokenizerOfModel
 from tinsmith.errors import APIResponseValidationError, ValidationError
 from tinsmith.types import requests as r
@@ -40,7 +32,7 @@ from tinsmith.types.sampling import (
 from tinsmith.types.tensors import TensorData
 
 
-class SamplingClient:
+class SamplingClient(ManySamples):
     """Samples from a base model or from saved weights. Any number of samples may be under way."""
 
     def __init__(
@@ -265,123 +257,6 @@ class SamplingClient:
         reader = StreamReader(self._sampler, self._lease, request)
         return AsyncSampleStream(reader, self._named("stream"), timeout)
 
-    def sample_many(
-        self,
-        prompts: Iterable[ModelInput],
-        sampling_params: SamplingParams,
-        num_samples: int = 1,
-        *,
-        on_error: OnError = "raise",
-        progress: Progress = None,
-        max_in_flight: int | None = None,
-        timeout: float | None = None,
-        **options: Any,
-    ) -> list[Any]:
-        """Draw samples of many prompts, a window of them at a time, and wait for them all.
-
-        Prompts are taken from the iterable as samples come back, so it may be a generator over more
-        than fits into memory. Ctrl-C cancels what is under way.
-
-        Args:
-            prompts: What to continue, one after another.
-            sampling_params: How to draw.
-            num_samples: How many sequences to draw for each prompt.
-            on_error: `"raise"` cancels the rest at the first sample that fails and raises its
-                error; `"return"` puts the error where the answer would have been.
-            progress: True for a bar on the terminal's stderr, or a function that is called with how
-                many are done and how many there are (None if the iterable does not say).
-            max_in_flight: How many samples may be under way at once; 1,000 if None.
-            timeout: Seconds for all of it; then what is under way is cancelled.
-            options: The others of `sample`.
-
-        Returns:
-            A `SampleResponse` for each prompt, in their order.
-
-        Raises:
-            APITimeoutError: The time was up.
-        """
-        window = self._window(
-            prompts, sampling_params, num_samples, on_error, max_in_flight, timeout, options
-        )
-        return in_order(dict(completed(window, progress)))
-
-    async def sample_many_async(
-        self,
-        prompts: Iterable[ModelInput],
-        sampling_params: SamplingParams,
-        num_samples: int = 1,
-        *,
-        on_error: OnError = "raise",
-        progress: Progress = None,
-        max_in_flight: int | None = None,
-        timeout: float | None = None,
-        **options: Any,
-    ) -> list[Any]:
-        """As `sample_many`, without blocking the event loop."""
-        window = self._window(
-            prompts, sampling_params, num_samples, on_error, max_in_flight, timeout, options
-        )
-        async with contextlib.aclosing(completed_async(window, progress)) as outcomes:
-            return in_order({index: outcome async for index, outcome in outcomes})
-
-    def sample_as_completed(
-        self,
-        prompts: Iterable[ModelInput],
-        sampling_params: SamplingParams,
-        num_samples: int = 1,
-        *,
-        on_error: OnError = "raise",
-        progress: Progress = None,
-        max_in_flight: int | None = None,
-        timeout: float | None = None,
-        **options: Any,
-    ) -> Generator[tuple[int, Any], None, None]:
-        """As `sample_many`, giving out each prompt's index and answer as soon as it is there.
-
-        Leaving the loop and closing or dropping the generator cancels what is under way.
-        """
-        window = self._window(
-            prompts, sampling_params, num_samples, on_error, max_in_flight, timeout, options
-        )
-        return completed(window, progress)
-
-    def sample_as_completed_async(
-        self,
-        prompts: Iterable[ModelInput],
-        sampling_params: SamplingParams,
-        num_samples: int = 1,
-        *,
-        on_error: OnError = "raise",
-        progress: Progress = None,
-        max_in_flight: int | None = None,
-        timeout: float | None = None,
-        **options: Any,
-    ) -> AsyncGenerator[tuple[int, Any], None]:
-        """As `sample_as_completed`, for `async for`; not to be awaited itself."""
-        window = self._window(
-            prompts, sampling_params, num_samples, on_error, max_in_flight, timeout, options
-        )
-        return completed_async(window, progress)
-
-    def _window(
-        self,
-        prompts: Iterable[ModelInput],
-        sampling_params: SamplingParams,
-        num_samples: int,
-        on_error: OnError,
-        max_in_flight: int | None,
-        timeout_s: float | None,
-        options: dict[str, Any],
-    ) -> Window:
-        self._request(ModelInput.empty(), num_samples, sampling_params, **options)  # checks them
-
-        def start(prompt: ModelInput) -> APIFuture[SampleResponse]:
-            return self.sample(prompt, num_samples, sampling_params, **options)
-
-        return Window(
-            prompts, start, on_error=on_error, max_in_flight=max_in_flight, timeout_s=timeout_s
-        )
-
     def compute_logprobs(
         self,
         prompt: ModelInput,
@@ -443,6 +318,11 @@ class SamplingClient:
             "get_sampler", r.GetSamplerRequest(sampler_id=self._sampling_session_id)
         )
         return sampler.base_model
+
+    def _check_sample(
+        self, num_samples: int, sampling_params: SamplingParams, options: dict[str, Any]
+    ) -> None:
+        self._request(ModelInput.empty(), num_samples, sampling_params, **options)
 
     def _named(self, what: str) -> str:
         return f"{what} of {self._sampling_session_id}"
