@@ -27,6 +27,7 @@ from typing import Any
 import msgspec
 
 from tinsmith.client.settings import ClientSettings, Secret
+from tinsmith.client.waits import say
 from tinsmith.errors import AuthenticationError, DecodeError, TinkerError
 from tinsmith.types.service import WhoamiResponse
 from tinsmith.wire import json_format
@@ -106,6 +107,7 @@ async def command_output(command: Secret, timeout_s: float = COMMAND_TIMEOUT_S) 
         )
     except OSError as exc:
         raise TinkerError("the command in TINKER_CREDENTIAL_CMD could not be run") from exc
+    say("the command in TINKER_CREDENTIAL_CMD")
     try:
         async with asyncio.timeout(timeout_s):
             output, _ = await process.communicate()

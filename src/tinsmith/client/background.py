@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from tinsmith.client.forking import in_child
 from tinsmith.client.futures import APIFuture, within
+from tinsmith.client.waits import Waits
 
 T = TypeVar("T")
 
@@ -40,6 +41,8 @@ class Background:
             tuple[Coroutine[Any, Any, Any], APIFuture[Any], float | None]
         ] = collections.deque()
         self._is_woken = False
+        self.waits = Waits(self.loop.time, self.loop.call_later)
+        """What users wait for here."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._stopping: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._run, name="tinsmith-loop", daemon=True)
@@ -94,7 +97,7 @@ class Background:
             if future.cancelled():
                 work.close()
                 continue
-            task = self.loop.create_task(_settle(work, future, timeout))
+            task = self.loop.create_task(_settle(work, future, timeout, self.waits))
             self._tasks.add(task)  # a loop holds its tasks weakly
             task.add_done_callback(self._tasks.discard)
             future.stop_work_with(lambda task=task: self.call_soon(task.cancel))  # type: ignore[misc]
@@ -129,8 +132,9 @@ class Background:
 
 
 async def _settle(
-    work: Coroutine[Any, Any, T], future: APIFuture[T], timeout_s: float | None
+    work: Coroutine[Any, Any, T], future: APIFuture[T], timeout_s: float | None, waits: Waits
 ) -> None:
+    wait = waits.begin(future.what)
     try:
         value = await (work if timeout_s is None else within(timeout_s, work, future.what))
     except asyncio.CancelledError:
@@ -140,6 +144,8 @@ async def _settle(
         future.fail(error)
     else:
         future.settle(value)
+    finally:
+        waits.end(wait)
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

@@ -29,6 +29,7 @@ from tinsmith.client.futures import APIFuture
 from tinsmith.client.loss_graph import LossHandle, check_inputs, check_session, evaluate
 from tinsmith.client.passes import pass_bodies, run_pass
 from tinsmith.client.submission import Submitter
+from tinsmith.client.waits import say
 from tinsmith.errors import DecodeError, ValidationError
 from tinsmith.types.inputs import Datum
 from tinsmith.types.tensors import TensorData
@@ -144,6 +145,7 @@ def _start_two_passes(
             await check_session(loss_fn, submitter.session)
         forward = await run_pass(submitter, places[0], bodies, "Forward")
         with submitter.session.work.under_way():
+            say("the loss function, which runs here")
             found, backward = await _in_own_thread(lambda: answer(forward.loss_fn_outputs))
         output = await run_pass(submitter, places[1], backward, "ForwardBackward")
         return _with_loss(output, found)

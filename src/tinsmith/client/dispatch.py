@@ -17,6 +17,8 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator
 
+from tinsmith.client.waits import say
+
 FIRST_NUMBER = 1
 """Number 0 is the creation of the model."""
 
@@ -73,11 +75,13 @@ class Line:
         """Return when all before this ticket have left."""
         if self._serving == ticket:
             return
+        say("the calls before it")
         turn = self._waiting[ticket] = asyncio.get_running_loop().create_future()
         try:
             await turn
         finally:
             self._waiting.pop(ticket, None)
+        say("")
 
     def leave(self, ticket: int) -> None:
         """Mark a ticket as gone and let the next one in. Doing it again changes nothing."""

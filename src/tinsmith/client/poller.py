@@ -24,6 +24,7 @@ from tinsmith.client.queue_state import StateTeller
 from tinsmith.client.retry import BILLING_PAUSE_S
 from tinsmith.client.session import Session
 from tinsmith.client.transport import ExchangeReply
+from tinsmith.client.waits import say
 from tinsmith.errors import (
     APIConnectionError,
     APIError,
@@ -115,6 +116,7 @@ class Poll:
         )
 
     async def _ask_until_settled(self) -> Any:
+        say("its result")
         while True:
             asked_at = self._clock()
             try:
@@ -188,6 +190,7 @@ class Poll:
             limiter.queue_active(asked_at)
         if self._observer is not None and pending.is_stated:
             self._observer.tell(pending.queue_state, pending.reason)
+        say(_awaited(pending))
         self._tell(pending)
         await self._keep_distance(self._clock() - asked_at)
 
@@ -297,6 +300,11 @@ class _Pending:
     @property
     def is_paused(self) -> bool:
         return self.queue_state in ("paused_capacity", "paused_rate_limit")
+
+
+def _awaited(pending: _Pending) -> str:
+    reason = f": {pending.reason}" if pending.reason else ""
+    return f"its result; its queue is {pending.queue_state}{reason}"
 
 
 class _Size:

@@ -24,6 +24,7 @@ import msgspec
 
 from tinsmith.client import events
 from tinsmith.client.slow_calls import SlowCalls
+from tinsmith.client.waits import say
 from tinsmith.errors import (
     APIConnectionError,
     APIError,
@@ -180,6 +181,7 @@ class Retrier:
     def _log_wait(
         self, error: APIError, what: str, number: int, delay_s: float, elapsed_s: float
     ) -> None:
+        say(f"another try, as {what} failed with {events.named(error)}")
         is_told = elapsed_s + delay_s > TOLD_AFTER_S
         if isinstance(error, BillingError):  # a pause of an hour, asked after every few seconds
             now = self._clock()

@@ -32,6 +32,7 @@ class SampleCall:
         "_about_bytes",
         "_on_end",
         "_timer",
+        "began",
         "body",
         "failing_since",
         "failures",
@@ -70,6 +71,7 @@ class SampleCall:
         self._about_bytes = _ABOUT_BYTES + sum(map(_about_bytes, request.prompt.chunks))
         self.request_id: str | None = None
         self.sequence_ids: list[str] = []
+        self.began = 0.0
         self.sent_at = 0.0
         self.submit_s = 0.0
         """How long its submission took."""
@@ -93,6 +95,7 @@ class SampleCall:
     ) -> None:
         """Watch the clock from now on, and have `on_end` called when the sample is over."""
         self._on_end = on_end
+        self.began = loop.time()
         if self.timeout_s is not None:
             self._timer = loop.call_later(self.timeout_s, self._expire)
 

@@ -14,12 +14,13 @@ from __future__ import annotations
 import asyncio
 import collections
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from tinsmith.client.background import background
 from tinsmith.client.retry import BILLING_PAUSE_S, Retrier, may_pass
 from tinsmith.client.sample_call import SampleCall
 from tinsmith.client.session import Session, death_of
+from tinsmith.client.waits import Wait
 from tinsmith.errors import (
     APIConnectionError,
     APIError,
@@ -128,6 +129,9 @@ class SampleSender:
             call.begin(loop, self._ended)
             call.future.stop_work_with(lambda call=call: background().call_soon(call.give_up))  # type: ignore[misc]
             self._line.append(call)
+        waits = background().waits
+        waits.sources.add(self._waits)
+        waits.look_on()
         self._run()
 
     def _ended(self, call: SampleCall) -> None:
@@ -136,6 +140,21 @@ class SampleSender:
             self._progress_at = background().loop.time()
         self._wake()
         self._on_over(call)
+
+    def _waits(self) -> list[Wait]:
+        """What the samples of this sampler wait for, the oldest in the line and in flight."""
+        waits: list[Wait] = []
+        if self._line:
+            pause = self._session.limiter.pause()
+            reason = (
+                f"the end of a pause, {pause.reason}" if pause.reason else "its turn to be sent"
+            )
+            waits.append(_wait_of(self._line, reason))
+        if self._in_flight:
+            waits.append(_wait_of(self._in_flight, "results"))
+        if not waits:
+            background().waits.sources.discard(self._waits)
+        return waits
 
     # The line
 
@@ -382,6 +401,12 @@ class SampleSender:
         asked_s = getattr(error, "retry_after_s", None)
         delay_s = budget.delay_s(failures) if asked_s is None else float(asked_s)
         return delay_s if failing_s + delay_s <= budget.total_s else None
+
+
+def _wait_of(calls: Collection[SampleCall], reason: str) -> Wait:
+    oldest = min(calls, key=lambda call: call.began)
+    others = f" (one of {len(calls)})" if len(calls) > 1 else ""
+    return Wait(oldest.future.what, oldest.began, reason + others)
 
 
 async def _sleep(delay_s: float) -> None:

@@ -18,6 +18,7 @@ from tinsmith.client.single_flight import SingleFlightCache
 from tinsmith.client.tokenizer import Tokenizer
 from tinsmith.client.tokenizer_files import KEPT_TOKENIZERS, forget_parts, load_parts
 from tinsmith.client.tokenizer_names import Kind, Table, TokenizerSource, resolve
+from tinsmith.client.waits import say
 from tinsmith.errors import TokenizerError
 
 if TYPE_CHECKING:
@@ -139,6 +140,7 @@ class TokenizerOfModel:
                 Not kept: a client's own method would keep the client alive.
         """
         model_name, tokenizer_id = await self._names(get_info)
+        say(f"the files of the tokenizer of {tokenizer_id or model_name}")
         return await load_tokenizer_async(
             model_name, tokenizer_id, kind=self._kind, table=self._table
         )

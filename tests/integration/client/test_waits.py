@@ -1,0 +1,149 @@
+"""No wait is silent: whatever a user waits for, the log says what, since when and why."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tinsmith.client import tokenizers, waits
+from tinsmith.client.service import ServiceClient
+from tinsmith.testing import ScriptedService, running_service
+from tinsmith.types import AdamParams, Datum, ModelInput, SamplingParams
+
+PROMPT = ModelInput.from_ints([1])
+PARAMS = SamplingParams(max_tokens=1)
+DATUM = Datum(PROMPT, {"target_tokens": [1], "weights": [1.0]})
+WAIT_S = 30.0
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Ten seconds pass in a fraction of one."""
+    monkeypatch.setattr(waits, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(waits, "TOLD_AFTER_S", 0.2)
+    caplog.set_level(logging.INFO, logger="tinsmith.client.waits")
+
+
+def in_the_background(work: Callable[[], object]) -> None:
+    def run() -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - the end of the test ends it
+            logging.getLogger(__name__).debug("%r", error)
+
+    threading.Thread(target=run, daemon=True).start()
+
+
+def a_result(service: ScriptedService, client: ServiceClient) -> object:
+    training = client.create_lora_training_client("m", rank=2)
+    service.faults.hold_commands("optim_step")
+    return training.optim_step(AdamParams())
+
+
+def a_paused_queue(service: ScriptedService, client: ServiceClient) -> object:
+    training = client.create_lora_training_client("m", rank=2)
+    service.faults.pause("optim_step", reason="out of GPUs", poll_after_s=0.1)
+    return training.optim_step(AdamParams())
+
+
+def calls_before_it(service: ScriptedService, client: ServiceClient) -> object:
+    training = client.create_lora_training_client("m", rank=2)
+    service.faults.hold("optim_step")
+    return [training.optim_step(AdamParams()), training.forward([DATUM], "cross_entropy")]
+
+
+def a_second_try(service: ScriptedService, client: ServiceClient) -> object:
+    training = client.create_lora_training_client("m", rank=2)
+    service.faults.add("optim_step", times=None, status=503, headers={"retry-after": "20"})
+    return training.optim_step(AdamParams())
+
+
+def a_limiter(_: ScriptedService, client: ServiceClient) -> object:
+    sampler = client.create_sampling_client(base_model="m")
+    sampler.limiter.rate_limited(20.0, "429 of the test")
+    return sampler.sample(PROMPT, 1, PARAMS)
+
+
+def samples(service: ScriptedService, client: ServiceClient) -> object:
+    sampler = client.create_sampling_client(base_model="m")
+    service.faults.hold_commands("asample")
+    return [sampler.sample(PROMPT, 1, PARAMS) for _ in range(7)]
+
+
+def many_samples(service: ScriptedService, client: ServiceClient) -> object:
+    sampler = client.create_sampling_client(base_model="m")
+    service.faults.hold_commands("asample")
+    in_the_background(lambda: list(sampler.sample_many([PROMPT] * 3, PARAMS)))
+    return None
+
+
+def a_session(service: ScriptedService, client: ServiceClient) -> object:
+    service.faults.hold("create_session")
+    in_the_background(lambda: client.create_sampling_client(base_model="m"))
+    return None
+
+
+def a_loss(_: ScriptedService, client: ServiceClient) -> object:
+    training = client.create_lora_training_client("m", rank=2)
+
+    class Slow:
+        def gradients(self, data: list[Datum], _: list[Any]) -> Any:
+            time.sleep(1.0)
+            return 0.0, [[0.0] for _ in data], {}
+
+    return training.forward_backward_custom([DATUM], Slow())
+
+
+def a_tokenizer(_: ScriptedService, client: ServiceClient) -> object:
+    sampler = client.create_sampling_client(base_model="m")
+    in_the_background(sampler.get_tokenizer)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("begin", "what", "why"),
+    [
+        (a_result, "optim_step of", "its result"),
+        (a_paused_queue, "optim_step of", "paused_capacity: out of GPUs"),
+        (calls_before_it, "Forward of", "the calls before it"),
+        (a_second_try, "optim_step of", "another try"),
+        (a_limiter, "sample of", "429 of the test"),
+        (samples, "sample of", "one of 7"),
+        (many_samples, "sample", "one of 3"),
+        (a_session, "create_sampling_client", ""),
+        (a_loss, "forward_backward_custom of", "the loss function"),
+        (a_tokenizer, "get_tokenizer", "the files of the tokenizer of m"),
+    ],
+)
+def test_a_wait_is_told_with_its_name_its_time_and_its_reason(
+    begin: Callable[[ScriptedService, ServiceClient], object],
+    what: str,
+    why: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tokenizers, "load_tokenizer", lambda *_, **__: time.sleep(1.0))
+    with (
+        running_service(long_poll_s=20.0) as service,
+        ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
+    ):
+        pending = begin(service, client)
+
+        deadline = time.monotonic() + WAIT_S
+        while not any(what in m and why in m and ", since " in m for m in caplog.messages):
+            assert time.monotonic() < deadline, caplog.messages
+            time.sleep(0.02)
+
+        service.faults.clear()
+        del pending
+
+
+def test_what_is_quick_is_not_told(client: ServiceClient, caplog: pytest.LogCaptureFixture) -> None:
+    client.get_server_capabilities()
+
+    assert caplog.messages == []
