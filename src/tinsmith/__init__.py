@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from tinsmith.errors import BadRequestError as BadRequestError
     from tinsmith.errors import BillingError as BillingError
     from tinsmith.errors import BodyTooLargeError as BodyTooLargeError
+    from tinsmith.errors import CertificateError as CertificateError
     from tinsmith.errors import ClosedError as ClosedError
     from tinsmith.errors import CommandConflictError as CommandConflictError
     from tinsmith.errors import CommandPassedError as CommandPassedError
@@ -140,6 +141,7 @@ _MODULE_OF = {
     "BadRequestError": "tinsmith.errors",
     "BillingError": "tinsmith.errors",
     "BodyTooLargeError": "tinsmith.errors",
+    "CertificateError": "tinsmith.errors",
     "ClosedError": "tinsmith.errors",
     "CommandConflictError": "tinsmith.errors",
     "CommandPassedError": "tinsmith.errors",

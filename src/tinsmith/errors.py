@@ -20,7 +20,8 @@
         ├── APIResponseValidationError   the reply arrived and could not be understood
         │   └── UnreadableResultError    ... and was the result of a call (a ValueError)
         ├── APIConnectionError           no reply arrived
-        │   └── APITimeoutError          ... within the time allowed
+        │   ├── APITimeoutError          ... within the time allowed
+        │   └── CertificateError         the server could not prove who it is
         └── APIStatusError               the reply was a refusal
             ├── BadRequestError          400
             ├── AuthenticationError      401
@@ -253,6 +254,13 @@ class APITimeoutError(APIConnectionError):
         remedy: str | None = None,
     ) -> None:
         super().__init__(message, request, request_id=request_id, remedy=remedy)
+
+
+class CertificateError(APIConnectionError):
+    """The server's certificate is for another name, expired, or of an unknown authority.
+
+    Nothing was sent, and another try would end the same way.
+    """
 
 
 class APIStatusError(APIError):

@@ -21,7 +21,7 @@ from typing import Any
 from tinsmith.client import events
 from tinsmith.client.budgets import Budget
 from tinsmith.client.queue_state import StateTeller
-from tinsmith.client.retry import BILLING_PAUSE_S
+from tinsmith.client.retry import BILLING_PAUSE_S, may_pass
 from tinsmith.client.session import Session
 from tinsmith.client.transport import ExchangeReply
 from tinsmith.client.waits import say
@@ -272,7 +272,7 @@ class Poll:
             self._bad_requests += 1
             is_last = self._bad_requests > MOST_BAD_REQUESTS
             return None if is_last else budget.delay_s(self._bad_requests - 1)
-        is_passing = isinstance(error, APIConnectionError) or (
+        is_passing = (isinstance(error, APIConnectionError) and may_pass(error)) or (
             # 409 is final here: a result has no state that could change to let it through.
             isinstance(error, APIStatusError)
             and is_retried(error.status_code)

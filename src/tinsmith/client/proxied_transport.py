@@ -11,8 +11,10 @@ import asyncio
 import contextlib
 import logging
 import ssl
+from base64 import b64encode
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import aiohttp
 
@@ -30,7 +32,7 @@ from tinsmith.client.transport import (
     silent_error,
     unpacked,
 )
-from tinsmith.errors import APIConnectionError
+from tinsmith.errors import APIConnectionError, ValidationError
 from tinsmith.types.buffers import Memory
 from tinsmith.wire import content
 from tinsmith.wire.endpoints import Pool
@@ -46,6 +48,7 @@ class ProxiedTransport:
     def __init__(self, settings: TransportSettings, credentials: Credentials) -> None:
         self._settings = settings
         self._credentials = credentials
+        self._proxy, self._login = _proxy_of(settings)
         self._sessions: dict[Pool, aiohttp.ClientSession] = {}
         self._is_closed = False
 
@@ -125,13 +128,16 @@ class ProxiedTransport:
     async def _begin(
         self, request: HttpRequest, headers: Mapping[str, str], pool: Pool
     ) -> aiohttp.ClientResponse:
+        is_secure = self._settings.base_url.startswith("https:")
         return await self._session(pool).request(
             request.method,
             self._settings.base_url + request.path,
             params=request.query or None,
-            headers=headers,
+            # With TLS the proxy reads only the request for the connection.
+            headers=headers if is_secure else {**headers, **self._login},
             data=_body(request.parts),
-            proxy=self._settings.proxy,
+            proxy=self._proxy,
+            proxy_headers=self._login if is_secure else None,
             allow_redirects=False,
         )
 
@@ -188,6 +194,32 @@ class ProxiedTransport:
         sessions, self._sessions = list(self._sessions.values()), {}
         for session in sessions:
             await session.close()
+
+
+def _proxy_of(settings: TransportSettings) -> tuple[str | None, dict[str, str]]:
+    """The proxy's address, and a header with the login: the library shows addresses in errors.
+
+    Raises:
+        ValidationError: There can be no such proxy.
+    """
+    if settings.proxy is None:
+        return None, {}
+    parts = urlsplit(settings.proxy if "://" in settings.proxy else f"http://{settings.proxy}")
+    try:
+        is_good = parts.scheme in ("http", "https") and bool(parts.hostname)
+        _ = parts.port  # raises where it is no number
+    except ValueError:
+        is_good = False
+    if not is_good:
+        raise ValidationError(
+            f"the proxy {parts.scheme}://{parts.hostname or ''} cannot be used",
+            remedy="give one like http://127.0.0.1:3128",
+        )
+    address = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+    if parts.username is None:
+        return address, {}
+    login = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+    return address, {"Proxy-Authorization": f"Basic {b64encode(login.encode()).decode()}"}
 
 
 def _body(parts: Parts) -> Any:

@@ -31,6 +31,7 @@ from tinsmith.errors import (
     APIStatusError,
     APITimeoutError,
     BillingError,
+    CertificateError,
     ValidationError,
 )
 from tinsmith.wire.failures import is_retried
@@ -82,7 +83,7 @@ def may_pass(error: BaseException) -> bool:
         if word is not None:
             return word
         return is_retried(error.status_code) or isinstance(error, BillingError)
-    return isinstance(error, APIConnectionError)
+    return isinstance(error, APIConnectionError) and not isinstance(error, CertificateError)
 
 
 def _server_s_word(error: APIStatusError) -> bool | None:

@@ -150,7 +150,7 @@ def _proxy_for(url: str) -> str | None:
     import urllib.request  # brings a whole HTTP client along
 
     parts = urlsplit(url)
-    if not parts.hostname or urllib.request.proxy_bypass(parts.hostname):
+    if not parts.hostname or urllib.request.proxy_bypass(parts.netloc.rpartition("@")[2]):
         return None
     return urllib.request.getproxies().get(parts.scheme)
 

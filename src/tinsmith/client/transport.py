@@ -17,7 +17,13 @@ from typing import Protocol
 import msgspec
 from msgspec.structs import force_setattr
 
-from tinsmith.errors import APIConnectionError, APITimeoutError, DecodeError, ValidationError
+from tinsmith.errors import (
+    APIConnectionError,
+    APITimeoutError,
+    CertificateError,
+    DecodeError,
+    ValidationError,
+)
 from tinsmith.types.buffers import Memory
 from tinsmith.wire import content
 from tinsmith.wire.endpoints import Pool
@@ -215,7 +221,14 @@ def connection_error(
     settings: TransportSettings, request: HttpRequest, cause: BaseException, is_unreached: bool
 ) -> APIConnectionError:
     """For a reply that did not come at all; `is_unreached` if there was not even a connection."""
-    return APIConnectionError(
-        f"{request.method} {settings.base_url}{request.path}: {cause}",
-        remedy="check the base URL, and that the service runs there" if is_unreached else None,
-    )
+    import ssl  # loaded with the first connection, not with the package
+
+    message = f"{request.method} {settings.base_url}{request.path}: {cause}"
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return CertificateError(
+            message, remedy="check the host's name, or give the authority's ca_file"
+        )
+    remedy = "check the base URL, and that the service runs there"
+    if settings.proxy is not None:
+        remedy = "check the proxy and the base URL"
+    return APIConnectionError(message, remedy=remedy if is_unreached else None)
