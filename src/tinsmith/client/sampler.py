@@ -86,7 +86,13 @@ class Sampler:
         what: str = "sample",
         timeout_s: float | None = None,
     ) -> APIFuture[SampleResponse]:
-        """Have a sample drawn. From any thread; returns at once."""
+        """Have a sample drawn. From any thread; returns at once.
+
+        Raises:
+            ClosedError: The client belongs to the process that this one was forked from.
+        """
+        if self.session.is_inherited():
+            self.session.check_open()
         future: APIFuture[SampleResponse] = APIFuture(what)
         seq_id = request.seq_id
         if seq_id is not None:

@@ -107,6 +107,7 @@ class StreamReader:
         """
         async with self._use:
             try:
+                self._session.check_open()
                 await self._session.session_id()  # flags are known from here on
                 while True:
                     events = await self._read_once()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 import time
 import weakref
 from typing import Any
@@ -30,6 +33,52 @@ EXTENDED: dict[str, Any] = {
 
 def client_of(service: ScriptedService, **options: Any) -> ServiceClient:
     return ServiceClient(base_url=service.base_url, api_key=service.api_key, **options)
+
+
+FORKED = """
+import os, sys, tinsmith
+client = tinsmith.ServiceClient(base_url=sys.argv[1], api_key=sys.argv[2])
+sampler = client.create_sampling_client(base_model="m")
+prompt, params = tinsmith.ModelInput.from_ints([1, 2]), tinsmith.SamplingParams(max_tokens=2)
+under_way = sampler.sample(prompt, 1, params)
+child = os.fork()
+if child == 0:
+    refused = 0
+    for call in (
+        lambda: sampler.sample(prompt, 1, params).result(20),
+        lambda: sampler.sample_many([prompt], params, timeout=20),
+        lambda: sampler.sample_stream(prompt, 1, params, timeout=20).result(),
+    ):
+        try:
+            call()
+        except RuntimeError as error:
+            refused += "forked" in str(error)
+    os._exit(refused)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+under_way.result(20)
+sampler.sample(prompt, 1, params).result(20)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+@pytest.mark.parametrize("flags", [{}, EXTENDED], ids=["plain", "extended"])
+def test_w5_a_sampler_that_was_used_before_a_fork_is_refused_in_the_child_at_once(
+    flags: dict[str, Any],
+) -> None:
+    with running_service(long_poll_s=0.5, **flags) as service:
+        service.faults.delay_commands("asample", delay_s=0.3, times=1)
+        finished = subprocess.run(
+            [
+                *(sys.executable, "-W", "ignore::DeprecationWarning"),
+                *("-c", FORKED, service.base_url, service.api_key),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    assert finished.returncode == 0, finished.stderr
 
 
 @pytest.mark.parametrize("flags", [{}, EXTENDED], ids=["plain", "extended"])
