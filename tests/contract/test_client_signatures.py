@@ -89,7 +89,8 @@ def test_a_client_is_made_as_the_official_one(class_name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "class_name", ["ServiceClient", "TrainingClient", "RestClient", "AdminClient"]
+    "class_name",
+    ["ServiceClient", "TrainingClient", "SamplingClient", "RestClient", "AdminClient"],
 )
 def test_every_method_that_starts_work_takes_a_timeout(class_name: str) -> None:
     cls = getattr(tinsmith, class_name)
@@ -99,6 +100,8 @@ def test_every_method_that_starts_work_takes_a_timeout(class_name: str) -> None:
         "create_rest_client",
         "holder",
         "on_queue_state_change",
+        "from_sampler_handle",
+        "open",  # for the background loop, where a coroutine has its own way to give up
     }
 
     lacking = [
