@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
 
+from tinsmith.client.forking import in_child
 from tinsmith.errors import APIStatusError
 
 if TYPE_CHECKING:
@@ -141,6 +142,14 @@ listeners: tuple[Listener, ...] = ()
 
 _lock = threading.Lock()
 _faulty: set[int] = set()
+
+
+def _renew_lock() -> None:
+    global _lock  # noqa: PLW0603 - another thread may have held it when this process was forked
+    _lock = threading.Lock()
+
+
+in_child(_renew_lock)
 
 
 def on_event(listener: Listener) -> Callable[[], None]:

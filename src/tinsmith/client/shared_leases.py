@@ -6,11 +6,11 @@ clones of a sampler that were unpickled here. When the last of them is dropped, 
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Callable
 
+from tinsmith.client.forking import in_child
 from tinsmith.client.session import Session, SessionLease
 from tinsmith.client.settings import ClientSettings
 
@@ -60,6 +60,4 @@ class SharedLeases:
 
 
 shared_leases = SharedLeases()
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=shared_leases.forget)
+in_child(shared_leases.forget)
