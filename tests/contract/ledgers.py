@@ -11,9 +11,11 @@ from typing import Any, TypeVar
 
 import pytest
 
+from tests.contract.postgres_server import new_database
 from tinsmith.ledger.base import Ledger
 from tinsmith.ledger.clock import SteadyClock
 from tinsmith.ledger.memory import MemoryLedger
+from tinsmith.ledger.postgres import PostgresLedger
 from tinsmith.ledger.records import (
     LineId,
     RequestId,
@@ -57,8 +59,9 @@ class SetClock:
 class Place:
     """Where one kind of ledger is opened, again and again."""
 
-    def __init__(self, kind: str, folder: Path) -> None:
+    def __init__(self, kind: str, folder: Path, dsn: str = "") -> None:
         self.kind = kind
+        self.dsn = dsn
         self.folder = folder
         self.clock = SetClock()
         self.is_durable = kind != "memory"
@@ -69,6 +72,8 @@ class Place:
         clock = self.clock.steady()
         if self.kind == "memory":
             return MemoryLedger(retention=retention, clock=clock)
+        if self.kind == "postgres":
+            return await PostgresLedger.open(self.dsn, retention=retention, clock=clock)
         return await SqliteLedger.open(
             self.folder, retention=retention, clock=clock, inline_bytes=INLINE_BYTES
         )
@@ -90,14 +95,15 @@ def story(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[[Place], N
     return run
 
 
-DURABLE = ["sqlite"]
+DURABLE = ["sqlite", "postgres"]
 KINDS = ["memory", *DURABLE]
 
 
 @pytest.fixture(params=KINDS)
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     """Each kind of ledger, empty."""
-    return Place(request.param, tmp_path / "ledger")
+    dsn = new_database() if request.param == "postgres" else ""
+    return Place(request.param, tmp_path / "ledger", dsn)
 
 
 def training(seq_id: int | None, payload: bytes = b"pass", line: LineId = MODEL) -> Submission:

@@ -151,8 +151,15 @@ async def test_numbers_of_samples_need_all_64_bits(ledger: Ledger) -> None:
         sampling(LARGEST_NUMBER + 1)
 
 
+@pytest.mark.parametrize("line", ["", "nul\0", "half \ud800", "x" * 501])
+def test_a_line_has_a_name_that_every_ledger_can_keep(line: str) -> None:
+    with pytest.raises(ValidationError):
+        training(1, line=LineId(line))
+
+
 @pytest.mark.parametrize(
-    "wanted", ["", ":", "m", "m:", ":1", "m:01", "m:-1", "m:1 ", "m:²", f"m:{2**63}", "m\0:1"]
+    "wanted",
+    ["", ":", "m", "m:", ":1", "m:01", "m:-1", "m:1 ", "m:²", f"m:{2**63}", "m\0:1", "\ud800:1"],
 )
 def test_what_no_request_id_looks_like_is_unknown(wanted: str) -> None:
     with pytest.raises(UnknownEntryError):

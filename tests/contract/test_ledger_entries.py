@@ -100,7 +100,9 @@ async def test_every_kind_of_entry_comes_back_as_it_was(ledger: Ledger) -> None:
 
     for entry in kept:
         assert await ledger.entries(type(entry)).get(entry.id) == entry
-        assert await ledger.entries(type(entry)).get("unknown") is None
+        for wrong in ("unknown", "", "nul\0", "half \ud800"):
+            assert await ledger.entries(type(entry)).get(wrong) is None
+            assert not await ledger.entries(type(entry)).remove(wrong)
 
 
 @story

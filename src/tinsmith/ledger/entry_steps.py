@@ -9,7 +9,16 @@ import msgspec
 
 from tinsmith.errors import UnknownEntryError
 from tinsmith.ledger.command_steps import command_of
-from tinsmith.ledger.records import Command, Entry, Line, LineId, TenantId, UsageKey, UsageRow
+from tinsmith.ledger.records import (
+    Command,
+    Entry,
+    Line,
+    LineId,
+    TenantId,
+    UsageKey,
+    UsageRow,
+    is_storable,
+)
 from tinsmith.ledger.steps import Effects, Query, Steps, Value
 
 E = TypeVar("E", bound=Entry)
@@ -34,6 +43,8 @@ def put(_: Effects, entry: E) -> Steps[E | None]:
 
 def get(_: Effects, kind: type[E], entry_id: str) -> Steps[E | None]:
     """`Entries.get`."""
+    if not is_storable(entry_id):
+        return None
     rows = yield "entry", (kind.kind, entry_id)
     return msgspec.json.decode(rows[0][0], type=kind) if rows else None
 
@@ -51,7 +62,7 @@ def change(effects: Effects, kind: type[E], entry_id: str, how: Callable[[E], E]
 
 def remove(_: Effects, kind: type[E], entry_id: str) -> Steps[bool]:
     """`Entries.remove`."""
-    return bool((yield "remove_entry", (kind.kind, entry_id)))
+    return is_storable(entry_id) and bool((yield "remove_entry", (kind.kind, entry_id)))
 
 
 def listed(_: Effects, kind: type[E], query: Query) -> Steps[list[E]]:

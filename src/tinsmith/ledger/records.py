@@ -22,6 +22,16 @@ LineId = NewType("LineId", str)
 RequestId = NewType("RequestId", str)
 
 LARGEST_NUMBER = 2**63 - 1
+LONGEST_NAME = 500
+"""Of a line, in characters: a database's index cannot hold names of any length."""
+
+
+def is_storable(text: str) -> bool:
+    """Whether every database can keep this text: no NUL, and no halves of characters."""
+    try:
+        return b"\0" not in text.encode()
+    except UnicodeEncodeError:
+        return False
 
 
 class CommandState(enum.IntEnum):
@@ -53,8 +63,13 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.seq_id is not None and not 0 <= self.seq_id <= LARGEST_NUMBER:
             raise ValidationError(f"seq_id is {self.seq_id}; it may be 0 to {LARGEST_NUMBER}")
-        if not self.line or "\0" in self.line:
+        if not self.line or not is_storable(self.line):
             raise ValidationError(f"{self.line!r:.80} cannot name a line of commands")
+        if len(self.line) > LONGEST_NAME:
+            raise ValidationError(
+                f"{self.line!r:.80}… has {len(self.line)} characters; a line's name may have "
+                f"{LONGEST_NAME}"
+            )
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,7 +117,7 @@ def identity(request: str) -> tuple[LineId, int]:
     line, _, number = request.rpartition(":")
     is_number = number.isascii() and number.isdigit() and len(number) <= 19
     # Only as we write it: "m:01" must not be another name of "m:1".
-    if not line or "\0" in line or not is_number or str(int(number)) != number:
+    if not line or not is_storable(line) or not is_number or str(int(number)) != number:
         raise UnknownEntryError(f"there is no request {request!r:.200}")
     if int(number) > LARGEST_NUMBER:
         raise UnknownEntryError(f"there is no request {request!r:.200}")

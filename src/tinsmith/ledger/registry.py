@@ -4,6 +4,7 @@
 |---|---|
 | `memory:` | in this process, lost with it |
 | `sqlite:///path/to/folder` | a folder with one SQLite file, for one process |
+| `postgresql://user@host/database` | a PostgreSQL database, for several servers |
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ async def open_ledger(address: str, *, retention: Retention | None = None) -> Le
         from tinsmith.ledger.sqlite import SqliteLedger
 
         return await SqliteLedger.open(_folder(address), retention=retention)
+    if scheme in ("postgres", "postgresql"):
+        return await _open_postgres(address, retention)
     raise ValidationError(
         f"{scheme or 'no scheme'!r} is not a kind of ledger",
-        remedy="use memory: or sqlite:///path/to/folder",
+        remedy="use memory:, sqlite:///path/to/folder or postgresql://user@host/database",
     )
 
 
@@ -45,3 +48,13 @@ def _folder(address: str) -> Path:
             f"{address!r:.200} names no folder", remedy="use sqlite:///path/to/folder"
         )
     return Path(unquote(parts.path))
+
+
+async def _open_postgres(address: str, retention: Retention | None) -> Ledger:
+    try:
+        from tinsmith.ledger.postgres import PostgresLedger
+    except ModuleNotFoundError as exc:
+        raise ValidationError(
+            "a PostgreSQL ledger needs asyncpg", remedy="pip install 'tinsmith[postgres]'"
+        ) from exc
+    return await PostgresLedger.open(address, retention=retention)

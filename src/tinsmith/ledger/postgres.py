@@ -1,0 +1,342 @@
+"""The ledger in PostgreSQL, for several servers at once.
+
+Writers take turns: every transaction begins with one advisory lock, so changes happen one after
+another whichever server makes them, and the steps mean what they mean in SQLite. Within a server,
+whatever was asked for while the last transaction ran goes into the next one. News cross processes
+by NOTIFY, sent with the commit. All payloads are in the database: servers need no folder in common.
+
+If the database goes away, calls wait for it to come back, for as long as `patience_s`. A change
+whose commit was not confirmed is then made again, which every operation allows.
+
+The only module that imports asyncpg.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, Self, TypeVar
+
+import asyncpg
+
+from tinsmith.errors import LedgerUnavailableError, LedgerVersionError, TinkerError
+from tinsmith.ledger import keeping_steps, migrations
+from tinsmith.ledger.clock import SteadyClock
+from tinsmith.ledger.payloads import Kept
+from tinsmith.ledger.records import LARGEST_NUMBER, Retention
+from tinsmith.ledger.sql_ledger import SqlLedger
+from tinsmith.ledger.statements import migrations as known_migrations
+from tinsmith.ledger.statements import queries
+from tinsmith.ledger.steps import Effects, Operation, Steps
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+LARGEST_GROUP = 256
+READERS = 4
+RETRY_S = 0.2
+"""Between two tries to reach the database."""
+PATIENCE_S = 30.0
+CHANNEL = "tinsmith_ledger"
+TURN = 0x74696E73
+"""The advisory lock of those who write."""
+LONGEST_NOTICE = 7000
+"""In bytes; PostgreSQL allows 8,000."""
+EVERYBODY = "*"
+"""The notice that wakes all, where a topic cannot be sent."""
+
+_TAKE_TURN = f"SELECT pg_advisory_xact_lock({TURN})"
+_NOTIFY = f"SELECT pg_notify('{CHANNEL}', $1)"
+_SIZE = "SELECT pg_database_size(current_database())"
+_LOST = (OSError, TimeoutError, asyncpg.PostgresConnectionError, asyncpg.InterfaceError)
+_LOST_BY_ORDER = (asyncpg.OperatorInterventionError,)
+_SQL = queries()
+
+
+class _Write:
+    __slots__ = ("effects", "error", "future", "operation", "value")
+
+    def __init__(self, operation: Operation[Any], future: asyncio.Future[Any]) -> None:
+        self.operation = operation
+        self.future = future
+        self.value: Any = None
+        self.error: Exception | None = None
+        self.effects = Effects()
+
+
+class PostgresLedger(SqlLedger):
+    """A ledger in a database that others may share."""
+
+    def __init__(
+        self, dsn: str, retention: Retention, clock: SteadyClock, patience_s: float
+    ) -> None:
+        super().__init__(retention, clock)
+        self._dsn = dsn
+        self._patience_s = patience_s
+        self._inline_bytes = LARGEST_NUMBER  # no files
+        self._queue: deque[_Write] = deque()
+        self._queued = asyncio.Event()
+        self._is_closed = False
+        self._connection: Any = None
+        self._listener: Any = None
+        self._pool: Any = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._commits = 0
+        self._writes = 0
+
+    @classmethod
+    async def open(
+        cls,
+        dsn: str,
+        *,
+        retention: Retention | None = None,
+        clock: SteadyClock | None = None,
+        patience_s: float = PATIENCE_S,
+    ) -> Self:
+        """Open the ledger in a database, or make it there.
+
+        Raises:
+            LedgerUnavailableError: The database cannot be reached.
+            LedgerVersionError: What is there is not a ledger that this version can use.
+        """
+        ledger = cls(dsn, retention or Retention(), clock or SteadyClock(), patience_s)
+        try:
+            await ledger._start()
+        except (*_LOST, asyncpg.PostgresError) as exc:
+            await ledger.close()
+            raise _unavailable(exc) from exc
+        except BaseException:
+            await ledger.close()
+            raise
+        return ledger
+
+    async def _start(self) -> None:
+        self._connection = await self._connect()
+        await self._migrate()
+        self._pool = await asyncpg.create_pool(self._dsn, min_size=1, max_size=READERS)
+        await self._listen()
+        self._clock.start_after(await self._read(keeping_steps.latest_time))
+        self._tasks = [
+            asyncio.create_task(self._write_groups()),
+            asyncio.create_task(self._keep_listening()),
+        ]
+
+    async def close(self) -> None:
+        """`Ledger.close`."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._queued.set()
+        if self._tasks:
+            await self._tasks[0]  # writes what is queued
+            self._tasks[1].cancel()
+            await asyncio.wait(self._tasks)
+        self._wakeups.tell_all()
+        for connection in (self._connection, self._listener):
+            if connection is not None:
+                with contextlib.suppress(*_LOST, asyncpg.PostgresError):
+                    await connection.close(timeout=5)
+        if self._pool is not None:
+            await self._pool.close()
+
+    # Writing
+
+    async def _write(self, operation: Operation[T]) -> T:
+        if self._is_closed:
+            raise LedgerUnavailableError("the ledger is closed")
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._queue.append(_Write(operation, future))
+        self._queued.set()
+        return await future
+
+    async def _write_groups(self) -> None:
+        while self._queue or not self._is_closed:
+            if not self._queue:
+                self._queued.clear()
+                await self._queued.wait()
+                continue
+            group = [self._queue.popleft() for _ in range(min(len(self._queue), LARGEST_GROUP))]
+            await self._commit(group)
+            for write in group:
+                self._wakeups.tell(write.effects.topics)
+                if write.future.done():
+                    continue  # its caller was cancelled; the write stands
+                if write.error is None:
+                    write.future.set_result(write.value)
+                else:
+                    write.future.set_exception(write.error)
+
+    async def _commit(self, group: list[_Write]) -> None:
+        try:
+            await self._patiently(lambda: self._transaction(group))
+        except Exception as exc:  # noqa: BLE001 - it reaches the caller whose write it was
+            if len(group) == 1 or isinstance(exc, LedgerUnavailableError):
+                error = _unavailable(exc) if isinstance(exc, asyncpg.PostgresError) else exc
+                for write in group:
+                    write.value, write.error, write.effects = None, error, Effects()
+                return
+            for write in group:
+                await self._commit([write])
+
+    async def _transaction(self, group: list[_Write]) -> None:
+        if self._connection is None or self._connection.is_closed():
+            self._connection = await self._connect()
+        async with self._connection.transaction():
+            await self._connection.execute(_TAKE_TURN)
+            for write in group:
+                write.effects, write.error = Effects(), None
+                try:
+                    write.value = await _run(write.operation(write.effects), self._connection.fetch)
+                except TinkerError as exc:  # it refused, and has changed nothing
+                    write.effects, write.error = Effects(), exc
+            for notice in _notices(topic for write in group for topic in write.effects.topics):
+                await self._connection.execute(_NOTIFY, notice)
+        self._commits += 1
+        self._writes += len(group)
+
+    # Reading
+
+    async def _read(self, operation: Operation[T]) -> T:
+        if self._is_closed:
+            raise LedgerUnavailableError("the ledger is closed")
+
+        async def once() -> T:
+            return await _run(operation(Effects()), self._pool.fetch)
+
+        try:
+            return await self._patiently(once)
+        except asyncpg.PostgresError as exc:
+            raise _unavailable(exc) from exc
+
+    async def _patiently(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Do work, again and again while the database is away, for as long as allowed."""
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self._patience_s
+        while True:
+            try:
+                return await work()
+            except asyncpg.DataError:
+                raise  # an InterfaceError by descent; the values are wrong, not the connection
+            except (*_LOST, *_LOST_BY_ORDER) as exc:
+                if self._is_closed or clock() > deadline:
+                    raise _unavailable(exc) from exc
+                _log.warning("the ledger's database is away: %s", exc)
+                await asyncio.sleep(RETRY_S)
+
+    async def _connect(self) -> Any:
+        settings = {"application_name": "tinsmith", "synchronous_commit": "on"}
+        return await asyncpg.connect(self._dsn, server_settings=settings)
+
+    # News from other processes
+
+    async def _listen(self) -> None:
+        self._listener = await self._connect()
+        await self._listener.add_listener(CHANNEL, self._hear)
+
+    def _hear(self, _connection: object, _process: int, _channel: str, notice: object) -> None:
+        if notice == EVERYBODY:
+            self._wakeups.tell_all()
+        else:
+            self._wakeups.tell(str(notice).split("\n"))
+
+    async def _keep_listening(self) -> None:
+        """Listen anew whenever the connection is lost; what came meanwhile is looked for."""
+        while True:
+            lost = asyncio.Event()
+            self._listener.add_termination_listener(lambda _, lost=lost: lost.set())
+            if not self._listener.is_closed():
+                await lost.wait()
+            while True:
+                try:
+                    await self._listen()
+                    break
+                except (*_LOST, *_LOST_BY_ORDER):
+                    await asyncio.sleep(RETRY_S)
+            self._wakeups.tell_all()
+
+    # Payloads are in the database
+
+    async def _keep_file(self, payload: bytes) -> Kept:
+        raise NotImplementedError
+
+    async def _discard(self, kept: Sequence[Kept], *, is_named: bool) -> None:
+        raise NotImplementedError
+
+    async def _fetch_file(self, kept: Kept) -> bytes:
+        raise NotImplementedError
+
+    async def _sweep_files(self) -> int:
+        return 0
+
+    async def _stored_bytes(self) -> int:
+        if self._is_closed:
+            raise LedgerUnavailableError("the ledger is closed")
+        return int(await self._patiently(lambda: self._pool.fetchval(_SIZE)))
+
+    def _written(self) -> tuple[int, int]:
+        return self._commits, self._writes
+
+    async def _migrate(self) -> None:
+        """Bring the schema up to date; of several servers that start together, one does."""
+        where = "the database"
+        async with self._connection.transaction():
+            await self._connection.execute(_TAKE_TURN)
+            has_tables, has_list = await self._connection.fetchrow(
+                "SELECT to_regclass('commands') IS NOT NULL, to_regclass('migrations') IS NOT NULL"
+            )
+            rows = await self._connection.fetch(migrations.READ) if has_list else []
+            if has_tables and not rows:
+                raise LedgerVersionError(
+                    f"{where} is half-migrated: it has a table of commands and no list of changes",
+                    remedy="use an empty database, or restore this one from a backup",
+                )
+            applied = [(number, name, digest) for number, name, digest in rows]
+            for migration in migrations.missing(known_migrations("postgres"), applied, where):
+                await self._connection.execute(migrations.CREATE_TABLE)
+                await self._connection.execute(migration.sql)
+                await self._connection.execute(
+                    "INSERT INTO migrations VALUES ($1, $2, $3)",
+                    migration.number,
+                    migration.name,
+                    migration.digest,
+                )
+
+
+async def _run(steps: Steps[T], fetch: Callable[..., Awaitable[Any]]) -> T:
+    """Run an operation to its end, as `run_steps` does."""
+    try:
+        name, values = next(steps)
+        while True:
+            name, values = steps.send(await fetch(_SQL[name], *values))
+    except StopIteration as end:
+        result: T = end.value
+        return result
+
+
+def _notices(topics: Iterable[str]) -> list[str]:
+    """Topics as notices, as many in each as it holds."""
+    notices: list[str] = []
+    current, size = list[str](), 0
+    for topic in dict.fromkeys(topics):
+        length = len(topic.encode()) + 1
+        if "\n" in topic or length > LONGEST_NOTICE:
+            return [EVERYBODY]
+        if size + length > LONGEST_NOTICE:
+            notices.append("\n".join(current))
+            current, size = [], 0
+        current.append(topic)
+        size += length
+    return [*notices, "\n".join(current)] if current else notices
+
+
+def _unavailable(exc: BaseException) -> LedgerUnavailableError:
+    error = LedgerUnavailableError(
+        f"the ledger's database could not be used: {type(exc).__name__}: {exc}",
+        remedy="see that PostgreSQL runs and can be reached, and try again",
+    )
+    error.__cause__ = exc
+    return error

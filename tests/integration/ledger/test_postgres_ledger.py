@@ -1,0 +1,178 @@
+"""What several servers see of one PostgreSQL ledger, and what they do while it is away."""
+
+from __future__ import annotations
+
+import asyncio
+
+import asyncpg
+import pytest
+
+from tests.contract.ledgers import MODEL, SAMPLER, ended, raised, sampling, training
+from tests.contract.postgres_server import new_database, server
+from tinsmith.errors import (
+    CommandConflictError,
+    LedgerUnavailableError,
+    LedgerVersionError,
+)
+from tinsmith.ledger import postgres
+from tinsmith.ledger.postgres import PostgresLedger
+from tinsmith.ledger.records import LineId
+from tinsmith.ledger.registry import open_ledger
+
+LONG_S = 60.0
+
+
+async def two(dsn: str) -> tuple[PostgresLedger, PostgresLedger]:
+    """Two servers' ledgers, opened at the same moment on an empty database."""
+    first, second = await asyncio.gather(PostgresLedger.open(dsn), PostgresLedger.open(dsn))
+    return first, second
+
+
+def test_servers_share_identity_claims_and_results() -> None:
+    dsn = new_database()
+
+    async def tell() -> None:
+        one, other = await two(dsn)
+        async with one, other:
+            told = await asyncio.gather(
+                *(ledger.append(training(n)) for n in range(20) for ledger in (one, other))
+            )
+            assert [answer.is_new for answer in told].count(True) == 20
+            await raised(other.append(training(3, b"else")), CommandConflictError)
+            taken = await asyncio.gather(
+                *(ledger.claim("s", limit=3) for _ in range(5) for ledger in (one, other))
+            )
+            numbers = [command.seq_id for some in taken for command in some]
+            assert sorted(numbers) == list(range(20))
+            ends = await asyncio.gather(
+                one.settle([ended(f"{MODEL}:1", b"a")]), other.settle([ended(f"{MODEL}:1", b"b")])
+            )
+            assert sorted(map(len, ends)) == [0, 1]
+            results = [await ledger.result(f"{MODEL}:1") for ledger in (one, other)]
+            assert results[0] == results[1]
+
+    asyncio.run(tell())
+
+
+def test_news_cross_from_one_server_to_another() -> None:
+    dsn = new_database()
+
+    async def tell() -> None:
+        one, other = await two(dsn)
+        async with one, other:
+            work = asyncio.create_task(other.wait_for_commands("s", timeout_s=LONG_S))
+            feed = asyncio.create_task(one.wait_completions(SAMPLER, 0, after=0, timeout_s=LONG_S))
+            await asyncio.sleep(0.1)
+            request = (await one.append(sampling(1))).request_id
+            end = asyncio.create_task(one.wait_settled(request, timeout_s=LONG_S))
+            async with asyncio.timeout(LONG_S / 2):
+                assert await work
+                await other.claim("s", limit=1)
+                await other.settle([ended(request)])
+                assert (await end).is_settled
+                assert [one.request_id for one in await feed] == [request]
+
+    asyncio.run(tell())
+
+
+def test_a_line_whose_name_no_notice_can_carry_still_wakes() -> None:
+    dsn = new_database()
+
+    async def tell() -> None:
+        one, other = await two(dsn)
+        async with one, other:
+            request = (await one.append(training(1, line=LineId("new\nline")))).request_id
+            end = asyncio.create_task(one.wait_settled(request, timeout_s=LONG_S))
+            await asyncio.sleep(0.1)
+            await other.settle([ended(request)])
+            async with asyncio.timeout(LONG_S / 2):
+                assert (await end).is_settled
+
+    asyncio.run(tell())
+
+
+def test_many_topics_fill_several_notices() -> None:
+    topics = [f"settled {'m' * 100}:{number}" for number in range(500)]
+
+    notices = postgres._notices([*topics, topics[0]])
+
+    assert [topic for notice in notices for topic in notice.split("\n")] == topics
+    assert max(len(notice) for notice in notices) <= postgres.LONGEST_NOTICE
+    assert postgres._notices([]) == []
+    assert postgres._notices(["fine", "new\nline"]) == [postgres.EVERYBODY]
+
+
+def test_a_database_that_restarts_loses_and_doubles_nothing() -> None:
+    """Appends and settlements go on through two restarts; waits are woken after them."""
+    dsn = new_database()
+
+    async def tell() -> None:
+        async with await PostgresLedger.open(dsn) as ledger:
+            done = asyncio.Event()
+            appended: list[int] = []
+
+            async def caller(start: int) -> None:
+                number = start
+                while not done.is_set():
+                    await ledger.append(training(number))
+                    appended.append(number)
+                    await ledger.settle([ended(f"{MODEL}:{number}")])
+                    number += 8
+
+            callers = [asyncio.create_task(caller(start)) for start in range(8)]
+            last = (await ledger.append(sampling(1))).request_id
+            wait = asyncio.create_task(ledger.wait_settled(last, timeout_s=LONG_S))
+            for _ in range(2):
+                await asyncio.to_thread(server().stop)
+                await asyncio.to_thread(server().start)
+                await asyncio.sleep(0.5)
+            done.set()
+            await asyncio.gather(*callers)
+            await ledger.settle([ended(last)])
+            assert (await wait).is_settled
+            found = await ledger.replay(MODEL)
+            numbers = [command.seq_id for command in found]
+            assert sorted(numbers) == sorted(appended)
+            assert all(command.is_settled for command in found)
+
+    asyncio.run(tell())
+
+
+def test_a_database_that_stays_away_is_an_error() -> None:
+    dsn = new_database()
+
+    async def tell() -> None:
+        async with await PostgresLedger.open(dsn, patience_s=0.5) as ledger:
+            await ledger.append(training(1))
+            await asyncio.to_thread(server().stop)
+            try:
+                message = await raised(ledger.append(training(2)), LedgerUnavailableError)
+                assert "PostgreSQL" in message
+                await raised(ledger.command(f"{MODEL}:1"), LedgerUnavailableError)
+                await raised(PostgresLedger.open(dsn), LedgerUnavailableError)
+            finally:
+                await asyncio.to_thread(server().start)
+            assert (await ledger.append(training(2))).is_new
+
+    asyncio.run(tell())
+
+
+@pytest.mark.parametrize(
+    ("sql", "message"),
+    [
+        ("INSERT INTO migrations VALUES (99, '0099_future', 'x')", "newer version"),
+        ("DELETE FROM migrations", "half-migrated"),
+        ("UPDATE migrations SET digest = 'x'", "changed by another"),
+    ],
+)
+def test_a_schema_that_is_not_ours_to_use_is_refused(sql: str, message: str) -> None:
+    dsn = new_database()
+
+    async def tell() -> None:
+        await (await open_ledger(dsn)).close()
+        connection = await asyncpg.connect(dsn)
+        await connection.execute(sql)
+        await connection.close()
+        assert message in await raised(PostgresLedger.open(dsn), LedgerVersionError)
+
+    asyncio.run(tell())

@@ -1,0 +1,354 @@
+"""What the SQLite ledger does when its file, its disk or its schema is not as it should be."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.contract.ledgers import INLINE_BYTES, MODEL, ended, raised, training
+from tinsmith.errors import (
+    LedgerDamagedError,
+    LedgerUnavailableError,
+    LedgerVersionError,
+    ValidationError,
+)
+from tinsmith.ledger import group_commit, sqlite
+from tinsmith.ledger.memory import MemoryLedger
+from tinsmith.ledger.records import Appended
+from tinsmith.ledger.registry import open_ledger
+from tinsmith.ledger.sqlite import SqliteLedger
+from tinsmith.ledger.statements import migrations, queries
+from tinsmith.ledger.steps import Effects, Steps
+
+ROOT = Path(__file__).parents[3]
+LARGE = b"x" * (INLINE_BYTES * 3)
+
+
+async def opened(folder: Path) -> SqliteLedger:
+    return await SqliteLedger.open(folder, inline_bytes=INLINE_BYTES)
+
+
+def made(folder: Path) -> Path:
+    """A ledger's database file."""
+
+    async def make() -> None:
+        async with await opened(folder) as ledger:
+            await ledger.append(training(1))
+
+    asyncio.run(make())
+    return folder / "ledger.sqlite3"
+
+
+def change(file: Path, sql: str) -> None:
+    with sqlite3.connect(file) as connection:
+        connection.executescript(sql)
+    connection.close()
+
+
+# Schema
+
+
+@pytest.mark.parametrize(
+    ("sql", "message"),
+    [
+        ("INSERT INTO migrations VALUES (99, '0099_future', 'x')", "newer version.*0099_future"),
+        ("DELETE FROM migrations", "half-migrated"),
+        ("UPDATE migrations SET number = 0", "half-migrated"),
+        ("UPDATE migrations SET digest = 'other'", "changed by another 0001_create_ledger"),
+        ("PRAGMA application_id = 7", "another program"),
+    ],
+)
+def test_a_file_that_is_not_ours_to_use_is_refused_with_the_way_out(
+    tmp_path: Path, sql: str, message: str
+) -> None:
+    file = made(tmp_path)
+    change(file, sql)
+    before = file.read_bytes()
+
+    with pytest.raises(LedgerVersionError, match=message) as caught:
+        asyncio.run(opened(tmp_path))
+
+    assert caught.value.remedy
+    assert file.read_bytes() == before
+
+
+def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "ledger.sqlite3").write_bytes(b"not a database, whatever it is" * 100)
+
+    with pytest.raises(LedgerVersionError, match="is not a ledger"):
+        asyncio.run(opened(tmp_path))
+
+
+def test_a_database_of_another_program_is_refused(tmp_path: Path) -> None:
+    change(tmp_path / "ledger.sqlite3", "CREATE TABLE theirs (x)")
+
+    with pytest.raises(LedgerVersionError, match="another program"):
+        asyncio.run(opened(tmp_path))
+
+
+def test_a_migration_that_fails_leaves_the_file_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = made(tmp_path)
+    known = migrations("sqlite")
+    broken = type(known[0])(2, "0002_break", "CREATE TABLE fine (x);\nCREATE TABLE commands (y);\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(sqlite, "known_migrations", lambda _: (*known, broken))
+        with pytest.raises(LedgerUnavailableError, match="already exists"):
+            asyncio.run(opened(tmp_path))
+
+    connection = sqlite3.connect(file)
+    tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_schema")}
+    connection.close()
+    assert "fine" not in tables
+    assert made(tmp_path) == file
+
+
+def test_a_new_migration_is_applied_to_an_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(tmp_path)
+    known = migrations("sqlite")
+    added = type(known[0])(2, "0002_add_notes", "CREATE TABLE notes (x TEXT) STRICT;\n")
+    monkeypatch.setattr(sqlite, "known_migrations", lambda _: (*known, added))
+
+    async def look() -> None:
+        async with await opened(tmp_path) as ledger:
+            assert not (await ledger.append(training(1))).is_new
+
+    asyncio.run(look())
+    connection = sqlite3.connect(tmp_path / "ledger.sqlite3")
+    assert connection.execute("SELECT name FROM migrations ORDER BY number").fetchall() == [
+        ("0001_create_ledger",),
+        ("0002_add_notes",),
+    ]
+    connection.close()
+
+
+def test_both_databases_have_the_same_migrations_and_every_query_is_used() -> None:
+    names = [[one.name for one in migrations(database)] for database in ("sqlite", "postgres")]
+    folder = ROOT / "src" / "tinsmith" / "ledger"
+    code = "".join(path.read_text() for path in folder.glob("*.py"))
+
+    assert names[0] == names[1]
+    assert [name for name in queries() if f'"{name}"' not in code] == []
+
+
+def test_durability_is_switched_on(tmp_path: Path) -> None:
+    """A commit is synced before it is answered: WAL with `synchronous` at FULL, which is 2."""
+
+    async def look() -> list[tuple[object]]:
+        async with await opened(tmp_path) as ledger:
+            connection = ledger._writer._connection
+
+            def pragmas(_: Effects) -> Steps[list[tuple[object]]]:
+                yield from ()
+                return [
+                    connection.execute(f"PRAGMA {name}").fetchone()
+                    for name in ("journal_mode", "synchronous")
+                ]
+
+            return await ledger._write(pragmas)
+
+    assert asyncio.run(look()) == [("wal",), (2,)]
+
+
+# The file in other hands
+
+
+def test_a_locked_file_is_an_error_and_then_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite, "BUSY_S", 0.05)
+
+    async def tell() -> None:
+        async with await opened(tmp_path) as ledger:
+            await ledger.append(training(1))
+            other = sqlite3.connect(tmp_path / "ledger.sqlite3", isolation_level=None)
+            other.execute("BEGIN IMMEDIATE")
+            message = await raised(ledger.append(training(2)), LedgerUnavailableError)
+            assert "locked" in message
+            assert (await ledger.command(f"{MODEL}:1")).seq_id == 1
+            other.execute("ROLLBACK")
+            other.close()
+            assert (await ledger.append(training(2))).is_new
+
+    asyncio.run(tell())
+
+
+def test_a_full_disk_refuses_what_it_cannot_keep_and_loses_nothing(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    program = Path(__file__).with_name("full_disk.py")
+
+    finished = subprocess.run(
+        [sys.executable, str(program), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.startswith("accepted ")
+
+
+# Payload files
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[7] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [cut, flip, Path.unlink])
+def test_a_damaged_payload_is_told(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+    async def tell() -> None:
+        async with await opened(tmp_path) as ledger:
+            request = (await ledger.append(training(1, LARGE))).request_id
+            [file] = [path for path in (tmp_path / "payloads").rglob("*") if path.is_file()]
+            damage(file)
+            message = await raised(ledger.payload(request), LedgerDamagedError)
+            assert file.name in message
+
+    asyncio.run(tell())
+
+
+def test_large_payloads_are_files_and_go_when_they_are_not_needed(tmp_path: Path) -> None:
+    def files() -> int:
+        return sum(path.is_file() for path in (tmp_path / "payloads").rglob("*"))
+
+    async def tell() -> None:
+        async with await opened(tmp_path) as ledger:
+            request = (await ledger.append(training(1, LARGE))).request_id
+            await ledger.append(training(1, LARGE))
+            assert files() == 1
+            await ledger.settle([ended(request, LARGE)])
+            await ledger.settle([ended(request, LARGE)])
+            assert files() in (2, 3)  # the second result is deleted behind the answer
+            await ledger.acknowledge([request])
+            await ledger.record_snapshot(MODEL, 2, None)
+        assert files() == 0
+
+    asyncio.run(tell())
+
+
+def test_files_that_no_row_names_are_swept_and_others_are_not(tmp_path: Path) -> None:
+    async def tell() -> None:
+        async with await opened(tmp_path) as ledger:
+            request = (await ledger.append(training(1, LARGE))).request_id
+            folder = tmp_path / "payloads" / "ab"
+            folder.mkdir(exist_ok=True)
+            for name in ("abandoned", "abandoned.partial"):
+                (folder / name).write_bytes(b"left by a crash")
+
+            assert (await ledger.sweep()).files == 2
+            assert await ledger.payload(request) == LARGE
+
+    asyncio.run(tell())
+
+
+def test_a_sweep_during_appends_takes_nothing_away(tmp_path: Path) -> None:
+    async def tell() -> None:
+        async with await opened(tmp_path) as ledger:
+            done = asyncio.Event()
+
+            async def sweep() -> None:
+                while not done.is_set():
+                    assert (await ledger.sweep()).files == 0
+
+            sweeping = asyncio.create_task(sweep())
+            for start in range(0, 60, 20):
+                await asyncio.gather(
+                    *(ledger.append(training(start + n, LARGE)) for n in range(20))
+                )
+            done.set()
+            await sweeping
+            for number in range(60):
+                assert await ledger.payload(f"{MODEL}:{number}") == LARGE
+
+    asyncio.run(tell())
+
+
+# Group commit
+
+
+def test_writes_that_come_together_share_commits(tmp_path: Path) -> None:
+    async def tell() -> None:
+        async with await opened(tmp_path) as ledger:
+            await asyncio.gather(*(ledger.append(training(number)) for number in range(500)))
+            seen = await ledger.statistics()
+            assert seen.writes == 500
+            assert seen.commits <= 500 / 10
+
+    asyncio.run(tell())
+
+
+def test_one_write_that_fails_does_not_take_its_group_with_it(tmp_path: Path) -> None:
+    """Even an error that ends the transaction reaches only the write that caused it."""
+
+    def broken(_: Effects) -> Steps[None]:
+        yield ("add_use", ("tenant", 1, "kind", "s", "l", "m", 1.0))
+        yield ("add_use", (None,) * 7)  # refused by the database after a change
+
+    async def tell() -> None:
+        async with await opened(tmp_path) as ledger:
+            appends = [ledger.append(training(number)) for number in range(20)]
+            told = await asyncio.gather(
+                *appends[:10],
+                ledger._write(broken),
+                *appends[10:],
+                return_exceptions=True,
+            )
+            assert isinstance(told.pop(10), LedgerUnavailableError)
+            assert [type(one) for one in told] == [Appended] * 20
+            assert len(await ledger.claim("s", limit=50)) == 20
+
+    asyncio.run(tell())
+
+
+def test_the_log_is_moved_into_the_database_at_a_quiet_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_commit, "MOVED_AT_WRITES", 20)
+
+    async def tell() -> None:
+        async with await opened(tmp_path) as ledger:
+            await asyncio.gather(*(ledger.append(training(number)) for number in range(100)))
+            file = tmp_path / "ledger.sqlite3"
+            small = file.stat().st_size
+            for _ in range(600):
+                if file.stat().st_size > small:
+                    return
+                await asyncio.sleep(group_commit.QUIET_S)
+            pytest.fail("the log was not moved")
+
+    asyncio.run(tell())
+
+
+# Addresses
+
+
+def test_an_address_names_its_ledger(tmp_path: Path) -> None:
+    async def tell() -> None:
+        async with await open_ledger("memory:") as memory:
+            assert isinstance(memory, MemoryLedger)
+        folder = tmp_path / "with space"
+        async with await open_ledger(f"sqlite://{folder}".replace(" ", "%20")) as ledger:
+            assert isinstance(ledger, SqliteLedger)
+        assert (folder / "ledger.sqlite3").exists()
+        for wrong in ("", "mysql://host/db", "sqlite:", "sqlite://host/path", "plain/path"):
+            await raised(open_ledger(wrong), ValidationError)
+
+    asyncio.run(tell())

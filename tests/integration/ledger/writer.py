@@ -1,0 +1,63 @@
+"""A process that appends until it is killed, and says so for each command once it is durable.
+
+Run as `python writer.py FOLDER FIRST`: two lines of commands from number FIRST, with 64 appends
+under way. Every acknowledged one is a line of output, written at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import os
+import sys
+from pathlib import Path
+
+from tinsmith.ledger.records import LineId, RequestId, SessionId, Settlement, Submission, TenantId
+from tinsmith.ledger.sqlite import SqliteLedger
+
+CALLERS = 64
+LARGE_EVERY = 25
+
+
+def payload(number: int) -> bytes:
+    """What command `number` carries: now and then so much that it is a file."""
+    return b"%d." % number * (40_000 if number % LARGE_EVERY == 0 else 10)
+
+
+def submission(number: int) -> Submission:
+    """Command `number`; odd ones are samples."""
+    is_ordered = number % 2 == 0
+    return Submission(
+        line=LineId("model" if is_ordered else "sampler"),
+        seq_id=number,
+        kind="optim_step" if is_ordered else "asample",
+        tenant_id=TenantId("t"),
+        session_id=SessionId("s"),
+        fingerprint=hashlib.sha256(payload(number)).digest(),
+        payload=payload(number),
+        is_ordered=is_ordered,
+        clone=None if is_ordered else 0,
+    )
+
+
+async def main(folder: Path, first: int) -> None:
+    """Append for ever."""
+    ledger = await SqliteLedger.open(folder)
+    numbers = itertools.count(first)
+
+    async def caller() -> None:
+        for number in numbers:
+            appended = await ledger.append(submission(number))
+            os.write(1, b"appended %d\n" % number)
+            if number % 3 == 0:
+                request = RequestId(appended.request_id)
+                done = Settlement(request_id=request, payload=payload(number))
+                await ledger.settle([done])
+                os.write(1, b"settled %d\n" % number)
+
+    await asyncio.gather(*(caller() for _ in range(CALLERS)))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2])))
