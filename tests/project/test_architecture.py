@@ -1,0 +1,25 @@
+"""The page on the architecture names the modules that there are, and no others."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+CLIENT = sorted((ROOT / "src" / "tinsmith" / "client").glob("[!_]*.py"))
+
+
+@pytest.mark.parametrize("module", CLIENT, ids=lambda module: module.stem)
+def test_every_module_of_the_client_is_listed_with_its_first_line(module: pathlib.Path) -> None:
+    first_line = module.read_text(encoding="utf-8").split('"""')[1].split("\n")[0].strip()
+
+    assert f"| `{module.name}` | {first_line.rstrip('.')} |" in PAGE
+
+
+def test_every_module_that_the_page_names_exists() -> None:
+    there = {path.name for path in (ROOT / "src").rglob("*.py")}
+
+    assert set(re.findall(r"`(\w+\.py)`", PAGE)) - there == set()
