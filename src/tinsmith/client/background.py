@@ -149,24 +149,41 @@ async def _settle(
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
+    loop: asyncio.AbstractEventLoop
     try:
         import uvloop
     except ImportError:
-        return asyncio.new_event_loop()
-
-    class Loop(uvloop.Loop):
-        async def getaddrinfo(self, host: Any, port: Any, **wanted: int) -> Any:
-            # Not on libuv's own threads: a forked child has none of them, and dies at its end when
-            # libuv waits for them.
-            numeric = {**wanted, "flags": wanted.get("flags", 0) | socket.AI_NUMERICHOST}
-            try:
-                return socket.getaddrinfo(host, port, **numeric)  # asks nobody
-            except socket.gaierror:
-                find = functools.partial(socket.getaddrinfo, host, port, **wanted)
-                return await self.run_in_executor(None, find)
-
-    loop: asyncio.AbstractEventLoop = Loop()
+        loop = asyncio.new_event_loop()
+    else:
+        loop = uvloop.new_event_loop()
+    loop.getaddrinfo = _addresses_of  # type: ignore[method-assign]
     return loop
+
+
+async def _addresses_of(host: Any, port: Any, **wanted: int) -> Any:
+    """`getaddrinfo`, on a thread that nobody waits for: a name server may be silent for a minute.
+
+    The interpreter's exit waits for the threads of executors, and libuv at its end for its own, of
+    which a forked child has none.
+    """
+    numeric = {**wanted, "flags": wanted.get("flags", 0) | socket.AI_NUMERICHOST}
+    try:
+        return socket.getaddrinfo(host, port, **numeric)  # asks nobody
+    except socket.gaierror:
+        found: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        find = functools.partial(socket.getaddrinfo, host, port, **wanted)
+        threading.Thread(
+            target=_find, args=(find, found), name="tinsmith-names", daemon=True
+        ).start()
+        return await asyncio.wrap_future(found)
+
+
+def _find(find: Callable[[], Any], found: concurrent.futures.Future[Any]) -> None:
+    found.set_running_or_notify_cancel()  # from here on nobody else settles it
+    try:
+        found.set_result(find())
+    except (OSError, UnicodeError) as error:
+        found.set_exception(error)
 
 
 class _Holder:

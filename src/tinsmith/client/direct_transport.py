@@ -361,6 +361,7 @@ class _Address:
         self._tls: ssl.SSLContext | None = None
         self._found: list[aiohappyeyeballs.AddrInfoType] = []
         self._found_at = float("-inf")
+        self._asking = asyncio.Lock()
         shown = f"[{self._host}]" if ":" in self._host else self._host
         self.host_header = shown if parts.port is None else f"{shown}:{parts.port}"
 
@@ -394,10 +395,12 @@ class _Address:
     async def _addresses(
         self, loop: asyncio.AbstractEventLoop
     ) -> list[aiohappyeyeballs.AddrInfoType]:
-        now = loop.time()
-        if now - self._found_at > ADDRESS_LIFETIME_S:
-            found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
-            self._found, self._found_at = list(found), now
+        if loop.time() - self._found_at <= ADDRESS_LIFETIME_S:
+            return self._found
+        async with self._asking:  # one asks for all
+            if loop.time() - self._found_at > ADDRESS_LIFETIME_S:
+                found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+                self._found, self._found_at = list(found), loop.time()
         return self._found
 
     def _context(self) -> ssl.SSLContext:

@@ -119,6 +119,31 @@ def test_a_host_that_has_no_address_is_a_connection_error_that_names_it(run_dire
     run_direct(echo, scenario)
 
 
+def test_a_burst_of_calls_asks_once_for_the_addresses_of_its_host(
+    run_direct: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    real = socket.getaddrinfo
+
+    async def scenario(_: DirectTransport, server: ScriptedServer) -> None:
+        loop = asyncio.get_running_loop()
+
+        async def look_up(host: Any, port: Any, **wanted: Any) -> Any:
+            asked.append(host)
+            await asyncio.sleep(0.01)
+            return real("127.0.0.1", port, **wanted)
+
+        monkeypatch.setattr(loop, "getaddrinfo", look_up)
+        url = server.url.replace("127.0.0.1", "service.example")
+        transport = DirectTransport(TransportSettings(base_url=url), lambda: "tml-key")
+        await asyncio.gather(*(post(transport) for __ in range(100)))
+        await transport.close()
+
+    run_direct(echo, scenario)
+
+    assert asked.count("service.example") == 1
+
+
 @contextlib.contextmanager
 def full_backlog() -> Iterator[int]:
     """A port whose connections are neither taken nor refused."""

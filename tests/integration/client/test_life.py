@@ -299,6 +299,30 @@ def test_a_program_whose_server_has_gone_ends_in_seconds(service: ScriptedServic
     assert time.monotonic() - began < 30.0
 
 
+def test_a_program_whose_name_server_is_silent_can_end(service: ScriptedService) -> None:
+    result = run_program(
+        service,
+        """
+import socket
+asked = threading.Event()
+numeric = socket.getaddrinfo
+def silent(host, port, **wanted):
+    if wanted.get("flags", 0) & socket.AI_NUMERICHOST:
+        return numeric(host, port, **wanted)
+    asked.set()
+    threading.Event().wait()
+socket.getaddrinfo = silent
+other = tinsmith.ServiceClient(base_url="http://service.invalid", api_key="tml-key")
+call = threading.Thread(target=other.get_server_capabilities, daemon=True)
+threading.excepthook = lambda _: None  # it fails, now or at the end
+call.start()
+assert asked.wait(20)
+""",
+    )
+
+    assert result.returncode == 0, result.stderr
+
+
 needs_fork = pytest.mark.skipif(sys.platform == "win32", reason="there is no fork on Windows")
 
 
