@@ -13,6 +13,7 @@ import atexit
 import concurrent.futures
 import contextlib
 import functools
+import itertools
 import logging
 import sys
 import weakref
@@ -117,7 +118,7 @@ class Session:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing: asyncio.Task[None] | None = None
         self._is_closed = False
-        self._counters: dict[str, int] = {}
+        self._counters: dict[str, itertools.count[int]] = {}
         self._adopted_id: str | None = None
         self._forks = _forks.count
 
@@ -516,10 +517,11 @@ class Session:
             task.add_done_callback(on_end)
 
     def next_number(self, counter: str) -> int:
-        """The next number of a counter, from 0: models, samplers and losses are numbered by us."""
-        number = self._counters.get(counter, 0)
-        self._counters[counter] = number + 1
-        return number
+        """The next number of a counter, from 0: models, samplers and losses are numbered by us.
+
+        From any thread; each number is given out once.
+        """
+        return next(self._counters.setdefault(counter, itertools.count()))
 
     # End
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
 import pathlib
 import pickle
@@ -504,3 +505,18 @@ def test_closing_waits_no_longer_than_it_is_told(service: ScriptedService) -> No
 
     client.close().result(WAIT_S)
     assert len(service.requests("finish_session")) == 1
+
+
+@pytest.mark.usefixtures("eager_switching")
+def test_numbers_of_a_session_are_given_out_once_to_however_many_threads(
+    client: ServiceClient,
+) -> None:
+    session = client.holder.session
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        taken = pool.map(
+            lambda _: [session.next_number("sampling_session") for _ in range(5_000)], range(8)
+        )
+        numbers = sorted(number for numbers in taken for number in numbers)
+
+    assert numbers == list(range(40_000))
