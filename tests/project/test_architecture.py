@@ -13,10 +13,8 @@ CLIENT = sorted((ROOT / "src" / "tinsmith" / "client").glob("[!_]*.py"))
 
 
 @pytest.mark.parametrize("module", CLIENT, ids=lambda module: module.stem)
-def test_every_module_of_the_client_is_listed_with_its_first_line(module: pathlib.Path) -> None:
-    first_line = module.read_text(encoding="utf-8").split('"""')[1].split("\n")[0].strip()
-
-    assert f"| `{module.name}` | {first_line.rstrip('.')} |" in PAGE
+def test_every_module_of_the_client_is_listed(module: pathlib.Path) -> None:
+    assert f"| `{module.name}` | " in PAGE
 
 
 def test_every_module_that_the_page_names_exists() -> None:

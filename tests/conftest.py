@@ -1,0 +1,33 @@
+"""Tests of what many threads do run twice: as usual, and with threads that always give way."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+CONCURRENT = re.compile(r"test_s(1|3|5|10|11|12|14|15|16|17|18|22|32|35|36|44)_")
+"""The requirements that are about threads and order (S44)."""
+EAGER_S = 1e-6
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give each such test a second run; one that is always eager has one."""
+    is_eager = any(
+        "eager_switching" in mark.args for mark in metafunc.definition.iter_markers("usefixtures")
+    )
+    if CONCURRENT.match(metafunc.function.__name__) and not is_eager:
+        metafunc.fixturenames.append("switching")
+        metafunc.parametrize("switching", ["usual", "eager"], indirect=True)
+
+
+@pytest.fixture
+def switching(request: pytest.FixtureRequest) -> Iterator[None]:
+    """How readily threads give way to each other."""
+    interval = sys.getswitchinterval()
+    if request.param == "eager":
+        sys.setswitchinterval(EAGER_S)
+    yield
+    sys.setswitchinterval(interval)
