@@ -94,7 +94,8 @@ def as_tinker() -> None:
             "the official tinker package was imported before",
             remedy="call tinsmith.as_tinker() first of all",
         )
-    sys.meta_path.insert(0, _Finder())
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
     if CHILD_PATH not in sys.path:
         sys.path.insert(1, CHILD_PATH)  # behind the folder of the program itself
 
@@ -205,4 +206,5 @@ class _CallableModule(ModuleType):
 sys.modules[__name__].__class__ = _CallableModule
 
 if __name__ == "__main__":
-    main()
+    # By its own name: the program may call `tinsmith.as_tinker()` too, and must meet the same one.
+    importlib.import_module("tinsmith.as_tinker").main()

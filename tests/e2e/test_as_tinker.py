@@ -87,6 +87,20 @@ def test_the_call_does_the_same_within_a_program() -> None:
     assert run(["-c", program]).stdout.strip() == "True True"
 
 
+def test_a_program_that_is_run_on_tinsmith_may_ask_for_it_too(tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import sys, tinsmith, tinker\n"
+        "tinsmith.as_tinker()\n"
+        "print(tinker.Datum is tinsmith.Datum)\n"
+        "print(sum(type(finder).__module__ == 'tinsmith.as_tinker' for finder in sys.meta_path))\n"
+    )
+
+    finished = run(["-m", "tinsmith.as_tinker", str(script)])
+
+    assert finished.stdout.split() == ["True", "1"], finished.stderr
+
+
 def test_an_official_package_that_is_in_use_is_not_replaced() -> None:
     program = "import tinker, tinsmith; tinsmith.as_tinker()"
 
