@@ -59,7 +59,9 @@ class ReplyProtocol(asyncio.Protocol, ABC):
     def check_writable(self) -> None:
         """Raise if the connection has ended, also if we are yet to be told."""
         if self._transport.is_closing():
-            raise self.lost("the server closed the connection")
+            error = self.lost("the server closed the connection")
+            self.fail(error)
+            raise error
 
     def close(self) -> None:
         """End the connection at once; a reply that is awaited fails."""

@@ -312,8 +312,8 @@ class Session:
 
     def _check_empty_400(self, endpoint: Endpoint, reply: ExchangeReply) -> None:
         """A 400 without a body comes from a broken proxy, not from the service."""
-        is_empty = reply.status == 400 and reply.headers.get("content-length", "0") == "0"
-        if is_empty and self._empty_400s_left > 0:
+        is_empty = not len(reply.body) and reply.headers.get("content-length", "0") == "0"
+        if reply.status == 400 and is_empty and self._empty_400s_left > 0:
             self._empty_400s_left -= 1
             raise APIConnectionError(
                 f"{endpoint.name}: a 400 without a body, as broken proxies give"

@@ -14,8 +14,11 @@ import pytest
 
 from tests.integration.client.scripted_server import Connection, Received, ScriptedServer
 from tests.integration.client.transport_runs import Run, answering, post
+from tinsmith.client.session import Session
+from tinsmith.client.settings import settings_from
 from tinsmith.client.transport import Transport
-from tinsmith.errors import APIConnectionError, BodyTooLargeError, DecodeError
+from tinsmith.errors import APIConnectionError, BadRequestError, BodyTooLargeError, DecodeError
+from tinsmith.types.requests import ClientConfigRequest
 from tinsmith.wire.limits import DecodeLimits
 
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -296,3 +299,19 @@ def test_a_reply_that_comes_before_the_request_is_not_the_reply_of_a_later_one(
         return replies
 
     assert run_direct(eager, scenario) == [b"0", b"1", b"2"]
+
+
+def test_a_400_whose_body_does_not_say_its_length_is_believed_at_once(run_direct: Run) -> None:
+    """One without a body is taken for a broken proxy's."""
+    reply = (
+        b"HTTP/1.1 400 Bad\r\nTransfer-Encoding: chunked\r\n\r\n"
+        b'11\r\n{"detail": "bad"}\r\n0\r\n\r\n'
+    )
+
+    async def scenario(transport: Transport, server: ScriptedServer) -> int:
+        session = Session(settings_from(base_url=server.url, api_key="tml-key"), transport)
+        with pytest.raises(BadRequestError, match="bad"):
+            await session.call("client_config", ClientConfigRequest(sdk_version="1"))
+        return len(server.received)
+
+    assert run_direct(answering(reply), scenario) == 1

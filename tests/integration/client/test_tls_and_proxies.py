@@ -6,15 +6,24 @@ import asyncio
 import contextlib
 import datetime
 import pathlib
+import random
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
 import trustme
+import uvloop
 
 from tests.integration.client.scripted_server import ScriptedServer
-from tests.integration.client.transport_runs import Maker, echo, post, run_quietly, run_with
+from tests.integration.client.transport_runs import (
+    Maker,
+    NewLoop,
+    echo,
+    post,
+    run_quietly,
+    run_with,
+)
 from tinsmith.client import direct_transport
 from tinsmith.client.direct_transport import DirectTransport
 from tinsmith.client.proxied_transport import ProxiedTransport
@@ -126,6 +135,66 @@ def test_a_certificate_that_is_not_to_be_trusted_is_named_and_not_tried_again(
 
     assert not may_pass(error)
     assert "ca_file" in str(error)
+
+
+@pytest.mark.parametrize(
+    "new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
+)
+def test_calls_over_tls_can_be_given_up_at_any_moment(
+    new_loop: NewLoop, authority: trustme.CA, ca_file: str
+) -> None:
+    chance = random.Random(11)
+
+    async def scenario() -> list[int]:
+        context = server_context(authority, "127.0.0.1")
+        async with listening(answer, context) as port:
+            settings = TransportSettings(
+                base_url=f"https://127.0.0.1:{port}", ca_file=ca_file, most_connections=6
+            )
+            transport = DirectTransport(settings, lambda: "tml-key")
+            for _ in range(10):
+                calls = [asyncio.create_task(post(transport)) for _ in range(30)]
+                for call in chance.sample(calls, 25):
+                    await asyncio.sleep(0 if chance.random() < 0.7 else chance.random() * 0.01)
+                    call.cancel()
+                ends = await asyncio.gather(*calls, return_exceptions=True)
+                assert not [end for end in ends if isinstance(end, Exception)]
+            replies = await asyncio.gather(*(post(transport) for _ in range(10)))
+            calls = [asyncio.create_task(post(transport)) for _ in range(30)]
+            await asyncio.sleep(0)
+            await transport.close()
+            await asyncio.gather(*calls, return_exceptions=True)
+        return [reply.status for reply in replies]
+
+    assert run_quietly(scenario(), new_loop) == [200] * 10
+
+
+@pytest.mark.parametrize(
+    "new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
+)
+def test_large_bodies_go_both_ways_over_tls_at_the_pace_of_the_server(
+    new_loop: NewLoop, authority: trustme.CA, ca_file: str
+) -> None:
+    async def echo_slowly(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        size = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
+        body = await reader.readexactly(size)
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size + body)
+        await writer.drain()
+        await reader.read()
+
+    body = bytes(range(256)) * 50_000
+
+    async def scenario() -> bool:
+        context = server_context(authority, "127.0.0.1")
+        async with listening(echo_slowly, context) as port:
+            settings = TransportSettings(base_url=f"https://127.0.0.1:{port}", ca_file=ca_file)
+            transport = DirectTransport(settings, lambda: "tml-key")
+            reply = await post(transport, [body[:10], memoryview(body)[10:]])
+            await transport.close()
+        return reply.body == body
+
+    assert run_quietly(scenario(), new_loop)
 
 
 def test_a_server_without_tls_is_a_connection_error(made_by: Maker) -> None:
