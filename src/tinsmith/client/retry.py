@@ -18,7 +18,7 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -153,7 +153,8 @@ class Retrier:
                 delay_s = None if is_final else self._next_delay_s(error, number, elapsed_s)
                 number += 1
                 if delay_s is None:
-                    _tell_effort(error, what, number, self._clock() - began)
+                    allowed = "" if is_final or not may_pass(error) else self._allowed(error)
+                    _tell_effort(error, what, number, self._clock() - began, allowed)
                     raise
                 self._log_wait(error, what, number, delay_s, self._clock() - began)
                 await self._sleep(delay_s)
@@ -172,12 +173,22 @@ class Retrier:
         """How long to wait before the next attempt; None if there should be none."""
         if not may_pass(error):
             return None
+        total_s = getattr(self.budget, self._limit(error))
         if isinstance(error, BillingError):
-            return BILLING_PAUSE_S if elapsed_s < self.budget.billing_s else None
-        total_s = self.budget.total_s if self._was_reached else self.budget.first_contact_s
+            return BILLING_PAUSE_S if elapsed_s < total_s else None
         asked_s = getattr(error, "retry_after_s", None)
         delay_s = self.budget.delay_s(number, self._chance) if asked_s is None else asked_s
         return delay_s if elapsed_s + delay_s <= total_s else None
+
+    def _limit(self, error: APIError) -> Literal["total_s", "first_contact_s", "billing_s"]:
+        """Which limit of the budget holds after an error."""
+        if isinstance(error, BillingError):
+            return "billing_s"
+        return "total_s" if self._was_reached else "first_contact_s"
+
+    def _allowed(self, error: APIError) -> str:
+        limit = self._limit(error)
+        return f"; the RetryBudget allows {limit}={getattr(self.budget, limit):g}"
 
     def _log_wait(
         self, error: APIError, what: str, number: int, delay_s: float, elapsed_s: float
@@ -205,5 +216,5 @@ class Retrier:
             )
 
 
-def _tell_effort(error: APIError, what: str, attempts: int, elapsed_s: float) -> None:
-    error.add_note(f"{what}: given up after {attempts} attempt(s) and {elapsed_s:.1f} s")
+def _tell_effort(error: APIError, what: str, attempts: int, elapsed_s: float, allowed: str) -> None:
+    error.add_note(f"{what}: given up after {attempts} attempt(s) and {elapsed_s:.1f} s{allowed}")

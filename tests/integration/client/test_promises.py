@@ -1,0 +1,229 @@
+"""Parts of requirements that no other test holds us to."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tinsmith.client import heartbeat
+from tinsmith.client.admin import AdminClient
+from tinsmith.client.rest import RestClient
+from tinsmith.client.retry import RetryBudget
+from tinsmith.client.sampling import SamplingClient
+from tinsmith.client.service import ServiceClient
+from tinsmith.errors import APIConnectionError, ClosedError, InternalServerError, TinkerError
+from tinsmith.testing import ScriptedService, running_service
+from tinsmith.types import AdamParams, Datum, ModelInput, SamplingParams
+
+WAIT_S = 30.0
+PROMPT = ModelInput.from_ints([1])
+PARAMS = SamplingParams(max_tokens=1)
+DATUM = Datum(PROMPT, {"target_tokens": [1], "weights": [1.0]})
+
+
+def test_s2_every_kind_of_client_refuses_calls_once_it_is_closed(service: ScriptedService) -> None:
+    client = ServiceClient(base_url=service.base_url, api_key=service.api_key)
+    training = client.create_lora_training_client("m", rank=2)
+    sampler = client.create_sampling_client(base_model="m")
+    sampler.limiter.rate_limited(60.0)  # not even a pause is waited for
+    client.close().result(WAIT_S)
+    service.forget_requests()
+
+    for call in (
+        lambda: training.forward([DATUM], "cross_entropy").result(WAIT_S),
+        lambda: training.optim_step(AdamParams()).result(WAIT_S),
+        lambda: training.save_state("a").result(WAIT_S),
+        training.get_info,
+        lambda: sampler.sample(PROMPT, 1, PARAMS).result(WAIT_S),
+        lambda: sampler.compute_logprobs(PROMPT).result(WAIT_S),
+        lambda: list(sampler.sample_stream(PROMPT, 1, PARAMS)),
+        sampler.get_base_model,
+        client.get_server_capabilities,
+        lambda: client.create_lora_training_client("m", rank=2),
+    ):
+        with pytest.raises(ClosedError):
+            call()
+
+    assert service.requests() == []
+
+
+def test_s9_a_limiter_of_the_client_s_own_is_not_shared(service: ScriptedService) -> None:
+    def sampler_of(scope: str) -> SamplingClient:
+        client = ServiceClient(
+            base_url=service.base_url, api_key=service.api_key, limiter_scope=scope
+        )
+        return client.create_sampling_client(base_model="m")
+
+    alone, other, shared, also_shared = map(sampler_of, ("client", "client", "key", "key"))
+
+    assert shared.limiter is also_shared.limiter
+    assert len({id(sampler.limiter) for sampler in (alone, other, shared)}) == 3
+    alone.limiter.rate_limited(60.0)
+    assert other.sample(PROMPT, 1, PARAMS).result(WAIT_S).sequences
+    assert shared.sample(PROMPT, 1, PARAMS).result(WAIT_S).sequences
+
+
+def test_s14_each_thread_s_calls_keep_their_order_and_each_call_s_chunks_stay_together() -> None:
+    with (
+        running_service(long_poll_s=0.5, fwdbwd_max_chunk_len=1) as service,
+        ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
+    ):
+        training = client.create_lora_training_client("m", rank=2)
+
+        def work(thread: int) -> None:
+            pending = []
+            for call in range(10):
+                mark = 1000 * (thread + 1) + 10 * call
+                data = [
+                    Datum(
+                        ModelInput.from_ints([mark + chunk]),
+                        {"target_tokens": [1], "weights": [1.0]},
+                    )
+                    for chunk in range(3)
+                ]
+                pending.append(training.forward_backward(data, "cross_entropy"))
+            for future in pending:
+                future.result(60)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+        by_number = sorted(
+            (received.request.seq_id, _first_token(received))
+            for received in service.requests("forward_backward")
+        )
+        marks = [mark for _, mark in by_number]
+        blocks = [marks[start : start + 3] for start in range(0, len(marks), 3)]
+        assert len(blocks) == 80
+        assert all(block == [block[0], block[0] + 1, block[0] + 2] for block in blocks)
+        firsts = [block[0] for block in blocks]
+        for thread_number in range(1, 9):
+            own = [mark for mark in firsts if mark // 1000 == thread_number]
+            assert own == sorted(own)
+
+
+def _first_token(received: Any) -> int:
+    chunk = received.request.forward_backward_input.data[0].model_input.chunks[0]
+    return int(next(iter(chunk.tokens)))
+
+
+def test_s19_polls_are_numbered_on_over_failures_and_sizes() -> None:
+    with (
+        running_service(long_poll_s=0.2, inline_bytes=100) as service,
+        ServiceClient(
+            base_url=service.base_url,
+            api_key=service.api_key,
+            retry=RetryBudget(delay_base_s=0.01),
+        ) as client,
+    ):
+        training = client.create_lora_training_client("m", rank=2)
+        datum = Datum(
+            ModelInput.from_ints([1] * 500), {"target_tokens": [1] * 500, "weights": [1.0] * 500}
+        )
+        service.faults.delay_commands("forward_backward", delay_s=0.5)
+        service.faults.add("retrieve_future", times=1, status=503)
+        service.faults.add("retrieve_future", times=1, lose_reply=True)
+        service.forget_requests()
+
+        training.forward([datum], "cross_entropy").result(WAIT_S)
+
+        polls = service.requests("retrieve_future")
+        numbers = [int(poll.headers["x-tinker-request-iteration"]) for poll in polls]
+        sizes = [poll.request.allow_metadata_only for poll in polls if poll.request is not None]
+        # A poll that a lost connection repeats under its own number is still one poll.
+        assert sorted(set(numbers)) == list(range(max(numbers) + 1))
+        assert all(later - earlier in (0, 1) for earlier, later in itertools.pairwise(numbers))
+        assert sizes[-1] is False and sizes[0] is True
+        assert {poll.headers["x-tinker-request-type"] for poll in polls} == {"Forward"}
+
+
+def test_s39_a_tenant_that_hangs_leaves_the_heartbeats_of_others_on_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.05)
+    with (
+        running_service(api_key="tml-a") as hung,
+        running_service(api_key="tml-b") as well,
+        ServiceClient(base_url=hung.base_url, api_key="tml-a") as first,
+        ServiceClient(base_url=well.base_url, api_key="tml-b") as second,
+    ):
+        sampler = first.create_sampling_client(base_model="m")
+        second.create_sampling_client(base_model="m")
+        held = hung.faults.hold(None)
+        pending = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(400)]
+        held.wait_held(100)
+        well.forget_requests()
+
+        beats = well.wait_requests("session_heartbeat", 20, WAIT_S)
+
+        assert {beat.headers["x-api-key"] for beat in beats} == {"tml-b"}
+        held.release()
+        for sample in pending:
+            sample.cancel()
+
+
+def test_s40_no_secret_and_no_prompt_shows_in_the_log(
+    service: ScriptedService, caplog: pytest.LogCaptureFixture
+) -> None:
+    secret, token = "tml-very-secret", 987_654
+    caplog.set_level(logging.DEBUG)
+    service.faults.add("asample", times=2, status=500)
+    service.faults.add("asample", times=1, reset=True)
+    with ServiceClient(base_url=service.base_url, api_key=service.api_key) as client:
+        sampler = client.create_sampling_client(base_model="m")
+        sampler.sample(ModelInput.from_ints([token]), 1, PARAMS).result(WAIT_S)
+    wrong = ServiceClient(base_url=service.base_url, api_key=secret)
+    with pytest.raises(TinkerError):
+        wrong.get_server_capabilities()
+
+    ours = [r.getMessage() for r in caplog.records if r.name.startswith("tinsmith.client")]
+    assert ours, "nothing was logged, and so nothing was looked at"
+    for message in ours:
+        assert secret not in message
+        assert service.api_key not in message
+        assert str(token) not in message
+
+
+def test_an_error_that_ends_the_tries_says_what_the_budget_allows(service: ScriptedService) -> None:
+    budget = RetryBudget(total_s=0.3, delay_base_s=0.01)
+    with ServiceClient(base_url=service.base_url, api_key=service.api_key, retry=budget) as client:
+        sampler = client.create_sampling_client(base_model="m")
+        service.faults.add("get_sampler", times=None, status=500)
+
+        with pytest.raises(InternalServerError) as caught:
+            sampler.get_base_model()
+
+    assert "attempt(s)" in caught.value.__notes__[-1]
+    assert "RetryBudget allows total_s=0.3" in caught.value.__notes__[-1]
+
+
+NOBODY = "http://127.0.0.1:9"
+"""The port for discarding, where nothing listens."""
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda: ServiceClient(base_url=NOBODY, api_key="k").create_lora_training_client("m"),
+        lambda: ServiceClient(base_url=NOBODY, api_key="k").create_sampling_client(base_model="m"),
+        lambda: RestClient(base_url=NOBODY, api_key="k").list_training_runs().result(),
+        lambda: AdminClient(base_url=NOBODY, api_key="k").get_audit_log().result(),
+    ],
+    ids=["training", "sampling", "rest", "admin"],
+)
+def test_a_closed_port_fails_in_seconds_whoever_asks(ask: Callable[[], object]) -> None:
+    began = time.monotonic()
+
+    with pytest.raises(APIConnectionError, match="check the base URL"):
+        ask()
+
+    assert time.monotonic() - began < 30.0
