@@ -391,6 +391,8 @@ class _Address:
                 )
         except TimeoutError as exc:
             raise OSError(f"no connection within {CONNECT_TIMEOUT_S:g} s") from exc
+        except UnicodeError as exc:
+            raise OSError(f"{self._host[:80]!r} is no host's name") from exc
 
     async def _addresses(
         self, loop: asyncio.AbstractEventLoop

@@ -40,6 +40,7 @@ from tinsmith.wire import exchange, json_format
 from tinsmith.wire.content import is_protobuf
 from tinsmith.wire.endpoints import ENDPOINTS, FUTURE_RESULTS, Format, FutureResult
 from tinsmith.wire.failures import error_from_failed, is_retried
+from tinsmith.wire.retry_after import DEFAULT_CAP_S
 
 _log = logging.getLogger(__name__)
 
@@ -294,8 +295,10 @@ class _Pending:
         self.is_stated = bool(plain.get("queue_state") or plain.get("queue_state_reason"))
         self.queue_state = str(plain.get("queue_state", "active"))
         self.reason = str(plain.get("queue_state_reason") or "")
+        self.retry_after_s: float | None = None
         delay_ms = plain.get("retry_after_ms")
-        self.retry_after_s = delay_ms / 1000 if isinstance(delay_ms, int | float) else None
+        if isinstance(delay_ms, int | float):  # cut before it is divided: an int has no bound
+            self.retry_after_s = min(max(delay_ms, 0), DEFAULT_CAP_S * 1000) / 1000
 
     @property
     def is_paused(self) -> bool:

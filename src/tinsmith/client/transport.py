@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import pathlib
 import re
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -140,6 +141,8 @@ class TransportSettings(msgspec.Struct, frozen=True, kw_only=True):
             if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(value):
                 raise ValidationError(f"HTTP cannot carry the header {name!r:.200}")
         force_setattr(self, "headers", allowed)
+        if self.ca_file is not None and not pathlib.Path(self.ca_file).is_file():
+            raise ValidationError(f"ca_file {self.ca_file!r:.200} is not a file")
 
 
 def request_headers(

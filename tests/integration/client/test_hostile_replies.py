@@ -8,16 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import time
 import tracemalloc
 
 import pytest
 
 from tests.integration.client.scripted_server import Connection, Received, ScriptedServer
 from tests.integration.client.transport_runs import Run, answering, post
+from tinsmith.client.poller import Poll
 from tinsmith.client.session import Session
 from tinsmith.client.settings import settings_from
 from tinsmith.client.transport import Transport
-from tinsmith.errors import APIConnectionError, BadRequestError, BodyTooLargeError, DecodeError
+from tinsmith.errors import (
+    APIConnectionError,
+    BadRequestError,
+    BodyTooLargeError,
+    DecodeError,
+    RequestFailedError,
+)
 from tinsmith.types.requests import ClientConfigRequest
 from tinsmith.wire.limits import DecodeLimits
 
@@ -315,3 +323,25 @@ def test_a_400_whose_body_does_not_say_its_length_is_believed_at_once(run_direct
         return len(server.received)
 
     assert run_direct(answering(reply), scenario) == 1
+
+
+@pytest.mark.parametrize("delay_ms", ["1" + "0" * 400, "1e300", "-5", "true", '"soon"', "null"])
+def test_no_pending_answer_holds_back_samples_for_longer_than_a_minute(
+    run_direct: Run, delay_ms: str
+) -> None:
+    paused = '"type": "try_again", "queue_state": "paused_capacity"'
+    pending = f'{{{paused}, "retry_after_ms": {delay_ms}}}'
+
+    async def answer(_: Received, connection: Connection) -> None:
+        is_first = connection.requests == 1
+        failed = b'{"error": "at last", "category": "user"}'
+        await connection.reply(pending.encode() if is_first else failed)
+
+    async def scenario(transport: Transport, server: ScriptedServer) -> float:
+        settings = settings_from(base_url=server.url, api_key="tml-key", limiter_scope="client")
+        session = Session(settings, transport)
+        with pytest.raises(RequestFailedError, match="at last"):
+            await Poll(session, "r1", "Sample").result()
+        return session.limiter.pause().until - time.monotonic()
+
+    assert run_direct(answer, scenario) <= 60

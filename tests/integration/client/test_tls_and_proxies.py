@@ -356,3 +356,8 @@ def test_no_proxy_is_obeyed(monkeypatch: pytest.MonkeyPatch, no_proxy: str, is_u
     settings = settings_from(base_url="http://service.example:8000", api_key="tml-key")
 
     assert (settings.proxy is not None) is is_used
+
+
+def test_a_ca_file_that_is_not_there_is_named() -> None:
+    with pytest.raises(ValidationError, match=r"missing\.pem"):
+        TransportSettings(base_url="https://service", ca_file="/no/such/missing.pem")
