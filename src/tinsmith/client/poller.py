@@ -1,9 +1,8 @@
 """Fetching results: asking until the work is done, at a pace that suits both sides.
 
-`retrieve` asks for one result with long polls. Pending answers carry the queue's state, which goes
-to the limiter, so that a paused queue holds back new samples, and to the log, so that a long wait
-is never silent. A result that is large is first announced by its size and fetched when there is
-room for it.
+`Poll` asks for one result with long polls. Pending answers carry the queue's state, which goes
+to the limiter, so that a paused queue holds back new samples, and to whoever tells of long waits. A
+result that is large is first announced by its size and fetched when there is room for it.
 
 However fast the server answers "not yet" or fails, polls keep a distance, and failures in a row are
 given up on when the session's retry budget is used up.
@@ -209,8 +208,6 @@ class Poll:
         if now - self._told_at < TOLD_EVERY_S:
             return
         self._told_at = now
-        is_untold = pending.is_paused and self._observer is None
-        level = logging.WARNING if is_untold else logging.INFO
         waited_s = now - self._began
         if events.listeners:
             events.tell(
@@ -222,14 +219,14 @@ class Poll:
                     reason=pending.reason,
                 )
             )
-        _log.log(
-            level,
-            "%s: waiting for %.0f s; queue %s%s",
-            self._what(),
-            waited_s,
-            pending.queue_state,
-            f": {pending.reason}" if pending.reason else "",
-        )
+        if pending.is_paused and self._observer is None:  # else the observer tells it
+            _log.warning(
+                "%s: waiting for %.0f s; queue %s%s",
+                self._what(),
+                waited_s,
+                pending.queue_state,
+                f": {pending.reason}" if pending.reason else "",
+            )
 
     # Failures
 

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from tinsmith.client import heartbeat
+from tinsmith.client import heartbeat, sample_sender
 from tinsmith.client.admin import AdminClient
 from tinsmith.client.rest import RestClient
 from tinsmith.client.retry import RetryBudget
-from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.service import ServiceClient
 from tinsmith.errors import APIConnectionError, ClosedError, InternalServerError, TinkerError
 from tinsmith.testing import ScriptedService, running_service
@@ -54,19 +53,43 @@ def test_s2_every_kind_of_client_refuses_calls_once_it_is_closed(service: Script
 
 
 def test_s9_a_limiter_of_the_client_s_own_is_not_shared(service: ScriptedService) -> None:
-    def sampler_of(scope: str) -> SamplingClient:
-        client = ServiceClient(
-            base_url=service.base_url, api_key=service.api_key, limiter_scope=scope
-        )
-        return client.create_sampling_client(base_model="m")
-
-    alone, other, shared, also_shared = map(sampler_of, ("client", "client", "key", "key"))
+    clients = [
+        ServiceClient(base_url=service.base_url, api_key=service.api_key, limiter_scope=scope)
+        for scope in ("client", "client", "key", "key")
+    ]
+    alone, other, shared, also_shared = (
+        client.create_sampling_client(base_model="m") for client in clients
+    )
 
     assert shared.limiter is also_shared.limiter
     assert len({id(sampler.limiter) for sampler in (alone, other, shared)}) == 3
     alone.limiter.rate_limited(60.0)
     assert other.sample(PROMPT, 1, PARAMS).result(WAIT_S).sequences
     assert shared.sample(PROMPT, 1, PARAMS).result(WAIT_S).sequences
+    for client in clients:
+        client.close().result(WAIT_S)
+
+
+def test_s7_samples_that_are_held_back_or_polled_for_take_no_slot_and_no_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There is one slot, and room for one prompt: each sample leaves when the last has arrived."""
+    monkeypatch.setattr(sample_sender, "MOST_REQUESTS", 1)
+    with (
+        running_service(long_poll_s=5.0, sample_dispatch_bytes_semaphore_size=1) as service,
+        ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
+    ):
+        sampler = client.create_sampling_client(base_model="m")
+        held = service.faults.hold_commands("asample", times=20)
+        service.faults.add("asample", status=429, headers={"retry-after-ms": "100"})
+
+        waiting = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(20)]
+
+        assert len(service.wait_requests("asample", 21, WAIT_S)) == 21
+        assert not any(sample.done() for sample in waiting)
+        held.release()
+        for sample in waiting:
+            sample.result(WAIT_S)
 
 
 def test_s14_each_thread_s_calls_keep_their_order_and_each_call_s_chunks_stay_together() -> None:
@@ -213,10 +236,12 @@ NOBODY = "http://127.0.0.1:9"
 @pytest.mark.parametrize(
     "ask",
     [
-        lambda: ServiceClient(base_url=NOBODY, api_key="k").create_lora_training_client("m"),
-        lambda: ServiceClient(base_url=NOBODY, api_key="k").create_sampling_client(base_model="m"),
-        lambda: RestClient(base_url=NOBODY, api_key="k").list_training_runs().result(),
-        lambda: AdminClient(base_url=NOBODY, api_key="k").get_audit_log().result(),
+        lambda: ServiceClient(base_url=NOBODY, api_key="tml-k").create_lora_training_client("m"),
+        lambda: ServiceClient(base_url=NOBODY, api_key="tml-k").create_sampling_client(
+            base_model="m"
+        ),
+        lambda: RestClient(base_url=NOBODY, api_key="tml-k").list_training_runs().result(),
+        lambda: AdminClient(base_url=NOBODY, api_key="tml-k").get_audit_log().result(),
     ],
     ids=["training", "sampling", "rest", "admin"],
 )
