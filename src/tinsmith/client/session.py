@@ -275,6 +275,12 @@ class Session:
                     body,
                     request_id=reply.headers.get("x-request-id"),
                 )
+            packing = reply.headers.get("content-encoding", "identity")
+            if packing != "identity":
+                raise APIResponseValidationError(
+                    reply,
+                    message=f"{endpoint.name}: packed as {packing!r:.80}, unasked",
+                )
             yield reply.pieces
 
     async def _reply(

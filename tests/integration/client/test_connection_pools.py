@@ -22,7 +22,7 @@ from tests.integration.client.scripted_server import (
     ScriptedServer,
 )
 from tests.integration.client.transport_runs import Run, echo, post
-from tinsmith.client import direct_transport
+from tinsmith.client import address
 from tinsmith.client.direct_transport import DirectTransport
 from tinsmith.client.transport import Transport, TransportSettings
 from tinsmith.errors import APIConnectionError, APITimeoutError
@@ -182,7 +182,7 @@ def test_an_address_that_hangs_holds_up_no_other_of_the_same_host(
 def test_a_connection_that_is_never_made_ends_in_time(
     run_direct: Run, is_call_late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(direct_transport, "CONNECT_TIMEOUT_S", 30.0 if is_call_late else 0.2)
+    monkeypatch.setattr(address, "CONNECT_TIMEOUT_S", 30.0 if is_call_late else 0.2)
     timeout_s = 0.2 if is_call_late else 30.0
     expected = APITimeoutError if is_call_late else APIConnectionError
 

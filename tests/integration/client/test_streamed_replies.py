@@ -9,9 +9,16 @@ import pytest
 
 from tests.integration.client.scripted_server import Connection, Received, ScriptedServer
 from tests.integration.client.transport_runs import Run, answering
+from tinsmith.client.session import Session
+from tinsmith.client.settings import settings_from
 from tinsmith.client.transport import StreamReply, Transport
-from tinsmith.errors import APIConnectionError, APITimeoutError, BodyTooLargeError
-from tinsmith.wire.endpoints import Pool
+from tinsmith.errors import (
+    APIConnectionError,
+    APIResponseValidationError,
+    APITimeoutError,
+    BodyTooLargeError,
+)
+from tinsmith.wire.endpoints import ENDPOINTS, Pool
 from tinsmith.wire.exchange import HttpRequest
 
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -179,3 +186,16 @@ def test_a_stream_s_head_without_end_is_refused(run_direct: Run) -> None:
             await whole_of(transport, server)
 
     run_direct(flood, scenario)
+
+
+def test_a_stream_that_is_packed_all_the_same_is_refused_by_name(run_direct: Run) -> None:
+    reply = OK + b"Content-Encoding: gzip\r\nContent-Length: 5\r\n\r\nwhole"
+
+    async def scenario(transport: Transport, server: ScriptedServer) -> None:
+        session = Session(settings_from(base_url=server.url, api_key="tml-key"), transport)
+        endpoint, sent = ENDPOINTS["asample"], HttpRequest("POST", "/x", {}, {}, [b"{}"])
+        with pytest.raises(APIResponseValidationError, match="'gzip'"):
+            async with session.stream(endpoint, sent, idle_s=20.0):
+                pass
+
+    run_direct(answering(reply), scenario)

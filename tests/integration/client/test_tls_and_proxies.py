@@ -24,7 +24,7 @@ from tests.integration.client.transport_runs import (
     run_quietly,
     run_with,
 )
-from tinsmith.client import direct_transport
+from tinsmith.client import address
 from tinsmith.client.direct_transport import DirectTransport
 from tinsmith.client.proxied_transport import ProxiedTransport
 from tinsmith.client.retry import may_pass
@@ -212,7 +212,7 @@ def test_a_server_without_tls_is_a_connection_error(made_by: Maker) -> None:
 
 
 def test_a_handshake_that_hangs_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct_transport, "CONNECT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(address, "CONNECT_TIMEOUT_S", 0.2)
 
     async def scenario() -> None:
         async with listening(hang) as port:

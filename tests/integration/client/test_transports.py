@@ -18,7 +18,7 @@ import trustme
 
 from tests.integration.client.scripted_server import Connection, Received, ScriptedServer
 from tests.integration.client.transport_runs import Maker, Run, echo, post, run_with
-from tinsmith.client import direct_transport
+from tinsmith.client import connection_pool
 from tinsmith.client.direct_transport import DirectTransport
 from tinsmith.client.proxied_transport import ProxiedTransport
 from tinsmith.client.transport import ExchangeReply, Transport, TransportSettings
@@ -377,7 +377,7 @@ def test_connections_are_used_again(run: Run) -> None:
 
 
 def test_idle_connections_are_closed_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct_transport, "KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(connection_pool, "KEEP_ALIVE_S", 0.05)
     gone = asyncio.Event()
 
     async def watch(request: Received, connection: Connection) -> None:
