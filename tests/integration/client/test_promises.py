@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +15,8 @@ import pytest
 
 from tinsmith.client import heartbeat, sample_sender
 from tinsmith.client.admin import AdminClient
+from tinsmith.client.background import Background
+from tinsmith.client.futures import APIFuture
 from tinsmith.client.rest import RestClient
 from tinsmith.client.retry import RetryBudget
 from tinsmith.client.service import ServiceClient
@@ -252,3 +256,99 @@ def test_a_closed_port_fails_in_seconds_whoever_asks(ask: Callable[[], object]) 
         ask()
 
     assert time.monotonic() - began < 30.0
+
+
+def test_large_results_are_fetched_as_far_as_there_is_room_for_them() -> None:
+    """All are announced by their size; those that do not fit are fetched one at a time."""
+    with (
+        running_service(
+            long_poll_s=5.0, inline_bytes=100, inflight_response_bytes_semaphore_size=1
+        ) as service,
+        ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
+    ):
+        training = client.create_lora_training_client("m", rank=2)
+        targets = {"target_tokens": [1] * 500, "weights": [1.0] * 500}
+        datum = Datum(ModelInput.from_ints([1] * 500), targets)
+        held = service.faults.hold(
+            "retrieve_future", when=lambda poll: not poll.request.allow_metadata_only
+        )
+
+        results: list[APIFuture[Any]] = [
+            training.forward([datum], "cross_entropy") for _ in range(5)
+        ]
+        for count in range(5):
+            held.wait_held(1)
+            assert sum(result.done() for result in results) == count
+            held.release(1)
+            _wait_until_done(results, count + 1)
+
+        assert held.most_held == 1
+
+
+def _wait_until_done(results: list[APIFuture[Any]], count: int) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while sum(result.done() for result in results) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_there_is_no_thread_before_the_first_call_and_one_loop_after_it(
+    service: ScriptedService,
+) -> None:
+    program = f"""
+import threading
+import tinsmith
+client = tinsmith.ServiceClient(base_url={service.base_url!r}, api_key={service.api_key!r})
+rest = tinsmith.RestClient(base_url={service.base_url!r}, api_key={service.api_key!r})
+assert [thread.name for thread in threading.enumerate()] == ["MainThread"]
+client.get_server_capabilities()
+rest.list_training_runs().result()
+client.create_sampling_client(base_model="m")
+names = sorted(thread.name for thread in threading.enumerate())
+assert names == ["MainThread", "tinsmith-loop"], names
+try:
+    import uvloop
+except ImportError:
+    pass
+else:
+    assert isinstance(client.holder.get_loop(), uvloop.Loop)
+"""
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        timeout=60,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_burst_of_calls_wakes_the_loop_once() -> None:
+    loop = Background()
+    wakes: list[None] = []
+    blocked, over = threading.Event(), threading.Event()
+
+    def block() -> None:
+        blocked.set()
+        over.wait(WAIT_S)
+
+    async def work() -> None:
+        return None
+
+    loop.call_soon(block)
+    blocked.wait(WAIT_S)
+    drain = loop._drain
+
+    def counted() -> None:
+        wakes.append(None)
+        drain()
+
+    loop._drain = counted  # type: ignore[method-assign]
+    futures = [loop.start(work()) for _ in range(1000)]
+    over.set()
+    for future in futures:
+        future.result(WAIT_S)
+    loop.stop()
+
+    assert len(wakes) == 1
