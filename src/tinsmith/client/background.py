@@ -123,6 +123,7 @@ class Background:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=WIND_DOWN_S)
+        await asyncio.sleep(0)  # whoever waits for what was settled is woken
         self.loop.stop()
 
     @property

@@ -160,14 +160,24 @@ class _Inbox:
     def put(self, waiter: asyncio.Future[None]) -> None:
         # Append, then look at the flag; the loop clears the flag, then drains: nothing is missed.
         self._ready.append(waiter)
+        if self._is_woken:
+            return
+        self._is_woken = True
+        try:
+            here = asyncio.get_running_loop()
+        except RuntimeError:
+            self._wake()
+        else:
+            here.call_soon(self._wake)  # whatever else is settled in this turn goes along
+
+    def _wake(self) -> None:
         loop = self._loop()
-        if not self._is_woken and loop is not None:
-            self._is_woken = True
-            try:
+        try:
+            if loop is not None:
                 loop.call_soon_threadsafe(self._drain)
-            except RuntimeError:  # the loop is closed, and so nobody waits
-                _log.debug("a result came for an event loop that is closed")
-                self._ready.clear()  # waiters hold their loop, which would be kept for ever
+        except RuntimeError:  # the loop is closed, and so nobody waits
+            _log.debug("a result came for an event loop that is closed")
+            self._ready.clear()  # waiters hold their loop, which would be kept for ever
 
     def _drain(self) -> None:
         self._is_woken = False
