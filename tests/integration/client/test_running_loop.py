@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NamedTuple
 
@@ -157,58 +156,31 @@ def test_the_measure_above_would_see_a_call_that_blocks(
     assert "asyncio" in {record.name for record in caplog.records}
 
 
-def test_a_save_for_sampling_keeps_its_place_among_training_calls_in_50_trials(
-    service: ScriptedService, client: ServiceClient
-) -> None:
-    """Three calls at once from three coroutines: they arrive as they were made."""
-    training = client.create_lora_training_client("m", rank=2)
-
-    async def trial(number: int) -> None:
-        futures: list[APIFuture[Any]] = [
-            await training.forward_backward_async([DATUM], "cross_entropy"),
-            await training.save_weights_for_sampler_async(f"s-{number}"),
-            await training.optim_step_async(AdamParams()),
-        ]
-        await asyncio.gather(*futures)
-
-    for number in range(50):
-        asyncio.run(trial(number))
-
-    names = [
-        received.endpoint
-        for received in service.requests()
-        if received.endpoint in ("forward_backward", "save_weights_for_sampler", "optim_step")
-    ]
-    assert names == ["forward_backward", "save_weights_for_sampler", "optim_step"] * 50
+CALLS_OF_A_TRIAL = ["forward_backward"] * 3 + ["save_weights_for_sampler", "optim_step"]
+"""A pass in three chunks, whose first leaves last: whoever does not wait overtakes it."""
 
 
-@pytest.mark.usefixtures("eager_switching")
-def test_s14_a_save_for_sampling_keeps_its_place_whatever_threads_do(
-    service: ScriptedService, client: ServiceClient
-) -> None:
-    training = client.create_lora_training_client("m", rank=2)
-    stop = threading.Event()
+def test_s14_a_save_for_sampling_keeps_its_place_in_the_line_in_50_trials() -> None:
+    with (
+        running_service(long_poll_s=0.5, fwdbwd_max_chunk_len=1) as service,
+        ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
+    ):
+        training = client.create_lora_training_client("m", rank=2)
 
-    def disturb() -> None:
-        while not stop.is_set():
-            client.get_console_url()
-
-    threads = [threading.Thread(target=disturb) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    try:
-        for number in range(50):
-            pending: list[Any] = [
-                training.forward_backward([DATUM], "cross_entropy"),
-                training.save_weights_for_sampler(f"s-{number}"),
-                training.optim_step(AdamParams()),
+        async def trial(number: int) -> None:
+            futures: list[APIFuture[Any]] = [
+                await training.forward_backward_async([DATUM] * 3, "cross_entropy"),
+                await training.save_weights_for_sampler_async(f"s-{number}"),
+                await training.optim_step_async(AdamParams()),
             ]
-            for future in pending:
-                future.result(60)
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
+            await asyncio.gather(*futures)
 
-    saves = [received.request.seq_id for received in service.requests("save_weights_for_sampler")]
-    assert saves == [2 + 3 * number for number in range(50)]
+        for number in range(50):
+            asyncio.run(trial(number))
+
+        arrived = [
+            received for received in service.requests() if received.endpoint in CALLS_OF_A_TRIAL
+        ]
+    assert [received.endpoint for received in arrived] == CALLS_OF_A_TRIAL * 50
+    saves = [r.request.seq_id for r in arrived if r.endpoint == "save_weights_for_sampler"]
+    assert saves == [4 + 5 * number for number in range(50)]
