@@ -19,6 +19,8 @@ from tinsmith.client.background import Background
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.rest import RestClient
 from tinsmith.client.retry import RetryBudget
+from tinsmith.client.sampler_handle import NUMBERS_PER_CLONE
+from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.service import ServiceClient
 from tinsmith.errors import APIConnectionError, ClosedError, InternalServerError, TinkerError
 from tinsmith.testing import ScriptedService, running_service
@@ -352,3 +354,25 @@ def test_a_burst_of_calls_wakes_the_loop_once() -> None:
     loop.stop()
 
     assert len(wakes) == 1
+
+
+@pytest.mark.parametrize("is_counted", [True, False], ids=["by the service", "by chance"])
+def test_no_two_clones_of_a_sampler_use_the_same_numbers(is_counted: bool) -> None:
+    with (
+        running_service(sample_join_sampling_session=is_counted) as service,
+        ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
+    ):
+        sampler = client.create_sampling_client(base_model="m")
+        handle = sampler.get_sampler_handle()
+        clones = [
+            SamplingClient.from_sampler_handle(handle, api_key=service.api_key) for _ in range(3)
+        ]
+        for drawing in (sampler, *clones):
+            for _ in range(2):
+                drawing.sample(PROMPT, 1, PARAMS).result(WAIT_S)
+
+        numbers = [received.request.seq_id for received in service.requests("asample")]
+        by_clone = {number // NUMBERS_PER_CLONE for number in numbers}
+        assert len(set(numbers)) == 8
+        assert len(by_clone) == 4 and 0 in by_clone
+        assert bool(service.requests("join_sampling_session")) == is_counted
