@@ -379,4 +379,35 @@ CLIENT = [
     ),
 ]
 
-BENCHMARKS = [*TRAINING, *SAMPLING, *ANSWERS, *RESULTS, *START, *CLIENT, *CODEC]
+SYNCED_FILE = "a synced file"
+_LEDGER_NOTE = (
+    "Wall time is that of one durable append, so its ratio is that of the rates, turned over. The "
+    "rival appends the same bytes to a file and syncs it, with the same callers and one sync for "
+    "all rows that came meanwhile; it keeps no identity and no index. Aimed at: half of its rate."
+)
+
+
+def _ledger(callers: int, size: int, title: str) -> Benchmark:
+    def job(store: str) -> Figures:
+        told = {"store": store, "callers": str(callers), "size": str(size)}
+        return Figures("benchmarks.workloads.ledger:appends", told)
+
+    return Benchmark(
+        name=f"ledger-{callers}-{size // 1000}k",
+        group="The ledger",
+        title=title,
+        contestants=(_ours(OURS, job("ledger")), _ours(SYNCED_FILE, job("file"))),
+        aims=(Aim("wall_s", 2.0),),
+        shown=("wall_s", "latency_p50_s", "latency_p99_s", "cpu_s"),
+        note=_LEDGER_NOTE,
+        most_rounds=5,
+    )
+
+
+LEDGER = [
+    _ledger(1, 2000, "append 2 kB, one caller"),
+    _ledger(64, 2000, "append 2 kB, 64 callers"),
+    _ledger(16, 200_000, "append 200 kB, 16 callers"),
+]
+
+BENCHMARKS = [*TRAINING, *SAMPLING, *ANSWERS, *RESULTS, *START, *CLIENT, *CODEC, *LEDGER]

@@ -16,6 +16,8 @@ Metric: TypeAlias = Literal[
     "packages",
     "added_p50_s",
     "added_p99_s",
+    "latency_p50_s",
+    "latency_p99_s",
     "server_share",
     "slowdown",
     "threads",

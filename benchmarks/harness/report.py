@@ -34,6 +34,8 @@ LABELS = {
     "packages": "packages",
     "added_p50_s": "added latency, half below",
     "added_p99_s": "added latency, 99 % below",
+    "latency_p50_s": "latency, half below",
+    "latency_p99_s": "latency, 99 % below",
     "server_share": "the server's share of a core",
     "slowdown": "time beside a busy thread / alone",
     "threads": "threads",

@@ -1,4 +1,4 @@
-"""What happens to commands, as steps for any database (`steps.py`).
+"""What happens to commands once they are appended, as steps for any database (`steps.py`).
 
 Steps of one transaction see all that was changed before; transactions run one after another.
 """
@@ -9,15 +9,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tinsmith.errors import (
-    CommandConflictError,
-    CommandPassedError,
-    ResultGoneError,
-    UnknownEntryError,
-)
+from tinsmith.errors import ResultGoneError, UnknownEntryError
 from tinsmith.ledger.payloads import Kept
 from tinsmith.ledger.records import (
-    Appended,
     Command,
     CommandState,
     Completion,
@@ -25,7 +19,6 @@ from tinsmith.ledger.records import (
     RequestId,
     SessionId,
     Settlement,
-    Submission,
     TenantId,
     Use,
     identity,
@@ -35,58 +28,6 @@ from tinsmith.ledger.steps import Effects, Row, Steps
 from tinsmith.ledger.wakeups import NEW_WORK, feed_topic, settled_topic
 
 _HOUR_S = 3600
-
-
-def append(effects: Effects, submission: Submission, kept: Kept, now: float) -> Steps[Appended]:
-    """`Ledger.append`, with the payload already kept."""
-    line, number = submission.line, submission.seq_id
-    if number is None:
-        [(number,)] = yield "next_number", (line,)
-    passed = (yield "position", (line,)) if submission.is_ordered else ()
-    if passed and passed[0][0] > number:
-        return (yield from _repeated(submission, number, passed[0][0]))
-    rows = yield (
-        "append",
-        (
-            line,
-            number,
-            submission.kind,
-            submission.tenant_id,
-            submission.session_id,
-            submission.clone,
-            int(submission.is_ordered),
-            submission.fingerprint,
-            kept.size_bytes,
-            now,
-        ),
-    )
-    if not rows:
-        return (yield from _repeated(submission, number, 0))
-    yield "keep_payload", (rows[0][0], kept.size_bytes, kept.file, kept.digest, kept.content)
-    effects.topics.append(NEW_WORK)
-    return Appended(request_id=request_id(line, number), seq_id=number, is_new=True)
-
-
-def _repeated(submission: Submission, number: int, position: int) -> Steps[Appended]:
-    """The answer to a number that was there before, or that came too late."""
-    rows = yield "same_identity", (submission.line, number)
-    check_repeated(submission, number, rows[0] if rows else None, position)
-    return Appended(request_id=request_id(submission.line, number), seq_id=number, is_new=False)
-
-
-def check_repeated(submission: Submission, number: int, known: Row | None, position: int) -> None:
-    """Refuse a submission that is not the one known by its number, as (kind, fingerprint)."""
-    if known is None:
-        raise CommandPassedError(
-            f"seq_id {number} of {submission.line} comes too late: the line has reached "
-            f"{position}; a number that does not come in time is passed over"
-        )
-    if tuple(known) != (submission.kind, submission.fingerprint):
-        raise CommandConflictError(
-            f"seq_id {number} of {submission.line} was used for another request; "
-            "numbers are used once",
-            request_id=request_id(submission.line, number),
-        )
 
 
 def claim(effects: Effects, claimer: str, limit: int, now: float) -> Steps[list[Command]]:

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from tinsmith.errors import LedgerUnavailableError, TinkerError
 from tinsmith.ledger.statements import sqlite_queries
-from tinsmith.ledger.steps import Effects, Operation, Row, Value, run_steps
+from tinsmith.ledger.steps import Effects, Operation, Row, Values, run_steps
 
 T = TypeVar("T")
 
@@ -171,9 +171,12 @@ class GroupWriter:
                 self._connection.execute("ROLLBACK")
             raise
         self.commits += 1
-        self.writes += len(group)
+        self.writes += sum(write.effects.writes for write in group)
 
-    def _ask(self, name: str, values: tuple[Value, ...]) -> Sequence[Row]:
+    def _ask(self, name: str, values: Values) -> Sequence[Row]:
+        if isinstance(values, list):
+            self._connection.executemany(_SQL[name], values)
+            return ()
         return self._connection.execute(_SQL[name], values).fetchall()
 
     def _tell(self, what: Callable[..., None], *values: Any) -> None:

@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from tinsmith.errors import LedgerUnavailableError, ResultGoneError, UnknownEntryError
+from tinsmith.ledger.appending import decide
 from tinsmith.ledger.base import PAGE, Entries, Ledger
 from tinsmith.ledger.clock import SteadyClock
-from tinsmith.ledger.command_steps import check_repeated, hour_of
+from tinsmith.ledger.command_steps import hour_of
 from tinsmith.ledger.memory_commands import KeptCommand, MemoryCommands
 from tinsmith.ledger.memory_entries import MemoryEntries
 from tinsmith.ledger.records import (
@@ -129,10 +130,12 @@ class MemoryLedger(Ledger):
         request = request_id(line, number)
         known = self._commands.find(request)
         position = self._line(line).position if submission.is_ordered else 0
-        if known is not None or number < position:
-            row = None if known is None else (known.command.kind, known.command.fingerprint)
-            check_repeated(submission, number, row, position)
-            return Appended(request_id=request, seq_id=number, is_new=False)
+        same = None if known is None else (known.command.kind, known.command.fingerprint)
+        outcome = decide(submission, number, same, position)
+        if not isinstance(outcome, Appended):
+            raise outcome
+        if not outcome.is_new:
+            return outcome
         self._ordinal += 1
         command = Command(
             ordinal=self._ordinal,
@@ -149,7 +152,7 @@ class MemoryLedger(Ledger):
         )
         self._commands.add(command, submission.payload)
         self._wakeups.tell([NEW_WORK])
-        return Appended(request_id=request, seq_id=number, is_new=True)
+        return outcome
 
     async def spend(self, line: LineId, seq_id: int) -> None:
         """`Ledger.spend`."""

@@ -41,6 +41,8 @@ READERS = 4
 RETRY_S = 0.2
 """Between two tries to reach the database."""
 PATIENCE_S = 30.0
+ANSWER_S = 10.0
+"""How long the database may take to answer before its connection is given up for a new one."""
 CHANNEL = "tinsmith_ledger"
 TURN = 0x74696E73
 """The advisory lock of those who write."""
@@ -52,8 +54,14 @@ EVERYBODY = "*"
 _TAKE_TURN = f"SELECT pg_advisory_xact_lock({TURN})"
 _NOTIFY = f"SELECT pg_notify('{CHANNEL}', $1)"
 _SIZE = "SELECT pg_database_size(current_database())"
-_LOST = (OSError, TimeoutError, asyncpg.PostgresConnectionError, asyncpg.InterfaceError)
-_LOST_BY_ORDER = (asyncpg.OperatorInterventionError,)
+_LOST = (
+    OSError,
+    TimeoutError,
+    asyncpg.PostgresConnectionError,
+    asyncpg.OperatorInterventionError,
+    asyncpg.InterfaceError,
+    asyncpg.InternalClientError,  # what a connection raises that was cut in the midst of a query
+)
 _SQL = queries()
 
 
@@ -117,7 +125,9 @@ class PostgresLedger(SqlLedger):
     async def _start(self) -> None:
         self._connection = await self._connect()
         await self._migrate()
-        self._pool = await asyncpg.create_pool(self._dsn, min_size=1, max_size=READERS)
+        self._pool = await asyncpg.create_pool(
+            self._dsn, min_size=1, max_size=READERS, command_timeout=ANSWER_S
+        )
         await self._listen()
         self._clock.start_after(await self._read(keeping_steps.latest_time))
         self._tasks = [
@@ -129,6 +139,8 @@ class PostgresLedger(SqlLedger):
         """`Ledger.close`."""
         if self._is_closed:
             return
+        if self._tasks:
+            await self._appending.wait_done()
         self._is_closed = True
         self._queued.set()
         if self._tasks:
@@ -141,7 +153,10 @@ class PostgresLedger(SqlLedger):
                 with contextlib.suppress(*_LOST, asyncpg.PostgresError):
                     await connection.close(timeout=5)
         if self._pool is not None:
-            await self._pool.close()
+            try:
+                await asyncio.wait_for(self._pool.close(), ANSWER_S)
+            except (*_LOST, asyncpg.PostgresError):
+                self._pool.terminate()
 
     # Writing
 
@@ -183,20 +198,28 @@ class PostgresLedger(SqlLedger):
                 await self._commit([write])
 
     async def _transaction(self, group: list[_Write]) -> None:
-        if self._connection is None or self._connection.is_closed():
+        if self._connection is None:
             self._connection = await self._connect()
-        async with self._connection.transaction():
-            await self._connection.execute(_TAKE_TURN)
+        try:
+            await self._run_group(self._connection, group)
+        except _LOST:
+            self._connection.terminate()
+            self._connection = None
+            raise
+        self._commits += 1
+        self._writes += sum(write.effects.writes for write in group)
+
+    async def _run_group(self, connection: Any, group: list[_Write]) -> None:
+        async with connection.transaction():
+            await connection.execute(_TAKE_TURN)
             for write in group:
                 write.effects, write.error = Effects(), None
                 try:
-                    write.value = await _run(write.operation(write.effects), self._connection.fetch)
+                    write.value = await _run(write.operation(write.effects), connection)
                 except TinkerError as exc:  # it refused, and has changed nothing
                     write.effects, write.error = Effects(), exc
             for notice in _notices(topic for write in group for topic in write.effects.topics):
-                await self._connection.execute(_NOTIFY, notice)
-        self._commits += 1
-        self._writes += len(group)
+                await connection.execute(_NOTIFY, notice)
 
     # Reading
 
@@ -205,7 +228,12 @@ class PostgresLedger(SqlLedger):
             raise LedgerUnavailableError("the ledger is closed")
 
         async def once() -> T:
-            return await _run(operation(Effects()), self._pool.fetch)
+            async with self._pool.acquire(timeout=ANSWER_S) as connection:
+                try:
+                    return await _run(operation(Effects()), connection)
+                except _LOST:
+                    connection.terminate()
+                    raise
 
         try:
             return await self._patiently(once)
@@ -221,7 +249,7 @@ class PostgresLedger(SqlLedger):
                 return await work()
             except asyncpg.DataError:
                 raise  # an InterfaceError by descent; the values are wrong, not the connection
-            except (*_LOST, *_LOST_BY_ORDER) as exc:
+            except _LOST as exc:
                 if self._is_closed or clock() > deadline:
                     raise _unavailable(exc) from exc
                 _log.warning("the ledger's database is away: %s", exc)
@@ -229,7 +257,9 @@ class PostgresLedger(SqlLedger):
 
     async def _connect(self) -> Any:
         settings = {"application_name": "tinsmith", "synchronous_commit": "on"}
-        return await asyncpg.connect(self._dsn, server_settings=settings)
+        return await asyncpg.connect(
+            self._dsn, server_settings=settings, command_timeout=ANSWER_S, timeout=ANSWER_S
+        )
 
     # News from other processes
 
@@ -254,7 +284,7 @@ class PostgresLedger(SqlLedger):
                 try:
                     await self._listen()
                     break
-                except (*_LOST, *_LOST_BY_ORDER):
+                except _LOST:
                     await asyncio.sleep(RETRY_S)
             self._wakeups.tell_all()
 
@@ -306,12 +336,16 @@ class PostgresLedger(SqlLedger):
                 )
 
 
-async def _run(steps: Steps[T], fetch: Callable[..., Awaitable[Any]]) -> T:
-    """Run an operation to its end, as `run_steps` does."""
+async def _run(steps: Steps[T], connection: Any) -> T:
+    """Run an operation to its end, as `run_steps` does, on a connection."""
     try:
         name, values = next(steps)
         while True:
-            name, values = steps.send(await fetch(_SQL[name], *values))
+            if isinstance(values, list):
+                await connection.executemany(_SQL[name], values)
+                name, values = steps.send(())
+            else:
+                name, values = steps.send(await connection.fetch(_SQL[name], *values))
     except StopIteration as end:
         result: T = end.value
         return result

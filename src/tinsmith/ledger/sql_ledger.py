@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from tinsmith.errors import LedgerDamagedError, LedgerUnavailableError
 from tinsmith.ledger import command_steps, entry_steps, keeping_steps
+from tinsmith.ledger.appending import Appending
 from tinsmith.ledger.base import PAGE, Entries, Ledger
 from tinsmith.ledger.clock import SteadyClock
 from tinsmith.ledger.payloads import INLINE_BYTES, Kept, inline
@@ -52,6 +53,7 @@ class SqlLedger(Ledger):
         self._retention = retention
         self._clock = clock
         self._wakeups = Wakeups()
+        self._appending = Appending(self._write)
         self._large: set[asyncio.Task[Any]] = set()
         self._inline_bytes = INLINE_BYTES
 
@@ -133,19 +135,13 @@ class SqlLedger(Ledger):
         """`Ledger.append`."""
         if len(submission.payload) > self._inline_bytes:
             return await self._finish(self._append_large(submission))
-        return await self._append(submission, inline(submission.payload))
-
-    async def _append(self, submission: Submission, kept: Kept) -> Appended:
-        now = self.now()
-        return await self._write(
-            lambda effects: command_steps.append(effects, submission, kept, now)
-        )
+        return await self._appending.append(submission, inline(submission.payload), self.now())
 
     async def _append_large(self, submission: Submission) -> Appended:
         kept = await self._keep_file(submission.payload)
         is_named = False
         try:
-            appended = await self._append(submission, kept)
+            appended = await self._appending.append(submission, kept, self.now())
             is_named = appended.is_new
         except LedgerUnavailableError:
             is_named = True  # perhaps; the sweep will see

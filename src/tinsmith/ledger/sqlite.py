@@ -31,7 +31,7 @@ from tinsmith.ledger.records import Retention
 from tinsmith.ledger.sql_ledger import SqlLedger
 from tinsmith.ledger.statements import migrations as known_migrations
 from tinsmith.ledger.statements import sqlite_queries
-from tinsmith.ledger.steps import Effects, Operation, Row, Value, run_steps
+from tinsmith.ledger.steps import Effects, Operation, Row, Values, run_steps
 
 T = TypeVar("T")
 
@@ -42,8 +42,12 @@ OLDEST_SQLITE = (3, 37, 0)
 READERS = 2
 BUSY_S = 5.0
 """How long another program may hold the file before a write gives up."""
-LARGEST_LOG_PAGES = 8000
-"""Under steady load the log is moved into the database at this length, in pages of 4 kB."""
+PAGE_BYTES = 8192
+"""Twice SQLite's own: payloads of a few kilobytes then share pages, and an append costs less."""
+LARGEST_LOG_PAGES = 4000
+"""Under steady load the log is moved into the database at this length."""
+CACHE_KIB = 64 * 1024
+"""What the writer keeps of the database in memory, so that it reads no index from the log."""
 
 
 class SqliteLedger(SqlLedger):
@@ -92,6 +96,7 @@ class SqliteLedger(SqlLedger):
     async def close(self) -> None:
         """`Ledger.close`."""
         await self._wait_large()
+        await self._appending.wait_done()
         await self._writer.close()
         if self._is_closed:
             return
@@ -244,7 +249,9 @@ class SqliteLedger(SqlLedger):
                 remedy="restore it from a backup, or start with a new data folder",
             )
         needed = migrations.missing(known, applied, str(self._path))
+        connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")  # of a new file
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        connection.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute(f"PRAGMA wal_autocheckpoint = {LARGEST_LOG_PAGES}")
@@ -264,7 +271,7 @@ class SqliteLedger(SqlLedger):
 _SQL = sqlite_queries()
 
 
-def _ask(connection: sqlite3.Connection, name: str, values: tuple[Value, ...]) -> Sequence[Row]:
+def _ask(connection: sqlite3.Connection, name: str, values: Values) -> Sequence[Row]:
     return connection.execute(_SQL[name], values).fetchall()
 
 

@@ -34,7 +34,7 @@ def queries() -> dict[str, str]:
 @functools.cache
 def sqlite_queries() -> dict[str, str]:
     """The same as SQLite wants them: $1 is the *name* of a parameter there, ?1 its number."""
-    return {name: re.sub(r"\$(\d)", r"?\1", text) for name, text in queries().items()}
+    return {name: re.sub(r"\$(\d+)", r"?\1", text) for name, text in queries().items()}
 
 
 class Migration(msgspec.Struct, frozen=True):

@@ -1,9 +1,11 @@
 """How the ledger's operations are written down once and run by two databases.
 
 An operation is a generator: it yields the name of a query with its parameters, and is sent the
-rows. It does no I/O, so SQLite runs it on a thread and PostgreSQL in a coroutine, with the same
-meaning. One rule: an operation that refuses raises before its first change, because its neighbours
-in the transaction are committed all the same.
+rows. With a list of parameters the query is run for each, and gives no rows. It does no I/O, so
+SQLite runs it on a thread and PostgreSQL in a coroutine, with the same meaning.
+
+One rule: an operation that refuses raises before its first change, because its neighbours in the
+transaction are committed all the same.
 
 What is to happen once the change is durable, it notes in `Effects`.
 """
@@ -17,20 +19,23 @@ T = TypeVar("T")
 
 Value: TypeAlias = str | int | float | bytes | None
 Row: TypeAlias = Sequence[Any]
-Query: TypeAlias = tuple[str, tuple[Value, ...]]
+Values: TypeAlias = tuple[Value, ...] | list[tuple[Value, ...]]
+Query: TypeAlias = tuple[str, Values]
 Steps: TypeAlias = Generator[Query, Sequence[Row], T]
 
 
 class Effects:
     """What follows from an operation when it is durable."""
 
-    __slots__ = ("files", "topics")
+    __slots__ = ("files", "topics", "writes")
 
     def __init__(self) -> None:
         self.topics: list[str] = []
         """Who is woken."""
         self.files: list[str] = []
         """Payload files that nothing names any more."""
+        self.writes = 1
+        """How many calls it stands for."""
 
     def drop(self, file: str | None) -> None:
         """Delete a payload file, if there is one."""
@@ -41,7 +46,7 @@ class Effects:
 Operation: TypeAlias = Callable[[Effects], Steps[T]]
 
 
-def run_steps(steps: Steps[T], ask: Callable[[str, tuple[Value, ...]], Sequence[Row]]) -> T:
+def run_steps(steps: Steps[T], ask: Callable[[str, Values], Sequence[Row]]) -> T:
     """Run an operation to its end, where queries are answered at once."""
     try:
         name, values = next(steps)

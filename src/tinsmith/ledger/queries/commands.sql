@@ -3,21 +3,22 @@
 -- name: next_number
 SELECT coalesce(max(seq_id) + 1, 0) FROM commands WHERE line = $1;
 
+-- name: same_numbers
+SELECT seq_id, kind, fingerprint FROM commands WHERE line = $1 AND seq_id BETWEEN $2 AND $3;
+
 -- name: position
 SELECT position FROM lines WHERE line = $1;
 
+-- name: last_ordinal
+SELECT coalesce(max(ordinal), 0) FROM commands;
+
 -- name: append
-INSERT INTO commands (line, seq_id, kind, tenant_id, session_id, clone, is_ordered, fingerprint,
-    payload_bytes, created_at)
-VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)
-ON CONFLICT (line, seq_id) DO NOTHING
-RETURNING ordinal;
+INSERT INTO commands (ordinal, line, seq_id, kind, tenant_id, session_id, clone, is_ordered,
+    fingerprint, payload_bytes, created_at)
+VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11);
 
 -- name: keep_payload
 INSERT INTO payloads (command, size_bytes, file, digest, content) VALUES ($1, $2, $3, $4, $5);
-
--- name: same_identity
-SELECT kind, fingerprint FROM commands WHERE line = $1 AND seq_id = $2;
 
 -- name: command
 SELECT * FROM command_states WHERE line = $1 AND seq_id = $2;

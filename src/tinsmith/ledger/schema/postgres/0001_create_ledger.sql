@@ -1,7 +1,8 @@
 -- Rows that change (commands) and bytes that do not (payloads) are apart: an update then does not
--- write the bytes again.
+-- write the bytes again. Writers take turns, so a command's ordinal is the next one; having the
+-- database choose and return it costs as much as the row.
 CREATE TABLE commands (
-    ordinal BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    ordinal BIGINT PRIMARY KEY,
     line TEXT NOT NULL,
     seq_id BIGINT NOT NULL,
     kind TEXT NOT NULL,

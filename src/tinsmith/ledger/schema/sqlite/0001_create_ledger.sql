@@ -1,7 +1,8 @@
 -- Rows that change (commands) and bytes that do not (payloads) are apart: an update then does not
--- write the bytes again.
+-- write the bytes again. Writers take turns, so a command's ordinal is the next one; having the
+-- database choose and return it costs as much as the row.
 CREATE TABLE commands (
-    ordinal INTEGER PRIMARY KEY AUTOINCREMENT,
+    ordinal INTEGER PRIMARY KEY,
     line TEXT NOT NULL,
     seq_id INTEGER NOT NULL,
     kind TEXT NOT NULL,
