@@ -64,7 +64,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
 
 _RENAMED: dict[str, tuple[str, str]] = {
     "AwaitableConcurrentFuture": ("tinsmith.client.futures", "APIFuture"),
-    "InternalClientHolder": ("tinsmith.client.session", "SessionLease"),
+    "InternalClientHolder": ("tinsmith.client.lease", "SessionLease"),
     "RetryConfig": ("tinsmith", "RetryConfig"),
     "RetryableException": ("tinsmith.errors", "ResultExpiredError"),
 }

@@ -169,7 +169,8 @@ def _call(arguments: argparse.Namespace, endpoint: str, key: str) -> Any:
     """Make a call with this key, whatever others there are."""
     from tinsmith.cli.connect import settings, wait
     from tinsmith.client.background import background
-    from tinsmith.client.session import Session, SessionLease
+    from tinsmith.client.lease import SessionLease
+    from tinsmith.client.session import Session
     from tinsmith.types.requests import EmptyRequest
 
     lease = SessionLease(Session(settings(arguments, api_key=key)))

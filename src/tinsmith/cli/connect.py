@@ -22,9 +22,9 @@ from tinsmith.errors import APITimeoutError
 
 if TYPE_CHECKING:
     from tinsmith.client.admin import AdminClient
+    from tinsmith.client.lease import SessionLease
     from tinsmith.client.rest import RestClient
     from tinsmith.client.service import ServiceClient
-    from tinsmith.client.session import SessionLease
 
 T = TypeVar("T")
 
@@ -88,7 +88,8 @@ def wait(future: APIFuture[T], arguments: argparse.Namespace, most_s: float = CA
 
 
 def _lease(arguments: argparse.Namespace) -> SessionLease:
-    from tinsmith.client.session import Session, SessionLease
+    from tinsmith.client.lease import SessionLease
+    from tinsmith.client.session import Session
 
     return SessionLease(Session(settings(arguments)))
 

@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 
 from tinsmith.client.budgets import Budget
+from tinsmith.client.lease import SessionLease
 from tinsmith.client.poller import Poll
-from tinsmith.client.session import Session, SessionLease
+from tinsmith.client.session import Session
 from tinsmith.client.settings import Secret
 from tinsmith.client.training import TrainingClient
 from tinsmith.errors import ValidationError

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 
-from tinsmith.client.session import Session, transport_for
+from tinsmith.client.session import Session
 from tinsmith.client.transport import ExchangeReply, TransportSettings
+from tinsmith.client.transports.registry import transport_for
 from tinsmith.errors import APIError, APIResponseValidationError, APIStatusError, DecodeError
 from tinsmith.types.record import Record
 from tinsmith.wire.endpoints import ENDPOINTS, Endpoint

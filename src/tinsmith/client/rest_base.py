@@ -10,8 +10,9 @@ from typing import Any
 
 from tinsmith.client.background import background
 from tinsmith.client.futures import APIFuture
+from tinsmith.client.lease import SessionLease
 from tinsmith.client.retry import DEFAULT_BUDGET, RetryBudget
-from tinsmith.client.session import Session, SessionLease
+from tinsmith.client.session import Session
 from tinsmith.client.settings import settings_from
 from tinsmith.client.shared_leases import shared_leases
 from tinsmith.errors import ValidationError

@@ -117,11 +117,6 @@ class Retrier:
         if self.budget.billing_s == DEFAULT_BUDGET.billing_s:
             self.budget = msgspec.structs.replace(self.budget, billing_s=max(0.0, most_s))
 
-    def limit_billing_pause(self, longest_s: float) -> None:
-        """Take 402 for a pause for no longer than this, as the service asks."""
-        billing_s = min(self.budget.billing_s, max(0.0, longest_s))
-        self.budget = msgspec.structs.replace(self.budget, billing_s=billing_s)
-
     async def call(
         self,
         attempt: Callable[[int], Awaitable[T]],

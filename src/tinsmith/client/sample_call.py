@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from tinsmith.client import events
 from tinsmith.client.futures import APIFuture
-from tinsmith.client.session import SessionLease
+from tinsmith.client.lease import SessionLease
 from tinsmith.errors import APIResponseValidationError, APITimeoutError, DecodeError
 from tinsmith.types.inputs import DmelChunk, ImageChunk, ModelInputChunk
 from tinsmith.types.requests import SampleRequest

@@ -16,6 +16,7 @@ from collections.abc import Awaitable
 
 from tinsmith.client.budgets import Budget
 from tinsmith.client.futures import APIFuture
+from tinsmith.client.lease import SessionLease
 from tinsmith.client.poller import Poll, room_for
 from tinsmith.client.queue_state import StateTeller
 from tinsmith.client.result_feed import ResultFeed
@@ -25,7 +26,7 @@ from tinsmith.client.sample_call import SampleCall
 from tinsmith.client.sample_cancels import SampleCancels
 from tinsmith.client.sample_sender import SampleSender, pause_s
 from tinsmith.client.sampler_handle import NUMBERS_PER_CLONE, random_clone_id
-from tinsmith.client.session import Session, SessionLease, death_of
+from tinsmith.client.session import Session, death_of
 from tinsmith.client.session_poller import SessionPoller
 from tinsmith.errors import APIStatusError, RateLimitError, TinkerError
 from tinsmith.types import requests as r

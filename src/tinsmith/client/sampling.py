@@ -6,6 +6,7 @@ from typing import Any
 
 from tinsmith.client.background import background
 from tinsmith.client.futures import APIFuture
+from tinsmith.client.lease import SessionLease
 from tinsmith.client.limits import Limiter
 from tinsmith.client.queue_state import QueueState, QueueStateLogger, StateTeller
 from tinsmith.client.retry import RetryBudget
@@ -14,7 +15,7 @@ from tinsmith.client.sample_many import ManySamples
 from tinsmith.client.sample_stream import AsyncSampleStream, SampleStream
 from tinsmith.client.sampler import Sampler
 from tinsmith.client.sampler_handle import SamplerHandle, shareable_headers
-from tinsmith.client.session import Session, SessionLease
+from tinsmith.client.session import Session
 from tinsmith.client.settings import ClientSettings, settings_from
 from tinsmith.client.shared_leases import shared_leases
 from tinsmith.client.stream_reader import StreamReader

@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 from tinsmith.client.background import background
 from tinsmith.client.console import session_page
 from tinsmith.client.futures import APIFuture
+from tinsmith.client.lease import SessionLease
 from tinsmith.client.loss_graph import (
     LossHandle,
     PerDatumLossFn,
@@ -22,7 +23,7 @@ from tinsmith.client.models import Source, create_from_state, create_model, unlo
 from tinsmith.client.rest import RestClient
 from tinsmith.client.retry import DEFAULT_BUDGET, RetryBudget
 from tinsmith.client.sampling import SamplingClient
-from tinsmith.client.session import Session, SessionLease
+from tinsmith.client.session import Session
 from tinsmith.client.settings import ClientSettings, Secret, settings_from
 from tinsmith.client.training import TrainingClient
 from tinsmith.errors import TinkerError, ValidationError

@@ -11,7 +11,8 @@ import weakref
 from collections.abc import Callable
 
 from tinsmith.client.forking import in_child
-from tinsmith.client.session import Session, SessionLease
+from tinsmith.client.lease import SessionLease
+from tinsmith.client.session import Session
 from tinsmith.client.settings import ClientSettings
 
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import msgspec
 
+from tinsmith.client.lease import SessionLease
 from tinsmith.client.poller import Poll
 from tinsmith.client.retry import may_pass
 from tinsmith.client.sampler import Sampler
-from tinsmith.client.session import SessionLease
 from tinsmith.errors import (
     APIConnectionError,
     APIError,

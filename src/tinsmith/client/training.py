@@ -10,11 +10,11 @@ from tinsmith.client.background import background
 from tinsmith.client.console import training_run_page
 from tinsmith.client.custom_loss import CustomLoss, start_custom_pass
 from tinsmith.client.futures import APIFuture
+from tinsmith.client.lease import SessionLease
 from tinsmith.client.passes import pass_bodies, run_pass
 from tinsmith.client.poller import Poll
 from tinsmith.client.queue_state import QueueState, QueueStateLogger, StateTeller
 from tinsmith.client.sampling import SamplingClient
-from tinsmith.client.session import SessionLease
 from tinsmith.client.submission import Submitter
 from tinsmith.client.tokenizers import TokenizerOfModel
 from tinsmith.errors import DecodeError, ValidationError

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from tinsmith.client import session as sessions
+from tinsmith.client import lease as sessions
+from tinsmith.client import session as session_module
 from tinsmith.client.background import background
 from tinsmith.client.limits import _shared as shared_limiters
 from tinsmith.client.service import ServiceClient
@@ -138,7 +139,7 @@ def test_s18_whatever_a_call_waits_for_it_is_settled_when_its_client_is_closed(
 def test_s18_pending_work_is_settled_before_the_service_has_been_told(
     service: ScriptedService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sessions, "FINISH_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(session_module, "FINISH_TIMEOUT_S", 1.0)
     client = a_client(service)
     sampler = client.create_sampling_client(base_model="m")
     sampler.limiter.rate_limited(60.0)

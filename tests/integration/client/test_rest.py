@@ -20,7 +20,7 @@ from urllib.parse import parse_qsl, urlsplit
 import pytest
 
 from tests.integration.client.scripted_server import Connection, Received, scripted_server
-from tinsmith.client import session as sessions
+from tinsmith.client import lease as sessions
 from tinsmith.client.bulk_delete import AT_ONCE
 from tinsmith.client.rest import RestClient
 from tinsmith.client.retry import NO_RETRIES

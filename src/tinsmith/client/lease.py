@@ -1,0 +1,109 @@
+"""A user's hold on a session: the last one to go ends it, and the interpreter's exit ends them all.
+
+Tasks and connections do not count as holds, so that a client that is dropped takes its session with
+it. Sessions that a forked child finds belong to its parent: they are left alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+import sys
+import weakref
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from tinsmith.client.background import background
+from tinsmith.client.forking import in_child
+from tinsmith.client.futures import APIFuture
+from tinsmith.client.session import Session
+from tinsmith.types.extensions import ServiceFlags
+from tinsmith.types.runs import (
+    ClientSessionFinishErrored,
+    ClientSessionFinishInterrupted,
+    ClientSessionFinishReason,
+    ClientSessionFinishSuccess,
+)
+from tinsmith.types.service import ClientDynamicConfigResponse
+
+T = TypeVar("T")
+
+EXIT_TIMEOUT_S = 3.0
+"""How long the interpreter's exit may wait for sessions to be finished."""
+
+
+class SessionLease:
+    """A user's hold on a session; when the last one is dropped, the session is closed.
+
+    Clients show it as `holder`. The methods are what programs use of the official SDK's holder;
+    they may be called from any thread but the background loop's.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        finalizer = weakref.finalize(self, _close_dropped, session)
+        finalizer.atexit = False  # at exit `_finish_all` does it, while the loop still runs
+        _open_sessions.add(session)
+
+    def get_session_id(self) -> str:
+        """The session's id; opens it if need be, which blocks."""
+        return background().run(self.session.session_id(), "get_session_id")
+
+    def get_client_config(self) -> ServiceFlags:
+        """The service's flags; asks for them if need be, which blocks."""
+        return background().run(self.session.ready(), "get_client_config")
+
+    def get_client_dynamic_config(self) -> ClientDynamicConfigResponse:
+        """The flags that may change, as they were when last asked for."""
+        return self.session.dynamic_flags
+
+    def get_loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop that carries all traffic: what blocks it stops everything."""
+        return background().loop
+
+    def run_coroutine_threadsafe(self, work: Coroutine[Any, Any, T]) -> APIFuture[T]:
+        """Run a coroutine on that loop; returns at once."""
+        return background().start(work, "run_coroutine_threadsafe")
+
+    def get_telemetry(self) -> None:
+        """There is none."""
+
+
+_open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+_of_parent: list[Session] = []
+
+
+def _keep_inherited() -> None:
+    """In a forked child: touch nothing that was open, not even to free it.
+
+    Connections and event loops are shared with the parent, which goes on using them.
+    """
+    _of_parent.extend(session for session in _open_sessions if session.is_inherited())
+
+
+in_child(_keep_inherited)
+
+
+def _finish_all() -> None:
+    """At the interpreter's exit, tell the service how it went; but do not keep the user waiting."""
+    reason = _reason_of_exit()
+    closing = [background().start(s.close(reason), "close") for s in list(_open_sessions)]
+    concurrent.futures.wait(closing, timeout=EXIT_TIMEOUT_S)
+
+
+def _reason_of_exit() -> ClientSessionFinishReason:
+    error = getattr(sys, "last_value", None)  # what ended the program, or the last error typed in
+    if error is None or hasattr(sys, "ps1"):
+        return ClientSessionFinishSuccess()
+    is_error = isinstance(error, Exception)
+    return ClientSessionFinishErrored() if is_error else ClientSessionFinishInterrupted()
+
+
+# Registered after the background loop's own, and so run before it.
+atexit.register(_finish_all)
+
+
+def _close_dropped(session: Session) -> None:
+    if not session.is_inherited():
+        _ = background().start(session.close(ClientSessionFinishSuccess()), "close")
