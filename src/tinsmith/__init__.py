@@ -16,26 +16,26 @@ if TYPE_CHECKING:
     from tinsmith.as_tinker import as_tinker as as_tinker
     from tinsmith.client.admin import AdminClient as AdminClient
     from tinsmith.client.auth import NoIdentityError as NoIdentityError
-    from tinsmith.client.bulk_delete import DeletionReport as DeletionReport
-    from tinsmith.client.bulk_delete import FailedDeletion as FailedDeletion
-    from tinsmith.client.composed_loss import LossTerm as LossTerm
-    from tinsmith.client.composed_loss import compose_losses as compose_losses
-    from tinsmith.client.custom_loss import GradientLoss as GradientLoss
     from tinsmith.client.events import on_event as on_event
     from tinsmith.client.futures import APIFuture as APIFuture
-    from tinsmith.client.loss_graph import LossHandle as LossHandle
-    from tinsmith.client.loss_graph import PerDatumLossFn as PerDatumLossFn
+    from tinsmith.client.losses.composed import LossTerm as LossTerm
+    from tinsmith.client.losses.composed import compose_losses as compose_losses
+    from tinsmith.client.losses.custom import GradientLoss as GradientLoss
+    from tinsmith.client.losses.graph import LossHandle as LossHandle
+    from tinsmith.client.losses.graph import PerDatumLossFn as PerDatumLossFn
+    from tinsmith.client.management.bulk_delete import DeletionReport as DeletionReport
+    from tinsmith.client.management.bulk_delete import FailedDeletion as FailedDeletion
+    from tinsmith.client.management.trace_export import TraceExportError as TraceExportError
     from tinsmith.client.request_options import RequestOptions as RequestOptions
     from tinsmith.client.request_options import Timeout as Timeout
     from tinsmith.client.rest import RestClient as RestClient
     from tinsmith.client.retry import RetryBudget as RetryBudget
-    from tinsmith.client.retry_config import RetryConfig as RetryConfig
-    from tinsmith.client.sample_stream import AsyncSampleStream as AsyncSampleStream
-    from tinsmith.client.sample_stream import SampleStream as SampleStream
+    from tinsmith.client.samples.retry_config import RetryConfig as RetryConfig
+    from tinsmith.client.samples.stream import AsyncSampleStream as AsyncSampleStream
+    from tinsmith.client.samples.stream import SampleStream as SampleStream
+    from tinsmith.client.samples.stream_reader import SampleEvent as SampleEvent
     from tinsmith.client.sampling import SamplingClient as SamplingClient
     from tinsmith.client.service import ServiceClient as ServiceClient
-    from tinsmith.client.stream_reader import SampleEvent as SampleEvent
-    from tinsmith.client.trace_export import TraceExportError as TraceExportError
     from tinsmith.client.training import TrainingClient as TrainingClient
     from tinsmith.errors import APIConnectionError as APIConnectionError
     from tinsmith.errors import APIError as APIError
@@ -114,22 +114,22 @@ _MODULE_OF = {
     "SamplingClient": "tinsmith.client.sampling",
     "RestClient": "tinsmith.client.rest",
     "AdminClient": "tinsmith.client.admin",
-    "DeletionReport": "tinsmith.client.bulk_delete",
-    "FailedDeletion": "tinsmith.client.bulk_delete",
-    "TraceExportError": "tinsmith.client.trace_export",
+    "DeletionReport": "tinsmith.client.management.bulk_delete",
+    "FailedDeletion": "tinsmith.client.management.bulk_delete",
+    "TraceExportError": "tinsmith.client.management.trace_export",
     "NoIdentityError": "tinsmith.client.auth",
     "APIFuture": "tinsmith.client.futures",
-    "LossHandle": "tinsmith.client.loss_graph",
-    "PerDatumLossFn": "tinsmith.client.loss_graph",
-    "GradientLoss": "tinsmith.client.custom_loss",
-    "LossTerm": "tinsmith.client.composed_loss",
-    "compose_losses": "tinsmith.client.composed_loss",
+    "LossHandle": "tinsmith.client.losses.graph",
+    "PerDatumLossFn": "tinsmith.client.losses.graph",
+    "GradientLoss": "tinsmith.client.losses.custom",
+    "LossTerm": "tinsmith.client.losses.composed",
+    "compose_losses": "tinsmith.client.losses.composed",
     "on_event": "tinsmith.client.events",
-    "SampleStream": "tinsmith.client.sample_stream",
-    "AsyncSampleStream": "tinsmith.client.sample_stream",
-    "SampleEvent": "tinsmith.client.stream_reader",
+    "SampleStream": "tinsmith.client.samples.stream",
+    "AsyncSampleStream": "tinsmith.client.samples.stream",
+    "SampleEvent": "tinsmith.client.samples.stream_reader",
     "RetryBudget": "tinsmith.client.retry",
-    "RetryConfig": "tinsmith.client.retry_config",
+    "RetryConfig": "tinsmith.client.samples.retry_config",
     "Timeout": "tinsmith.client.request_options",
     "RequestOptions": "tinsmith.client.request_options",
     "APIConnectionError": "tinsmith.errors",

@@ -27,7 +27,7 @@ from tests.contract.official_custom_loss import (
     inputs,
     whole_batch,
 )
-from tinsmith.client.loss_graph import trace
+from tinsmith.client.losses.graph import trace
 from tinsmith.client.service import ServiceClient
 from tinsmith.testing import ScriptedService, running_service
 from tinsmith.testing.received import ReceivedRequest

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from tests.unit.client.small_tokenizer import write_tokenizer
-from tinsmith.client.tokenizer import Tokenizer
-from tinsmith.client.tokenizers import load_tokenizer
+from tinsmith.client.tokenization.lookup import load_tokenizer
+from tinsmith.client.tokenization.tokenizer import Tokenizer
 
 TEXTS = [
     "",

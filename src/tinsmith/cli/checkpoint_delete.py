@@ -18,7 +18,7 @@ from tinsmith.cli.failures import CommandError, UsageError, in_short
 from tinsmith.cli.output import plain_of, show
 from tinsmith.cli.progress import Progress
 from tinsmith.cli.text import counted, printable, size_text, time_text
-from tinsmith.client.bulk_delete import CheckpointFilter
+from tinsmith.client.management.bulk_delete import CheckpointFilter
 from tinsmith.client.rest import RestClient
 from tinsmith.errors import NotFoundError
 from tinsmith.types.checkpoints import Checkpoint

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from tinsmith.cli.progress import Progress
 from tinsmith.cli.text import counted
-from tinsmith.client.pages import Pages
+from tinsmith.client.management.pages import Pages
 
 T = TypeVar("T")
 

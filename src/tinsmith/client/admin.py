@@ -6,8 +6,8 @@ import datetime
 
 from tinsmith.client.background import background
 from tinsmith.client.futures import APIFuture
-from tinsmith.client.redirects import call_and_follow
-from tinsmith.client.rest_base import ManagementClient
+from tinsmith.client.management.base import ManagementClient
+from tinsmith.client.management.redirects import call_and_follow
 from tinsmith.errors import ValidationError
 from tinsmith.types import requests as r
 from tinsmith.types.usage import (

@@ -19,7 +19,7 @@ from tinsmith.client import events
 from tinsmith.client.auth import Credentials
 from tinsmith.client.retry import Retrier
 from tinsmith.client.settings import ClientSettings, Secret
-from tinsmith.client.transport import (
+from tinsmith.client.transports.base import (
     ExchangeReply,
     Transport,
     TransportSettings,

@@ -24,7 +24,7 @@ from tinsmith.client.forking import in_child
 from tinsmith.errors import APIStatusError
 
 if TYPE_CHECKING:
-    from tinsmith.client.transport import ExchangeReply, StreamReply
+    from tinsmith.client.transports.base import ExchangeReply, StreamReply
 
 _log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from tinsmith.client.budgets import Budget
 from tinsmith.client.queue_state import StateTeller
 from tinsmith.client.retry import BILLING_PAUSE_S, may_pass
 from tinsmith.client.session import Session
-from tinsmith.client.transport import ExchangeReply
+from tinsmith.client.transports.base import ExchangeReply
 from tinsmith.client.waits import say
 from tinsmith.errors import (
     APIConnectionError,

@@ -4,8 +4,8 @@ Every call has two faces: `name` returns a future at once, `name_async` gives th
 coroutine. The `iter_…` methods walk through a whole listing, a page at a time and only as far as
 they are taken.
 
-The calls are in `rest_runs.py`, `rest_checkpoints.py` and `rest_sessions.py`; here are those about
-the caller, and those that have moved to `AdminClient`.
+The calls are in `management/runs.py`, `management/checkpoints.py` and `management/sessions.py`;
+here are those about the caller, and those that have moved to `AdminClient`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import warnings
 from tinsmith.client.admin import AdminClient
 from tinsmith.client.background import background
 from tinsmith.client.futures import APIFuture
-from tinsmith.client.rest_checkpoints import CheckpointCalls
-from tinsmith.client.rest_runs import TrainingRunCalls
-from tinsmith.client.rest_sessions import SessionCalls
+from tinsmith.client.management.checkpoints import CheckpointCalls
+from tinsmith.client.management.runs import TrainingRunCalls
+from tinsmith.client.management.sessions import SessionCalls
 from tinsmith.types.service import WhoamiResponse
 from tinsmith.types.usage import (
     AuditEventType,

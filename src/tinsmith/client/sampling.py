@@ -10,16 +10,16 @@ from tinsmith.client.lease import SessionLease
 from tinsmith.client.limits import Limiter
 from tinsmith.client.queue_state import QueueState, QueueStateLogger, StateTeller
 from tinsmith.client.retry import RetryBudget
-from tinsmith.client.retry_config import RetryConfig
-from tinsmith.client.sample_many import ManySamples
-from tinsmith.client.sample_stream import AsyncSampleStream, SampleStream
-from tinsmith.client.sampler import Sampler
-from tinsmith.client.sampler_handle import SamplerHandle, shareable_headers
+from tinsmith.client.samples.handle import SamplerHandle, shareable_headers
+from tinsmith.client.samples.many import ManySamples
+from tinsmith.client.samples.retry_config import RetryConfig
+from tinsmith.client.samples.sampler import Sampler
+from tinsmith.client.samples.stream import AsyncSampleStream, SampleStream
+from tinsmith.client.samples.stream_reader import StreamReader
 from tinsmith.client.session import Session
 from tinsmith.client.settings import ClientSettings, settings_from
 from tinsmith.client.shared_leases import shared_leases
-from tinsmith.client.stream_reader import StreamReader
-from tinsmith.client.tokenizers import TokenizerOfModel
+from tinsmith.client.tokenization.lookup import TokenizerOfModel
 from tinsmith.errors import APIResponseValidationError, ValidationError
 from tinsmith.types import requests as r
 from tinsmith.types.buffers import Numbers

@@ -12,7 +12,7 @@ from tinsmith.client.background import background
 from tinsmith.client.console import session_page
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.lease import SessionLease
-from tinsmith.client.loss_graph import (
+from tinsmith.client.losses.graph import (
     LossHandle,
     PerDatumLossFn,
     TracedLosses,

@@ -20,7 +20,7 @@ from tinsmith.client.forking import in_child
 from tinsmith.client.heartbeat import keep_alive
 from tinsmith.client.limits import Limiter, shared_limiter
 from tinsmith.client.settings import ClientSettings, Secret
-from tinsmith.client.transport import (
+from tinsmith.client.transports.base import (
     Transport,
 )
 from tinsmith.client.work import closed_error

@@ -8,15 +8,15 @@ from typing import Any, TypeVar
 
 from tinsmith.client.background import background
 from tinsmith.client.console import training_run_page
-from tinsmith.client.custom_loss import CustomLoss, start_custom_pass
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.lease import SessionLease
+from tinsmith.client.losses.custom import CustomLoss, start_custom_pass
 from tinsmith.client.passes import pass_bodies, run_pass
 from tinsmith.client.poller import Poll
 from tinsmith.client.queue_state import QueueState, QueueStateLogger, StateTeller
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.submission import Submitter
-from tinsmith.client.tokenizers import TokenizerOfModel
+from tinsmith.client.tokenization.lookup import TokenizerOfModel
 from tinsmith.errors import DecodeError, ValidationError
 from tinsmith.types import requests as r
 from tinsmith.types.futures import UntypedAPIFuture

@@ -12,7 +12,7 @@ import pytest
 from tests.integration.cli.command import TIME_LIMIT_S, Commands
 from tests.unit.client.small_tokenizer import write_tokenizer
 from tinsmith.client.service import ServiceClient
-from tinsmith.client.tokenizer import Tokenizer
+from tinsmith.client.tokenization.tokenizer import Tokenizer
 from tinsmith.testing import ScriptedService, running_service
 
 

@@ -9,10 +9,10 @@ import pytest
 import uvloop
 
 from tests.integration.client.transport_runs import Maker, Run, run_with
-from tinsmith.client.direct_transport import DirectTransport
-from tinsmith.client.proxied_transport import ProxiedTransport
 from tinsmith.client.service import ServiceClient
 from tinsmith.client.training import TrainingClient
+from tinsmith.client.transports.direct import DirectTransport
+from tinsmith.client.transports.proxied import ProxiedTransport
 from tinsmith.testing import ScriptedService, running_service
 
 

@@ -22,9 +22,9 @@ from tests.integration.client.scripted_server import (
     ScriptedServer,
 )
 from tests.integration.client.transport_runs import Run, echo, post
-from tinsmith.client import address
-from tinsmith.client.direct_transport import DirectTransport
-from tinsmith.client.transport import Transport, TransportSettings
+from tinsmith.client.transports import address
+from tinsmith.client.transports.base import Transport, TransportSettings
+from tinsmith.client.transports.direct import DirectTransport
 from tinsmith.errors import APIConnectionError, APITimeoutError
 from tinsmith.wire.endpoints import Pool
 

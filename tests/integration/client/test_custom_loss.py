@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from tinsmith.client.composed_loss import LossTerm, compose_losses
-from tinsmith.client.loss_graph import LossHandle
+from tinsmith.client.losses.composed import LossTerm, compose_losses
+from tinsmith.client.losses.graph import LossHandle
 from tinsmith.client.service import ServiceClient
 from tinsmith.client.training import TrainingClient
 from tinsmith.errors import InternalServerError, RequestFailedError

@@ -18,7 +18,7 @@ from tests.integration.client.transport_runs import Run, answering, post
 from tinsmith.client.poller import Poll
 from tinsmith.client.session import Session
 from tinsmith.client.settings import settings_from
-from tinsmith.client.transport import Transport
+from tinsmith.client.transports.base import Transport
 from tinsmith.errors import (
     APIConnectionError,
     BadRequestError,

@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from tinsmith.client import heartbeat, sample_sender
+from tinsmith.client import heartbeat
 from tinsmith.client.admin import AdminClient
 from tinsmith.client.background import Background
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.rest import RestClient
 from tinsmith.client.retry import RetryBudget
-from tinsmith.client.sampler_handle import NUMBERS_PER_CLONE
+from tinsmith.client.samples import sender as sample_sender
+from tinsmith.client.samples.handle import NUMBERS_PER_CLONE
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.service import ServiceClient
 from tinsmith.errors import APIConnectionError, ClosedError, InternalServerError, TinkerError

@@ -12,8 +12,8 @@ import pytest
 
 from tests.integration.client.scripted_server import Connection, Received, ScriptedServer
 from tests.integration.client.transport_runs import Run, echo, post
-from tinsmith.client.direct_transport import DirectTransport
-from tinsmith.client.transport import Transport, TransportSettings
+from tinsmith.client.transports.base import Transport, TransportSettings
+from tinsmith.client.transports.direct import DirectTransport
 from tinsmith.errors import APIConnectionError, ValidationError
 from tinsmith.wire.endpoints import Pool
 from tinsmith.wire.exchange import HttpRequest

@@ -21,12 +21,12 @@ import pytest
 
 from tests.integration.client.scripted_server import Connection, Received, scripted_server
 from tinsmith.client import lease as sessions
-from tinsmith.client.bulk_delete import AT_ONCE
+from tinsmith.client.management.bulk_delete import AT_ONCE
+from tinsmith.client.management.trace_export import TraceExportError
 from tinsmith.client.rest import RestClient
 from tinsmith.client.retry import NO_RETRIES
 from tinsmith.client.service import ServiceClient
 from tinsmith.client.session import Session
-from tinsmith.client.trace_export import TraceExportError
 from tinsmith.client.training import TrainingClient
 from tinsmith.errors import (
     APIConnectionError,

@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from tinsmith.client.retry import RetryBudget
+from tinsmith.client.samples.stream_reader import SampleEvent
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.service import ServiceClient
-from tinsmith.client.stream_reader import SampleEvent
 from tinsmith.errors import (
     APIConnectionError,
     APIResponseValidationError,

@@ -9,7 +9,7 @@ import pickle
 
 import pytest
 
-from tinsmith.client.sampler_handle import NUMBERS_PER_CLONE, SamplerHandle, shareable_headers
+from tinsmith.client.samples.handle import NUMBERS_PER_CLONE, SamplerHandle, shareable_headers
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.service import ServiceClient
 from tinsmith.errors import ValidationError

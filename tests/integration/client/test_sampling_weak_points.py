@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import tinsmith
-from tinsmith.client import result_feed
 from tinsmith.client.retry import RetryBudget
+from tinsmith.client.samples import result_feed
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.service import ServiceClient
 from tinsmith.errors import APIError

@@ -11,7 +11,7 @@ from tests.integration.client.scripted_server import Connection, Received, Scrip
 from tests.integration.client.transport_runs import Run, answering
 from tinsmith.client.session import Session
 from tinsmith.client.settings import settings_from
-from tinsmith.client.transport import StreamReply, Transport
+from tinsmith.client.transports.base import StreamReply, Transport
 from tinsmith.errors import (
     APIConnectionError,
     APIResponseValidationError,

@@ -24,12 +24,12 @@ from tests.integration.client.transport_runs import (
     run_quietly,
     run_with,
 )
-from tinsmith.client import address
-from tinsmith.client.direct_transport import DirectTransport
-from tinsmith.client.proxied_transport import ProxiedTransport
 from tinsmith.client.retry import may_pass
 from tinsmith.client.settings import settings_from
-from tinsmith.client.transport import Transport, TransportSettings
+from tinsmith.client.transports import address
+from tinsmith.client.transports.base import Transport, TransportSettings
+from tinsmith.client.transports.direct import DirectTransport
+from tinsmith.client.transports.proxied import ProxiedTransport
 from tinsmith.errors import (
     APIConnectionError,
     APITimeoutError,

@@ -18,10 +18,10 @@ import trustme
 
 from tests.integration.client.scripted_server import Connection, Received, ScriptedServer
 from tests.integration.client.transport_runs import Maker, Run, echo, post, run_with
-from tinsmith.client import connection_pool
-from tinsmith.client.direct_transport import DirectTransport
-from tinsmith.client.proxied_transport import ProxiedTransport
-from tinsmith.client.transport import ExchangeReply, Transport, TransportSettings
+from tinsmith.client.transports import connection_pool
+from tinsmith.client.transports.base import ExchangeReply, Transport, TransportSettings
+from tinsmith.client.transports.direct import DirectTransport
+from tinsmith.client.transports.proxied import ProxiedTransport
 from tinsmith.errors import APIConnectionError, APITimeoutError, BodyTooLargeError, TinkerError
 from tinsmith.wire import content
 from tinsmith.wire.endpoints import Pool

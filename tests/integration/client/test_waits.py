@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from tinsmith.client import tokenizers, waits
+from tinsmith.client import waits
 from tinsmith.client.service import ServiceClient
+from tinsmith.client.tokenization import lookup as tokenizers
 from tinsmith.testing import ScriptedService, running_service
 from tinsmith.types import AdamParams, Datum, ModelInput, SamplingParams
 

@@ -18,9 +18,9 @@ import pytest
 from tinsmith.client.heartbeat import keep_alive
 from tinsmith.client.rest import RestClient
 from tinsmith.client.retry import RetryBudget
-from tinsmith.client.sample_cancels import MOST_WAITING, SampleCancels
+from tinsmith.client.samples.cancels import MOST_WAITING, SampleCancels
+from tinsmith.client.samples.session_poller import MOST_UNCLAIMED, SessionPoller
 from tinsmith.client.service import ServiceClient
-from tinsmith.client.session_poller import MOST_UNCLAIMED, SessionPoller
 from tinsmith.client.settings import HOSTED_URL, settings_from
 from tinsmith.client.training import TrainingClient
 from tinsmith.errors import (

@@ -18,9 +18,9 @@ from tests.integration.client.scripted_server import (
     ScriptedServer,
     scripted_server,
 )
-from tinsmith.client.direct_transport import DirectTransport
-from tinsmith.client.proxied_transport import ProxiedTransport
-from tinsmith.client.transport import ExchangeReply, Transport, TransportSettings
+from tinsmith.client.transports.base import ExchangeReply, Transport, TransportSettings
+from tinsmith.client.transports.direct import DirectTransport
+from tinsmith.client.transports.proxied import ProxiedTransport
 from tinsmith.wire.endpoints import Pool
 from tinsmith.wire.exchange import HttpRequest
 from tinsmith.wire.protobuf import Parts

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tinsmith.client.transport import Transport, TransportSettings
+from tinsmith.client.transports.base import Transport, TransportSettings
 
 
 def transport_for(reach: TransportSettings, credentials: Callable[[], str]) -> Transport:
     """What carries requests to a service: through a proxy if there is one, else straight."""
     if reach.proxy is not None:
-        from tinsmith.client.proxied_transport import ProxiedTransport  # its library takes 0.2 s
+        from tinsmith.client.transports.proxied import ProxiedTransport  # its library takes 0.2 s
 
         return ProxiedTransport(reach, credentials)
-    from tinsmith.client.direct_transport import DirectTransport
+    from tinsmith.client.transports.direct import DirectTransport
 
     return DirectTransport(reach, credentials)

@@ -1,0 +1,355 @@
+"""A loss of the user's own, taken on this machine between two passes over the model.
+
+The first pass gives the log-probabilities lp of the targets. The user's function makes a loss C of
+them, and its gradient goes back in a second pass, as cross-entropy with the weights −dC/dlp:
+the gradient of Σ −w·lp with respect to lp is −w, so what the model learns is the gradient of C.
+
+Both passes take their places in the model's line when the call is made. A call made later, such
+as the optimizer step, waits for the second although it cannot be sent yet. The user's function
+runs on a thread of its own: heartbeats, polls and the caller's event loop go on meanwhile.
+
+Losses that were traced and perhaps uploaded are in `losses/graph.py`.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextvars
+import copy
+import importlib.util
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
+
+from tinsmith.client.background import background
+from tinsmith.client.dispatch import Place
+from tinsmith.client.futures import APIFuture
+from tinsmith.client.losses.graph import LossHandle, check_inputs, check_session, evaluate
+from tinsmith.client.passes import pass_bodies, run_pass
+from tinsmith.client.submission import Submitter
+from tinsmith.client.waits import say
+from tinsmith.errors import DecodeError, ValidationError
+from tinsmith.types.inputs import Datum
+from tinsmith.types.tensors import TensorData
+from tinsmith.types.training import ForwardBackwardOutput
+from tinsmith.wire.protobuf import Parts
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+
+@runtime_checkable
+class GradientLoss(Protocol):
+    """A loss that knows its own gradient, for which torch is not needed."""
+
+    def gradients(
+        self, data: list[Datum], logprobs: list[Any]
+    ) -> tuple[float, Sequence[Any], Mapping[str, float]]:
+        """The loss, its gradient and metrics.
+
+        Args:
+            data: As given to `forward_backward_custom`.
+            logprobs: For each datum a list of its targets' log-probabilities, nested as
+                `target_tokens` is.
+
+        Returns:
+            The loss of the whole batch; for each datum dC/dlp, a list or array of the shape of its
+            log-probabilities; metrics by name.
+        """
+        ...
+
+
+TensorLoss: TypeAlias = Callable[
+    [list[Datum], "list[torch.Tensor]"], "tuple[torch.Tensor, Mapping[str, Any]]"
+]
+"""Takes the data and each datum's log-probabilities; gives the batch's loss, and metrics."""
+
+CustomLoss: TypeAlias = TensorLoss | GradientLoss | LossHandle
+
+
+class Evaluated(NamedTuple):
+    """What the user's function gave: the loss, and for each datum the weights to send back."""
+
+    loss: float
+    weights: list[Any]
+    metrics: dict[str, float]
+
+
+def start_custom_pass(
+    submitter: Submitter,
+    data: Sequence[Datum],
+    loss_fn: CustomLoss,
+    loss_type_input: str | None = None,
+    timeout: float | None = None,
+) -> APIFuture[ForwardBackwardOutput]:
+    """Begin what `TrainingClient.forward_backward_custom` promises; returns at once."""
+    if loss_type_input is not None:
+        warnings.warn(
+            "loss_type_input is deprecated and ignored: a custom loss takes log-probabilities",
+            FutureWarning,
+            stacklevel=3,
+        )
+    data = list(data)
+    if isinstance(loss_fn, LossHandle):
+        check_inputs(loss_fn, data)
+        if loss_fn.loss_id is not None:
+            return _start_uploaded(submitter, data, loss_fn, loss_fn.loss_id, timeout)
+    if not isinstance(loss_fn, GradientLoss):
+        _require_torch()
+        if not callable(loss_fn) and not isinstance(loss_fn, LossHandle):
+            raise TypeError(
+                "a custom loss is a function, a LossHandle or has gradients(); this is "
+                f"{type(loss_fn).__name__}"
+            )
+    return _start_two_passes(submitter, data, loss_fn, timeout)
+
+
+def _start_uploaded(
+    submitter: Submitter,
+    data: list[Datum],
+    handle: LossHandle,
+    loss_id: str,
+    timeout: float | None,
+) -> APIFuture[ForwardBackwardOutput]:
+    """The server has the loss: one pass does it all."""
+    bodies = pass_bodies(submitter, data, "custom", {"loss_id": loss_id})
+    place = submitter.line.take_place()
+
+    async def work() -> ForwardBackwardOutput:
+        await check_session(handle, submitter.session)
+        return await run_pass(submitter, place, bodies, "ForwardBackward")
+
+    what = f"forward_backward_custom of {submitter.model_id}"
+    return submitter.start(work(), place, what, timeout)
+
+
+def _start_two_passes(
+    submitter: Submitter, data: list[Datum], loss_fn: CustomLoss, timeout: float | None
+) -> APIFuture[ForwardBackwardOutput]:
+    bare = [_bare_datum(datum, index) for index, datum in enumerate(data)]
+    bodies = pass_bodies(submitter, bare, "cross_entropy", forward_only=True)
+    context = contextvars.copy_context()
+    places = submitter.line.take_places(2)
+
+    def answer(outputs: list[Any]) -> tuple[Evaluated, list[Parts]]:
+        found = context.run(evaluate_loss, loss_fn, data, outputs)
+        # Encoded here too: that may take as long as the loss itself.
+        return found, pass_bodies(submitter, _weighted(bare, found.weights), "cross_entropy")
+
+    async def work() -> ForwardBackwardOutput:
+        if isinstance(loss_fn, LossHandle):
+            await check_session(loss_fn, submitter.session)
+        forward = await run_pass(submitter, places[0], bodies, "Forward")
+        with submitter.session.work.under_way():
+            say("the loss function, which runs here")
+            found, backward = await _in_own_thread(lambda: answer(forward.loss_fn_outputs))
+        output = await run_pass(submitter, places[1], backward, "ForwardBackward")
+        return _with_loss(output, found)
+
+    what = f"forward_backward_custom of {submitter.model_id}"
+    future = submitter.start(work(), places[0], what, timeout)
+    future.when_settled(lambda _: _leave(places[1]))
+    return future
+
+
+def _leave(place: Place) -> None:
+    background().call_soon(place.leave)
+
+
+# What is sent
+
+
+def _bare_datum(datum: Datum, index: int) -> Datum:
+    """What the first pass needs of a datum, apart from arrays that the caller may still change."""
+    targets = datum.loss_fn_inputs.get("target_tokens")
+    if targets is None:
+        raise ValidationError(
+            f"datum {index} has no 'target_tokens' in its loss_fn_inputs",
+            remedy="a custom loss is made of their log-probabilities",
+        )
+    weights = datum.loss_fn_inputs.get("weights")
+    inputs = {"target_tokens": targets, "weights": _zeros_like(targets, weights)}
+    return copy.deepcopy(
+        Datum(datum.model_input, inputs, datum.model_input_spans, datum.loss_fn_input_spans)
+    )
+
+
+def _zeros_like(targets: TensorData, weights: TensorData | None) -> TensorData:
+    if weights is not None:
+        return weights
+    if targets.is_sparse and targets.shape is not None:
+        starts = [0] * (targets.shape[0] + 1)
+        return TensorData(
+            [], "float32", targets.shape, sparse_crow_indices=starts, sparse_col_indices=[]
+        )
+    return TensorData(array.array("f", bytes(4 * len(targets.numbers))), "float32", targets.shape)
+
+
+def _weighted(data: list[Datum], weights: list[Any]) -> list[Datum]:
+    return [
+        Datum(
+            datum.model_input,
+            {"target_tokens": datum.loss_fn_inputs["target_tokens"], "weights": weight},
+            datum.model_input_spans,
+            datum.loss_fn_input_spans,
+        )
+        for datum, weight in zip(data, weights, strict=True)
+    ]
+
+
+def _with_loss(output: ForwardBackwardOutput, found: Evaluated) -> ForwardBackwardOutput:
+    metrics = dict(output.metrics)
+    surrogate = metrics.pop("loss:sum", None)
+    metrics.update(found.metrics)
+    if surrogate is not None:
+        metrics["surrogate_loss:sum"] = surrogate
+    metrics["loss:sum"] = found.loss
+    return ForwardBackwardOutput(output.loss_fn_output_type, output.loss_fn_outputs, metrics)
+
+
+# The user's function
+
+
+def evaluate_loss(
+    loss_fn: CustomLoss, data: list[Datum], outputs: Sequence[Mapping[str, TensorData]]
+) -> Evaluated:
+    """Call the user's loss once with what the first pass gave.
+
+    Raises:
+        ValueError: It gave no gradient for a datum, or something that is not a loss.
+        DecodeError: The service did not give each datum's log-probabilities.
+    """
+    logprobs = [output.get("logprobs") for output in outputs]
+    given = [tensor for tensor in logprobs if tensor is not None]
+    if len(given) != len(data) or len(logprobs) != len(data):
+        raise DecodeError(f"the service gave logprobs of {len(given)} datums for {len(data)}")
+    if isinstance(loss_fn, GradientLoss):
+        return _by_the_user(loss_fn, data, given)
+    return _by_autograd(loss_fn, data, given)
+
+
+def _by_autograd(
+    loss_fn: TensorLoss | LossHandle, data: list[Datum], logprobs: list[TensorData]
+) -> Evaluated:
+    leaves = [tensor.to_torch().requires_grad_() for tensor in logprobs]
+    if isinstance(loss_fn, LossHandle):
+        returned: Any = evaluate(loss_fn, data, leaves)
+    else:
+        returned = loss_fn(data, leaves)
+    loss, metrics = _pair(returned)
+    loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
+    missing = [index for index, leaf in enumerate(leaves) if leaf.grad is None]
+    if missing:
+        raise _no_gradient(missing)
+    weights = [-leaf.grad for leaf in leaves if leaf.grad is not None]
+    return Evaluated(float(loss.item()), weights, _numbers(metrics))
+
+
+def _pair(returned: Any) -> tuple[torch.Tensor, Mapping[str, Any]]:
+    import torch
+
+    if not isinstance(returned, tuple | list) or len(returned) != 2:
+        raise ValidationError(f"a custom loss returns (loss, metrics), not {returned!r:.80}")
+    loss, metrics = returned
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise ValidationError(f"a custom loss returns one number as a tensor, not {loss!r:.80}")
+    if not loss.requires_grad:
+        raise ValidationError(
+            "the loss has no gradient: it does not depend on the logprobs of any datum",
+            remedy="make it of the tensors that are passed in, without detach() or item()",
+        )
+    return loss, metrics
+
+
+def _by_the_user(loss_fn: GradientLoss, data: list[Datum], logprobs: list[TensorData]) -> Evaluated:
+    loss, gradients, metrics = loss_fn.gradients(data, [tensor.tolist() for tensor in logprobs])
+    gradients = list(gradients)
+    if len(gradients) != len(data):
+        raise ValidationError(f"the loss gave {len(gradients)} gradients for {len(data)} datums")
+    missing = [index for index, gradient in enumerate(gradients) if gradient is None]
+    if missing:
+        raise _no_gradient(missing)
+    weights = [
+        _negated(gradient, tensor, index)
+        for index, (gradient, tensor) in enumerate(zip(gradients, logprobs, strict=True))
+    ]
+    return Evaluated(_number(loss), weights, _numbers(metrics))
+
+
+def _negated(gradient: Any, logprobs: TensorData, index: int) -> TensorData:
+    made = gradient if isinstance(gradient, TensorData) else TensorData(gradient, "float32")
+    shape, wanted = _shape(made), _shape(logprobs)
+    if shape != wanted:
+        raise ValidationError(
+            f"the gradient for datum {index} has the shape {shape}, its logprobs have {wanted}"
+        )
+    if made.is_sparse:
+        made = TensorData(made.tolist(), "float32")
+    return TensorData(
+        array.array("f", [-slope for slope in made.numbers.view()]), "float32", wanted
+    )
+
+
+def _shape(tensor: TensorData) -> list[int]:
+    return [len(tensor.numbers)] if tensor.shape is None else tensor.shape
+
+
+def _no_gradient(missing: list[int]) -> ValidationError:
+    named = ", ".join(map(str, missing[:10])) + (", …" if len(missing) > 10 else "")
+    return ValidationError(
+        f"the loss gave no gradient for datum {named}",
+        remedy="let it depend on the logprobs of every datum, if only with the factor 0",
+    )
+
+
+def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    return {name: _number(value) for name, value in (metrics or {}).items()}
+
+
+def _number(value: Any) -> float:
+    # A tensor with a gradient warns when it is made a float, and not when asked for its item.
+    return float(value.item() if hasattr(value, "item") else value)
+
+
+def _require_torch() -> None:
+    # Looked for, not imported: that takes seconds, and the caller may be on an event loop.
+    if importlib.util.find_spec("torch") is None:
+        raise ImportError(
+            "a custom loss of tensors needs torch, which is not installed; install it with: "
+            "pip install torch, or pass an object whose gradients() gives the gradient itself"
+        )
+
+
+# Its thread
+
+
+async def _in_own_thread(work: Callable[[], T]) -> T:
+    """Run user code on a new thread, so that a slow loss holds up no other."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[tuple[T | None, BaseException | None]] = loop.create_future()
+
+    def tell(value: T | None, error: BaseException | None) -> None:
+        if not done.done():
+            done.set_result((value, error))
+
+    def run() -> None:
+        outcome: tuple[T | None, BaseException | None]
+        try:
+            outcome = work(), None
+        except BaseException as error:  # noqa: BLE001 - handed on whole, to the caller's future
+            outcome = None, error
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(tell, *outcome)
+
+    # Not a daemon: torch aborts the process if its thread is ended in the middle of its work.
+    threading.Thread(target=run, name="tinsmith-loss", daemon=False).start()
+    value, error = await done
+    if isinstance(error, Exception):
+        raise error
+    if error is not None:  # SystemExit and its like would end the loop's thread
+        raise RuntimeError(f"the loss ended with {error!r}") from error
+    return value  # type: ignore[return-value]  # there was no error, so it is the work's own

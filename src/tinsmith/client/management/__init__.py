@@ -1,0 +1,1 @@
+"""Runs, checkpoints and sessions: what `RestClient` and `AdminClient` are made of."""

@@ -1,0 +1,1 @@
+"""Samples on their way: numbered, sent, fetched, streamed, given up."""

@@ -1,0 +1,191 @@
+"""One sample under way, from the user's call to its settled future.
+
+It is passed from hand to hand: `samples/sender.py` submits it, `samples/result_feed.py` or a poll
+of its own brings its result. Whoever has it settles it once; whoever finds it settled lets go of
+it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from tinsmith.client import events
+from tinsmith.client.futures import APIFuture
+from tinsmith.client.lease import SessionLease
+from tinsmith.errors import APIResponseValidationError, APITimeoutError, DecodeError
+from tinsmith.types.inputs import DmelChunk, ImageChunk, ModelInputChunk
+from tinsmith.types.requests import SampleRequest
+from tinsmith.types.sampling import SampleResponse
+from tinsmith.wire import json_format, proto_format
+from tinsmith.wire.protobuf import Parts
+
+_ABOUT_BYTES = 512
+"""What a request takes beside its prompt."""
+_TOKEN_BYTES = 7
+"""What a token id takes in JSON, at most for vocabularies below a million."""
+
+
+class SampleCall:
+    """A sample that a user waits for. For the background loop, but for the constructor."""
+
+    __slots__ = (
+        "_about_bytes",
+        "_on_end",
+        "_timer",
+        "began",
+        "body",
+        "failing_since",
+        "failures",
+        "future",
+        "goes_alone",
+        "is_drawn",
+        "is_given_up",
+        "is_over",
+        "lease",
+        "request",
+        "request_id",
+        "resubmissions",
+        "sent_at",
+        "seq_id",
+        "sequence_ids",
+        "submit_s",
+        "task",
+        "timeout_s",
+    )
+
+    def __init__(
+        self,
+        lease: SessionLease,
+        request: SampleRequest,
+        future: APIFuture[SampleResponse],
+        timeout_s: float | None,
+        seq_id: int | None = None,
+    ) -> None:
+        self.lease = lease
+        """Keeps the session while the sample is under way."""
+        self.request = request
+        self.future = future
+        self.timeout_s = timeout_s
+        self.seq_id = seq_id
+        self.body: Parts | None = None
+        self._about_bytes = _ABOUT_BYTES + sum(map(_about_bytes, request.prompt.chunks))
+        self.request_id: str | None = None
+        self.sequence_ids: list[str] = []
+        self.began = 0.0
+        self.sent_at = 0.0
+        self.submit_s = 0.0
+        """How long its submission took."""
+        self.goes_alone = False
+        """Whether it must not share a request with others."""
+        self.resubmissions = 0
+        self.failures = 0
+        self.failing_since: float | None = None
+        self.task: asyncio.Task[None] | None = None
+        """What fetches its result, if it is fetched by itself."""
+        self.is_over = False
+        self.is_drawn = False
+        """Whether it is over because its result came."""
+        self.is_given_up = False
+        """Whether it was over because nobody wanted it any more, or its time was up."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._on_end: Callable[[SampleCall], object] | None = None
+
+    def begin(
+        self, loop: asyncio.AbstractEventLoop, on_end: Callable[[SampleCall], object]
+    ) -> None:
+        """Watch the clock from now on, and have `on_end` called when the sample is over."""
+        self._on_end = on_end
+        self.began = loop.time()
+        if self.timeout_s is not None:
+            self._timer = loop.call_later(self.timeout_s, self._expire)
+
+    # The request in JSON. It is written when it leaves and dropped when it has arrived: thousands
+    # that wait for their turn or for their results would take gigabytes.
+
+    def write(self) -> None:
+        """Write the request, under its number.
+
+        Raises:
+            ValidationError: It holds something that cannot be sent.
+        """
+        assert self.seq_id is not None
+        first, *rest = json_format.encode_parts(self.request)
+        self.body = [b'{"seq_id":%d,' % self.seq_id, memoryview(first)[1:], *rest]
+
+    @property
+    def size(self) -> int:
+        """How many bytes the request takes; about so many while it is not written."""
+        return self._about_bytes if self.body is None else sum(map(len, self.body))
+
+    # The end
+
+    def named(self, response: SampleResponse) -> SampleResponse:
+        """The answer with the ids of its sequences; services that do not trace tokens give none."""
+        return response.with_sequence_ids(self.sequence_ids) if self.sequence_ids else response
+
+    def settle_with(self, payload: bytes) -> None:
+        """Its result came."""
+        try:
+            response = proto_format.decode_sample_response(payload)
+            self.settle(self.named(response))
+        except (DecodeError, ValueError) as exc:
+            self.fail(
+                APIResponseValidationError(
+                    message=f"the result of {self.request_id} cannot be read: {exc}",
+                    request_id=self.request_id,
+                )
+            )
+
+    def settle(self, response: SampleResponse) -> None:
+        """Its result is here."""
+        if not self.is_over:
+            self.is_drawn = True
+            self._end(None)
+            self.future.settle(response)
+
+    def fail(self, error: BaseException) -> None:
+        """There will be no result."""
+        if not self.is_over:
+            self._end(error)
+            self.future.fail(error)
+
+    def give_up(self) -> None:
+        """Its user does not want it any more."""
+        if not self.is_over:
+            self.is_given_up = True
+            self._end(asyncio.CancelledError())
+            self.future.cancel()
+
+    def _expire(self) -> None:
+        self.is_given_up = not self.is_over
+        self.fail(APITimeoutError(f"{self.future.what}: not done within {self.timeout_s:g} s"))
+
+    def _end(self, error: BaseException | None) -> None:
+        self.is_over = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._on_end is not None:
+            self._on_end(self)
+        if events.listeners and self.request_id is not None and self.task is None:
+            self._tell(error)
+
+    def _tell(self, error: BaseException | None) -> None:
+        waited_s = asyncio.get_running_loop().time() - self.sent_at
+        events.tell(
+            events.ResultSettled(
+                kind="Sample",
+                request_id=self.request_id or "",
+                waited_s=waited_s,
+                polls=0,
+                error=None if error is None else type(error).__name__,
+            )
+        )
+
+
+def _about_bytes(chunk: ModelInputChunk) -> int:
+    if isinstance(chunk, ImageChunk):
+        return len(chunk.data) * 4 // 3
+    if isinstance(chunk, DmelChunk):
+        return len(chunk.dmel) * 4 // 3
+    return chunk.length * _TOKEN_BYTES

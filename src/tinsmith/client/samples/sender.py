@@ -1,0 +1,437 @@
+"""Samples on their way to the service: gathered, numbered, sent in few requests.
+
+Calls come from any thread into one inbox; all that came since the loop last looked leave together,
+without waiting for more. Where the service takes many samples in one request they share requests,
+else each has its own. One task sends them in the order in which they were made: it goes on when
+the limiter gives leave, a slot and bytes are free, and no more are in flight than may be. Nothing
+is held while it waits, so that a pause stops whatever has not left.
+
+A sample that is refused with 429 goes back to the front of the line and keeps its number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import logging
+from collections.abc import Awaitable, Callable, Collection, Sequence
+
+from tinsmith.client.background import background
+from tinsmith.client.retry import BILLING_PAUSE_S, Retrier, may_pass
+from tinsmith.client.samples.call import SampleCall
+from tinsmith.client.session import Session, death_of
+from tinsmith.client.waits import Wait
+from tinsmith.errors import (
+    APIConnectionError,
+    APIError,
+    APIResponseValidationError,
+    APIStatusError,
+    BillingError,
+    RateLimitError,
+    TinkerError,
+)
+from tinsmith.types.extensions import SampleManyItem, SampleManyResponse
+from tinsmith.types.futures import UntypedAPIFuture
+from tinsmith.types.inputs import EncodedTextChunk, ModelInput
+from tinsmith.wire.endpoints import ENDPOINTS
+from tinsmith.wire.exchange import json_request
+from tinsmith.wire.failures import status_class
+from tinsmith.wire.protobuf import Parts
+
+_log = logging.getLogger(__name__)
+
+SMALL_PROMPT_BYTES = 131_072
+SMALL_PAUSE_S, LARGE_PAUSE_S = 1.0, 5.0
+"""How long a 429 that names no delay pauses samples: by the size of the prompt."""
+MOST_REQUESTS = 400
+"""How many submissions may be on their way at once; waiting for results is free."""
+NOT_OFFERED = (404, 405)
+_BYTES_PER_TOKEN = 10
+_WRAP_BYTES = 64
+
+
+class SampleSender:
+    """The line of one sampler's samples. For the background loop, but for `put`."""
+
+    def __init__(
+        self,
+        session: Session,
+        *,
+        retrier: Retrier,
+        most_in_flight: int | None,
+        stuck_after_s: float | None,
+        next_seq_id: Callable[[], int],
+        prepare: Callable[[], Awaitable[object] | None],
+        on_accepted: Callable[[SampleCall], object],
+        on_over: Callable[[SampleCall], object],
+    ) -> None:
+        """Make one.
+
+        Args:
+            session: What carries the requests.
+            retrier: Tries them again.
+            most_in_flight: How many samples may be between submission and result; None for any.
+            stuck_after_s: If for so long none of those in flight came back, they fail; None for
+                never.
+            next_seq_id: Gives numbers.
+            prepare: What must be done before the first number is given; None if it is done.
+            on_accepted: Takes over a sample that the service has accepted.
+            on_over: Is told of each sample's end.
+        """
+        self._session = session
+        self._retrier = retrier
+        self._most_in_flight = most_in_flight
+        self._stuck_after_s = stuck_after_s
+        self._progress_at = 0.0
+        self._watch: asyncio.TimerHandle | None = None
+        self._next_seq_id = next_seq_id
+        self._prepare = prepare
+        self._on_accepted = on_accepted
+        self._on_over = on_over
+        self._inbox: collections.deque[SampleCall] = collections.deque()
+        self._is_woken = False
+        self._line: collections.deque[SampleCall] = collections.deque()
+        self._in_flight: set[SampleCall] = set()
+        self._requests = 0
+        self._bytes = 0
+        self._is_running = False
+        self._changed: asyncio.Future[None] | None = None
+        self._takes_many = True
+
+    @property
+    def in_flight(self) -> int:
+        """How many samples have left and have no result yet."""
+        return len(self._in_flight)
+
+    def put(self, call: SampleCall) -> None:
+        """Have a sample sent. From any thread; returns at once."""
+        # Append, then look at the flag; the loop clears the flag, then drains: nothing is missed.
+        self._inbox.append(call)
+        if not self._is_woken:
+            self._is_woken = True
+            background().call_soon(self._drain)
+
+    def put_back(self, calls: Sequence[SampleCall]) -> None:
+        """Send samples again, before all others."""
+        for call in calls:
+            call.body = None
+            self._in_flight.discard(call)
+        self._line.extendleft(call for call in reversed(calls) if not call.is_over)
+        self._run()
+
+    def _drain(self) -> None:
+        self._is_woken = False
+        loop = background().loop
+        while self._inbox:
+            call = self._inbox.popleft()
+            if call.future.cancelled():
+                continue
+            call.begin(loop, self._ended)
+            call.future.stop_work_with(lambda call=call: background().call_soon(call.give_up))  # type: ignore[misc]
+            self._line.append(call)
+        waits = background().waits
+        waits.sources.add(self._waits)
+        waits.look_on()
+        self._run()
+
+    def _ended(self, call: SampleCall) -> None:
+        self._in_flight.discard(call)
+        if call.is_drawn:
+            self._progress_at = background().loop.time()
+        self._wake()
+        self._on_over(call)
+
+    def _waits(self) -> list[Wait]:
+        """What the samples of this sampler wait for, the oldest in the line and in flight."""
+        waits: list[Wait] = []
+        if self._line:
+            pause = self._session.limiter.pause()
+            reason = (
+                f"the end of a pause, {pause.reason}" if pause.reason else "its turn to be sent"
+            )
+            waits.append(_wait_of(self._line, reason))
+        if self._in_flight:
+            waits.append(_wait_of(self._in_flight, "results"))
+        if not waits:
+            background().waits.sources.discard(self._waits)
+        return waits
+
+    # The line
+
+    def _run(self) -> None:
+        if self._line and not self._is_running:
+            self._is_running = True
+            self._session.spawn(self._send_line(), self._line_ended)
+
+    def _line_ended(self, task: asyncio.Task[None]) -> None:
+        self._is_running = False
+        error = death_of(task)
+        while error is not None and self._line:
+            self._line.popleft().fail(error)
+        self._run()  # for what came after it had looked for the last time
+
+    async def _send_line(self) -> None:
+        self._session.check_open()
+        preparing = self._prepare()
+        if preparing is not None:
+            await preparing
+        limiter = self._session.limiter
+        while self._line:
+            room = self._room()
+            if room <= 0:
+                await self._wait_change()
+                continue
+            most = min(room, len(self._line))
+            leaving = limiter.leave(most)
+            if not leaving:
+                await limiter.wait_leave()
+                continue
+            self._send_next(leaving)
+
+    def _room(self) -> int:
+        """How many samples may be sent now."""
+        if self._requests >= MOST_REQUESTS:
+            return 0
+        most_bytes = self._session.flags.sample_dispatch_bytes_semaphore_size
+        # What is larger than all that may be goes alone.
+        if self._bytes and self._bytes + self._line[0].size > most_bytes:
+            return 0
+        if self._most_in_flight is None:
+            return len(self._line)
+        return self._most_in_flight - len(self._in_flight)
+
+    def _send_next(self, count: int) -> None:
+        """Send a request with the next samples, at most so many."""
+        group = self._next_group(count)
+        self._session.limiter.unused(count - len(group))
+        now = asyncio.get_running_loop().time()
+        group = [call for call in group if not call.is_over and self._written(call, now)]
+        if not group:
+            return
+        if self._stuck_after_s is not None and self._watch is None:
+            self._progress_at = now
+            self._look_later(self._stuck_after_s)
+        size = sum(call.size for call in group)
+        self._requests += 1
+        self._bytes += size
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._requests -= 1
+            self._bytes -= size
+            self._wake()
+            if (error := death_of(task)) is not None:
+                _fail_all(group, error)
+
+        self._session.spawn(self._send(group), ended)
+
+    def _written(self, call: SampleCall, now: float) -> bool:
+        """Make a sample ready to leave; False if it cannot be sent at all."""
+        if call.seq_id is None:
+            call.seq_id = self._next_seq_id()
+        try:
+            call.write()
+        except TinkerError as error:
+            call.fail(error)
+            return False
+        call.sent_at = now
+        self._in_flight.add(call)
+        return True
+
+    def _next_group(self, count: int) -> list[SampleCall]:
+        """The next samples that fit into one request."""
+        flags = self._session.flags
+        first = self._line.popleft()
+        group = [first]
+        most_items = min(count, flags.tinsmith_batch_items) if self._takes_many else 1
+        if first.goes_alone or most_items <= 1:
+            return group
+        left_bytes = min(
+            flags.tinsmith_batch_bytes - _WRAP_BYTES,
+            flags.sample_dispatch_bytes_semaphore_size - self._bytes,
+        )
+        left_bytes -= first.size
+        while len(group) < most_items and self._line:
+            call = self._line[0]
+            left_bytes -= call.size
+            if left_bytes < 0 or call.goes_alone:
+                break
+            group.append(self._line.popleft())
+        return group
+
+    async def _wait_change(self) -> None:
+        if self._changed is None:
+            self._changed = asyncio.get_running_loop().create_future()
+        await self._changed
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, None
+        if changed is not None and not changed.done():
+            changed.set_result(None)
+
+    # One request
+
+    async def _send(self, group: list[SampleCall]) -> None:
+        try:
+            await (self._send_one(group[0]) if len(group) == 1 else self._send_many(group))
+        except RateLimitError as error:
+            self._pause(error, group[0].request.prompt)
+            self.put_back(group)
+        except TinkerError as error:
+            self._after_refusal(group, error)
+
+    async def _send_one(self, call: SampleCall) -> None:
+        endpoint = ENDPOINTS["asample"]
+        assert call.body is not None
+        sent = json_request(endpoint, call.body)
+        accepted: UntypedAPIFuture = await self._session.call_with(
+            endpoint, sent, retrier=self._retrier
+        )
+        self._accept(call, accepted.request_id, accepted.sample_sequence_ids)
+
+    async def _send_many(self, group: list[SampleCall]) -> None:
+        endpoint = ENDPOINTS["asample_many"]
+        body: Parts = [b'{"samples":[']
+        for call in group:
+            assert call.body is not None
+            body += [*call.body, b","]
+        body[-1] = b"]}"
+        sent = json_request(endpoint, body)
+        answer: SampleManyResponse = await self._session.call_with(
+            endpoint, sent, retrier=self._retrier
+        )
+        if len(answer.items) != len(group):
+            raise APIResponseValidationError(
+                message=f"{len(group)} samples were answered with {len(answer.items)} items"
+            )
+        refused: list[SampleCall] = []
+        for call, item in zip(group, answer.items, strict=True):
+            if item.status is None and item.request_id is not None:
+                self._accept(call, item.request_id, item.sample_sequence_ids)
+            elif item.status == RateLimitError.default_status:
+                self._pause(_error_of(item), call.request.prompt)
+                refused.append(call)
+            else:
+                self._after_error(call, _error_of(item))
+        if refused:
+            self.put_back(refused)
+
+    def _accept(self, call: SampleCall, request_id: str, sequence_ids: list[str] | None) -> None:
+        call.body = None
+        call.request_id = request_id
+        call.sequence_ids = sequence_ids or []
+        call.failures, call.failing_since = 0, None
+        call.submit_s = asyncio.get_running_loop().time() - call.sent_at
+        if call.is_over:
+            self._on_over(call)  # it was given up before it had a name to be cancelled by
+        else:
+            self._on_accepted(call)
+
+    # Progress
+
+    def _look_later(self, delay_s: float) -> None:
+        self._watch = asyncio.get_running_loop().call_later(delay_s, self._look_for_progress)
+
+    def _look_for_progress(self) -> None:
+        assert self._stuck_after_s is not None
+        self._watch = None
+        if not self._in_flight:
+            return
+        silent_s = asyncio.get_running_loop().time() - self._progress_at
+        if silent_s < self._stuck_after_s:
+            self._look_later(self._stuck_after_s - silent_s)
+            return
+        error = APIConnectionError(
+            f"no progress: none of {len(self._in_flight)} samples in flight came back within "
+            f"{self._stuck_after_s:g} s"
+        )
+        for call in list(self._in_flight):
+            call.is_given_up = True
+            call.fail(error)
+
+    # Refusals
+
+    def _pause(self, error: APIStatusError, prompt: ModelInput) -> None:
+        self._session.limiter.rate_limited(pause_s(error, prompt), str(error))
+
+    def _after_refusal(self, group: list[SampleCall], error: TinkerError) -> None:
+        """A whole request was refused, for good."""
+        if len(group) == 1:
+            group[0].fail(error)
+            return
+        status = error.status_code if isinstance(error, APIStatusError) else None
+        if status in NOT_OFFERED:
+            _log.warning("samples are sent one by one from now on: %s", error)
+            self._takes_many = False
+        elif status not in (400, 413, 422):
+            _fail_all(group, error)
+            return
+        # By themselves they go through, or each is told its own fault.
+        for call in group:
+            call.goes_alone = True
+        self.put_back(group)
+
+    def _after_error(self, call: SampleCall, error: APIError) -> None:
+        """A sample of many was refused: send it again after a while, if that may help."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        if call.failing_since is None:
+            call.failing_since = now
+        failing_s = now - call.failing_since
+        delay_s = self._delay_s(error, call.failures, failing_s)
+        call.failures += 1
+        if delay_s is None:
+            error.add_note(f"sample: given up after {call.failures} attempt(s), {failing_s:.1f} s")
+            call.fail(error)
+            return
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if (error := death_of(task)) is not None:
+                call.fail(error)
+            else:
+                self.put_back([call])
+
+        self._session.spawn(_sleep(delay_s), ended)
+
+    def _delay_s(self, error: APIError, failures: int, failing_s: float) -> float | None:
+        budget = self._retrier.budget
+        if not may_pass(error):
+            return None
+        if isinstance(error, BillingError):
+            return BILLING_PAUSE_S if failing_s < budget.billing_s else None
+        asked_s = getattr(error, "retry_after_s", None)
+        delay_s = budget.delay_s(failures) if asked_s is None else float(asked_s)
+        return delay_s if failing_s + delay_s <= budget.total_s else None
+
+
+def _wait_of(calls: Collection[SampleCall], reason: str) -> Wait:
+    oldest = min(calls, key=lambda call: call.began)
+    others = f" (one of {len(calls)})" if len(calls) > 1 else ""
+    return Wait(oldest.future.what, oldest.began, reason + others)
+
+
+async def _sleep(delay_s: float) -> None:
+    await asyncio.sleep(delay_s)
+
+
+def pause_s(error: APIStatusError, prompt: ModelInput) -> float:
+    """How long samples wait after a 429."""
+    if error.retry_after_s is not None:
+        return error.retry_after_s
+    tokens = sum(chunk.length for chunk in prompt.chunks if isinstance(chunk, EncodedTextChunk))
+    is_small = tokens * _BYTES_PER_TOKEN <= SMALL_PROMPT_BYTES
+    return SMALL_PAUSE_S if is_small else LARGE_PAUSE_S
+
+
+def _error_of(item: SampleManyItem) -> APIStatusError:
+    """The error that a refused item stands for."""
+    status = item.status if item.status is not None else 500
+    return status_class(status)(
+        f"Error code: {status} - {item.detail or 'refused'}",
+        status_code=status,
+        retry_after_s=None if item.retry_after_ms is None else max(0.0, item.retry_after_ms / 1000),
+    )
+
+
+def _fail_all(calls: Sequence[SampleCall], error: BaseException) -> None:
+    for call in calls:
+        call.fail(error)

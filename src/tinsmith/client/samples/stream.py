@@ -1,0 +1,173 @@
+"""Tokens of one sample as they are drawn: what users iterate over.
+
+Each step asks the `StreamReader` for what has come, so that a slow user holds up the connection and
+memory stays bounded. Leaving a stream before its end cancels the sample.
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+import weakref
+from types import TracebackType
+from typing import Any, Self
+
+from tinsmith.client.background import background
+from tinsmith.client.futures import APIFuture
+from tinsmith.client.samples.stream_reader import SampleEvent, StreamReader
+from tinsmith.errors import APITimeoutError
+from tinsmith.types.sampling import SampleResponse
+
+
+class _Steps:
+    """The steps of one stream, asked for from any thread or loop; refers to no user's object."""
+
+    def __init__(self, reader: StreamReader, what: str, timeout_s: float | None) -> None:
+        self._reader = reader
+        self._what = what
+        self._ends_at = None if timeout_s is None else time.monotonic() + timeout_s
+        self._timeout_s = timeout_s
+        self._waiting: collections.deque[SampleEvent] = collections.deque()
+        self._step: APIFuture[Any] | None = None
+        self.response: SampleResponse | None = None
+        self.is_over = False
+
+    def ready(self) -> SampleEvent | None:
+        """The next event, if it is here."""
+        return self._waiting.popleft() if self._waiting else None
+
+    def start(self) -> APIFuture[list[SampleEvent]]:
+        """Ask for more."""
+        left_s = None if self._ends_at is None else self._ends_at - time.monotonic()
+        if left_s is not None and left_s <= 0:
+            self.abandon()
+            raise APITimeoutError(f"{self._what}: not done within {self._timeout_s:g} s")
+        step = background().start(self._reader.read(), self._what, left_s)
+        self._step = step
+        return step
+
+    def take(self, events: list[SampleEvent]) -> SampleEvent:
+        """Keep what came, and give out the first of it."""
+        self._waiting.extend(events)
+        if events[-1].response is not None:
+            self.response = events[-1].response
+            self.is_over = True
+        return self._waiting.popleft()
+
+    def abandon(self) -> None:
+        """Nobody wants the rest."""
+        self._waiting.clear()
+        if self.is_over:
+            return
+        self.is_over = True
+        if self._step is not None:
+            self._step.cancel()
+        _ = background().start(self._reader.close(), self._what)
+
+
+class SampleStream:
+    """The events of a sample, for `for` loops; see `SamplingClient.sample_stream`.
+
+    Leaving the loop early, closing the stream or dropping it cancels the sample. In a `with` block
+    it is closed at the end.
+    """
+
+    def __init__(self, reader: StreamReader, what: str, timeout_s: float | None) -> None:
+        self._steps = _Steps(reader, what, timeout_s)
+        weakref.finalize(self, self._steps.abandon).atexit = False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> SampleEvent:
+        steps = self._steps
+        event = steps.ready()
+        if event is not None:
+            return event
+        if steps.is_over:
+            raise StopIteration
+        try:
+            return steps.take(steps.start().result())
+        except BaseException:
+            steps.abandon()
+            raise
+
+    def result(self) -> SampleResponse:
+        """The whole answer; reads the stream to its end.
+
+        Raises:
+            RuntimeError: The stream was closed before its end.
+        """
+        for _ in self:
+            pass
+        return _whole(self._steps)
+
+    def close(self) -> None:
+        """Give the rest up, here and on the server; nothing happens at the stream's end."""
+        self._steps.abandon()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class AsyncSampleStream:
+    """The events of a sample, for `async for` loops; otherwise as `SampleStream`."""
+
+    def __init__(self, reader: StreamReader, what: str, timeout_s: float | None) -> None:
+        self._steps = _Steps(reader, what, timeout_s)
+        weakref.finalize(self, self._steps.abandon).atexit = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> SampleEvent:
+        steps = self._steps
+        event = steps.ready()
+        if event is not None:
+            return event
+        if steps.is_over:
+            raise StopAsyncIteration
+        try:
+            return steps.take(await steps.start())
+        except BaseException:
+            steps.abandon()
+            raise
+
+    async def result(self) -> SampleResponse:
+        """The whole answer; reads the stream to its end.
+
+        Raises:
+            RuntimeError: The stream was closed before its end.
+        """
+        async for _ in self:
+            pass
+        return _whole(self._steps)
+
+    async def aclose(self) -> None:
+        """As `SampleStream.close`."""
+        self._steps.abandon()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+
+def _whole(steps: _Steps) -> SampleResponse:
+    if steps.response is None:
+        raise RuntimeError("the stream was closed before its end, and so has no result")
+    return steps.response

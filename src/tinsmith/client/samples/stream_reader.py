@@ -1,0 +1,330 @@
+"""Reads the events of one streamed sample, over as many connections as it takes.
+
+`StreamReader` lives on the background loop: it submits the sample, reads its events, and goes on
+after a lost connection where it was, so that no token is lost and none comes twice.
+`samples/stream.py` is what users hold.
+
+Where the service offers no streaming the whole sample is waited for and given out at its end.
+`docs/extensions.md` says what travels.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from tinsmith.client.lease import SessionLease
+from tinsmith.client.poller import Poll
+from tinsmith.client.retry import may_pass
+from tinsmith.client.samples.sampler import Sampler
+from tinsmith.errors import (
+    APIConnectionError,
+    APIError,
+    APIResponseValidationError,
+    APIStatusError,
+    DecodeError,
+    RateLimitError,
+    TinkerError,
+)
+from tinsmith.types import extensions as x
+from tinsmith.types.futures import UntypedAPIFuture
+from tinsmith.types.requests import SampleRequest
+from tinsmith.types.sampling import SampleResponse, StopReason
+from tinsmith.wire import json_format, proto_format
+from tinsmith.wire.endpoints import ENDPOINTS
+from tinsmith.wire.exchange import to_http
+from tinsmith.wire.failures import error_from_failed
+from tinsmith.wire.sse import Event, EventDecoder
+
+_log = logging.getLogger(__name__)
+
+IDLE_S = 45.0
+"""A stream that is silent for so long is taken for lost; services send comments in between."""
+GONE = 410
+NOT_OFFERED = (404, 405)
+MOST_RESUBMISSIONS = 3
+
+
+class SampleEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """What is new in a stream: tokens of one sequence, or at its end the whole answer."""
+
+    index: int = 0
+    """Which of the sequences the tokens belong to."""
+    tokens: list[int] = []
+    """The new ones alone."""
+    logprobs: list[float] | None = None
+    """One for each of the tokens, if the service sends them."""
+    stop_reason: StopReason | None = None
+    """Why the sequence ended, with its last tokens."""
+    response: SampleResponse | None = None
+    """The whole answer, in the last event of the stream alone."""
+
+
+class StreamReader:
+    """Reads the events of one sample. For the background loop; one call at a time."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        lease: SessionLease,
+        request: SampleRequest,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    ) -> None:
+        self._session = sampler.session
+        self._sampler = sampler
+        self._lease = lease
+        self._request = request
+        self._clock = clock
+        self._sleep = sleep
+        self._counts = [0] * request.num_samples
+        self._opened: x.StreamOpened | None = None
+        self._connection: contextlib.AsyncExitStack | None = None
+        self._pieces: AsyncIterator[bytes] | None = None
+        self._decoder = EventDecoder()
+        self._asked_at = 0.0
+        self._failing_since: float | None = None
+        self._failures = 0
+        self._resubmissions = 0
+        self._is_sent = False
+        self._is_over = False
+        self._use = asyncio.Lock()  # a read that is being cancelled ends before the closing begins
+        self._error: TinkerError | None = None
+
+    async def read(self) -> list[SampleEvent]:
+        """What has come since the last call, as soon as there is something; the end has a response.
+
+        Raises:
+            RequestFailedError: The service could not draw the sample.
+            APIError: The stream cannot be gone on with.
+        """
+        async with self._use:
+            try:
+                self._session.check_open()
+                await self._session.session_id()  # flags are known from here on
+                while True:
+                    events = await self._read_once()
+                    if events:
+                        return events
+            except BaseException:
+                await self._close()
+                raise
+
+    async def close(self) -> None:
+        """Let go of the connection; a sample that is not at its end is cancelled."""
+        async with self._use:
+            await self._close()
+
+    async def _close(self) -> None:
+        was_over, self._is_over = self._is_over, True
+        try:
+            await self._disconnect()
+        finally:
+            if not was_over and self._opened is not None:
+                self._sampler.cancel_on_server(self._opened.request_id, is_offered=True)
+            elif not was_over and self._is_sent:
+                self._session.spawn(self._cancel_unopened())
+
+    async def _cancel_unopened(self) -> None:
+        """Cancel a sample that may have arrived, and whose name has not come back yet.
+
+        Submitting it again tells the name, and does not draw it twice.
+        """
+        endpoint = ENDPOINTS["asample"]
+        try:
+            sent = to_http(endpoint, self._request)
+            known: UntypedAPIFuture = await self._session.call_with(endpoint, sent)
+        except TinkerError as error:
+            _log.debug("%s could not be cancelled: %s", self._name(), error)
+        else:
+            self._sampler.cancel_on_server(known.request_id, is_offered=True)
+
+    async def _read_once(self) -> list[SampleEvent]:
+        if not self._session.flags.tinsmith_stream:
+            return await self._read_whole()
+        try:
+            self._raise_kept()
+            if self._pieces is None:
+                await self._connect()
+            return await self._read_piece()
+        except RateLimitError as error:
+            self._sampler.pause_after(error, self._request.prompt)
+        except APIError as error:
+            await self._disconnect()
+            if isinstance(error, APIStatusError) and error.status_code in NOT_OFFERED:
+                return await self._read_unoffered(error)
+            if isinstance(error, APIStatusError) and error.status_code == GONE:
+                self._begin_anew(error)
+            else:
+                await self._after_loss(error)
+        return []
+
+    # Without streaming
+
+    async def _read_whole(self) -> list[SampleEvent]:
+        """The whole sample, in the events that a stream would have brought it in."""
+        response = await self._sampler.start(self._request, self._lease)
+        self._is_over = True
+        events = [
+            SampleEvent(
+                index=index,
+                tokens=sequence.tokens,
+                logprobs=sequence.logprobs,
+                stop_reason=sequence.stop_reason,
+            )
+            for index, sequence in enumerate(response.sequences)
+        ]
+        return [*events, SampleEvent(response=response)]
+
+    async def _read_unoffered(self, error: APIError) -> list[SampleEvent]:
+        """The service was replaced by one that does not stream; or the sampler is not there."""
+        if any(self._counts):
+            raise error
+        return await self._read_whole()
+
+    # The connection
+
+    async def _connect(self) -> None:
+        if self._request.seq_id is None:
+            number = await self._sampler.next_seq_id()
+            self._request = self._request.model_copy(update={"seq_id": number})
+        with self._session.work.under_way():
+            await self._session.limiter.wait()
+        endpoint = ENDPOINTS["asample_stream"]
+        headers = {"Accept": "text/event-stream"}
+        if any(self._counts):
+            headers["Last-Event-ID"] = ".".join(map(str, self._counts))
+        self._decoder = EventDecoder()
+        self._is_sent = True
+        connection = contextlib.AsyncExitStack()
+        self._pieces = await connection.enter_async_context(
+            self._session.stream(
+                endpoint, to_http(endpoint, self._request), headers=headers, idle_s=IDLE_S
+            )
+        )
+        self._connection = connection
+
+    async def _disconnect(self) -> None:
+        connection, self._connection, self._pieces = self._connection, None, None
+        if connection is not None:
+            await connection.aclose()
+
+    def _begin_anew(self, error: APIStatusError) -> None:
+        """The service lost the sample: draw another, unless tokens of it were given out."""
+        self._resubmissions += 1
+        if any(self._counts) or self._resubmissions > MOST_RESUBMISSIONS:
+            raise error
+        self._request = self._request.model_copy(update={"seq_id": None})
+        self._opened = None
+
+    async def _after_loss(self, error: APIError) -> None:
+        """Wait before connecting again, or raise if that will not help."""
+        now = self._clock()
+        if self._failing_since is None:
+            self._failing_since = now
+        budget = self._session.retrier.budget
+        asked_s = getattr(error, "retry_after_s", None)
+        delay_s = budget.delay_s(self._failures) if asked_s is None else asked_s
+        if not may_pass(error) or now - self._failing_since + delay_s > budget.total_s:
+            raise error
+        self._failures += 1
+        _log.debug("stream of %s: %s; going on in %.1f s", self._name(), error, delay_s)
+        await self._sleep(delay_s)
+
+    def _name(self) -> str:
+        return self._opened.request_id if self._opened else f"sample {self._request.seq_id}"
+
+    # Events
+
+    async def _read_piece(self) -> list[SampleEvent]:
+        assert self._pieces is not None
+        self._asked_at = self._clock()
+        piece = await anext(self._pieces, b"")
+        if not piece:
+            raise APIConnectionError(f"the stream of {self._name()} broke off")
+        events: list[SampleEvent] = []
+        try:
+            for event in self._decoder.feed(piece):
+                made = await self._take(event)
+                if made is not None:
+                    events.append(made)
+                    self._failing_since, self._failures = None, 0
+        except TinkerError as error:
+            self._error = error
+            if not events:
+                self._raise_kept()
+        return events
+
+    def _raise_kept(self) -> None:
+        """Raise what went wrong after the events that were given out before it."""
+        error, self._error = self._error, None
+        if isinstance(error, DecodeError):
+            raise APIResponseValidationError(
+                message=f"the stream of {self._name()} cannot be read: {error}"
+            ) from error
+        if error is not None:
+            raise error
+
+    async def _take(self, event: Event) -> SampleEvent | None:
+        if event.event == "tokens":
+            return self._take_tokens(json_format.decode(event.data, x.StreamedTokens))
+        if event.event == "open":
+            self._opened = json_format.decode(event.data, x.StreamOpened)
+        elif event.event == "queue":
+            self._take_queue_state(json_format.decode(event.data, x.StreamedQueueState))
+        elif event.event == "result":
+            return await self._take_result(json_format.decode(event.data, x.StreamedResult))
+        elif event.event == "failed":
+            self._is_over = True
+            raise error_from_failed(json_format.decode(event.data, dict[str, Any]), self._name())
+        return None  # others may come with a newer service
+
+    def _take_tokens(self, told: x.StreamedTokens) -> SampleEvent | None:
+        if not 0 <= told.index < len(self._counts) or told.offset < 0:
+            raise DecodeError(f"it holds tokens of sequence {told.index} at {told.offset}")
+        if told.logprobs is not None and len(told.logprobs) != len(told.tokens):
+            raise DecodeError(f"{len(told.logprobs)} logprobs for {len(told.tokens)} tokens")
+        known = self._counts[told.index] - told.offset
+        if known < 0:
+            raise APIConnectionError(f"the stream of {self._name()} left tokens out")
+        self._session.limiter.queue_active(self._asked_at)
+        tokens = told.tokens[known:]
+        if not tokens and told.tokens:
+            return None
+        self._counts[told.index] += len(tokens)
+        return SampleEvent(
+            index=told.index,
+            tokens=tokens,
+            logprobs=None if told.logprobs is None else told.logprobs[known:],
+            stop_reason=told.stop_reason,
+        )
+
+    def _take_queue_state(self, told: x.StreamedQueueState) -> None:
+        limiter = self._session.limiter
+        if told.queue_state in ("paused_capacity", "paused_rate_limit"):
+            delay_s = None if told.retry_after_ms is None else told.retry_after_ms / 1000
+            limiter.queue_paused(delay_s, told.queue_state_reason or "")
+        elif told.queue_state == "active":
+            limiter.queue_active(self._asked_at)
+
+    async def _take_result(self, told: x.StreamedResult) -> SampleEvent:
+        opened = self._opened
+        if opened is None:
+            raise DecodeError("a result came before the sample's name")
+        if told.payload is None:
+            response: SampleResponse = await Poll(
+                self._session, opened.request_id, "Sample"
+            ).result()
+        else:
+            response = proto_format.decode_sample_response(told.payload)
+        self._is_over = True
+        await self._disconnect()
+        self._sampler.report_retrieved(opened.request_id)
+        return SampleEvent(response=response.with_sequence_ids(opened.sample_sequence_ids))

@@ -1,0 +1,256 @@
+"""A tokenizer with the calls that programs make on one of Hugging Face's.
+
+Text to ids, ids to text, and conversations by the model's template. What it shares with other
+handles, and how it is changed, is in `tokenization/handle.py`.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tinsmith.client.tokenization.encoded import Encoded, as_ids, as_tensor
+from tinsmith.client.tokenization.files import load_parts
+from tinsmith.client.tokenization.handle import TokenizerHandle
+from tinsmith.client.tokenization.names import resolve
+from tinsmith.errors import ValidationError, shown
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding
+    from tokenizers import Tokenizer as Backend
+
+
+class Tokenizer(TokenizerHandle):
+    """A tokenizer: `encode`, `decode`, `apply_chat_template` and the calls around them."""
+
+    @classmethod
+    def from_pretrained(cls, name: str, *, revision: str | None = None) -> Tokenizer:
+        """The tokenizer of this name or directory; see `tokenizers.load_tokenizer`."""
+        return cls(load_parts(resolve(name, revision=revision, kind="tokenizers")))
+
+    def __repr__(self) -> str:
+        return f"Tokenizer({self.name_or_path!r}, tokens={len(self)})"
+
+    # Text to ids
+
+    def encode(self, text: str, add_special_tokens: bool = True, **options: Any) -> list[int]:
+        """The ids of a text; `options` are those of a call of the tokenizer."""
+        if options:
+            ids: list[int] = self(text, add_special_tokens=add_special_tokens, **options).input_ids
+            return ids
+        _check_text(text)
+        return self.native().encode(text, add_special_tokens=add_special_tokens).ids
+
+    def __call__(
+        self,
+        text: str | Sequence[str],
+        *,
+        add_special_tokens: bool = True,
+        padding: bool | str = False,
+        truncation: bool = False,
+        max_length: int | None = None,
+        return_tensors: str | None = None,
+        return_offsets_mapping: bool = False,
+    ) -> Encoded:
+        """Encode one text, or many at once.
+
+        Args:
+            padding: `True` or `"longest"` for the length of the longest, `"max_length"` for that.
+            truncation: Cut to `max_length`, special tokens included.
+            max_length: The model's own length unless given.
+            return_tensors: `"np"` or `"pt"`, for arrays of many rows instead of lists.
+            return_offsets_mapping: Add `offset_mapping`: where in the text each token stands.
+
+        Raises:
+            ValidationError: Something other than text was given, or there is no token to pad with.
+        """
+        texts = [text] if isinstance(text, str) else list(text)
+        for each in texts:
+            _check_text(each)
+        limit = (max_length or self.model_max_length) if truncation else None
+        rows = self._encode_all(texts, limit, add_special_tokens=add_special_tokens)
+        self._pad(rows, padding, max_length or self.model_max_length)
+        found: dict[str, list[Any]] = {
+            "input_ids": [row.ids for row in rows],
+            "attention_mask": [row.attention_mask for row in rows],
+        }
+        if return_offsets_mapping:
+            found["offset_mapping"] = [row.offsets for row in rows]
+        if return_tensors is not None:
+            return Encoded({key: as_tensor(many, return_tensors) for key, many in found.items()})
+        if isinstance(text, str):
+            return Encoded({key: many[0] for key, many in found.items()})
+        return Encoded(found)
+
+    def tokenize(self, text: str, add_special_tokens: bool = False) -> list[str]:
+        """The tokens of a text, as the vocabulary spells them."""
+        _check_text(text)
+        return self.native().encode(text, add_special_tokens=add_special_tokens).tokens
+
+    def num_special_tokens_to_add(self) -> int:
+        """How many tokens `add_special_tokens` adds to a text."""
+        return self.native().num_special_tokens_to_add(False)
+
+    # Ids to text
+
+    def decode(
+        self,
+        token_ids: int | Iterable[int],
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool | None = None,  # noqa: ARG002 - existing code passes it
+    ) -> str:
+        """The text of ids: a list, an array, a tensor, or one id. Spaces are left as they are."""
+        return self.native().decode(as_ids(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def batch_decode(
+        self,
+        sequences: Iterable[Iterable[int]],
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool | None = None,  # noqa: ARG002 - as for decode
+    ) -> list[str]:
+        """The texts of many lists of ids."""
+        rows = [as_ids(sequence) for sequence in sequences]
+        return self.native().decode_batch(rows, skip_special_tokens=skip_special_tokens)
+
+    def convert_tokens_to_ids(self, tokens: str | Iterable[str]) -> Any:
+        """The id of a token, or a list of them; of an unknown token the id of `unk_token`."""
+        native, unknown = self.native(), self.unk_token_id
+        if isinstance(tokens, str):
+            number = native.token_to_id(tokens)
+            return unknown if number is None else number
+        return [self.convert_tokens_to_ids(token) for token in tokens]
+
+    def convert_ids_to_tokens(
+        self, ids: int | Iterable[int], skip_special_tokens: bool = False
+    ) -> Any:
+        """The token of an id, or a list of them."""
+        native = self.native()
+        if isinstance(ids, int):
+            return native.id_to_token(ids)
+        skipped = set(self.all_special_ids) if skip_special_tokens else set()
+        return [native.id_to_token(number) for number in as_ids(ids) if number not in skipped]
+
+    # Conversations
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Any],
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool | str = False,
+        tokenize: bool = True,
+        *,
+        padding: bool | str = False,
+        truncation: bool = False,
+        max_length: int | None = None,
+        return_tensors: str | None = None,
+        return_dict: bool = False,
+        **variables: Any,
+    ) -> Any:
+        """A conversation as the model's own template writes it.
+
+        Args:
+            conversation: Messages with `role` and `content`, or a list of such lists.
+            tools: JSON schemas.
+            chat_template: A template, or the name of one, instead of the tokenizer's choice.
+            add_generation_prompt: End with the opening of the assistant's answer.
+            continue_final_message: End within the last message, for the model to go on with it.
+            tokenize: Give ids; else text.
+            return_dict: Give `input_ids` and `attention_mask`; else the ids alone.
+            variables: Further names for the template, such as `enable_thinking`.
+
+        Raises:
+            ValidationError: There is no template, or it refuses the conversation.
+        """
+        if not conversation:
+            raise ValidationError("the conversation is empty")
+        chosen = self.get_chat_template(chat_template, tools)
+        is_many = not isinstance(conversation[0], Mapping)
+        texts = [
+            _templates().render(
+                chosen,
+                messages,
+                tools=tools,
+                documents=documents,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                variables={**self.special_tokens_map, **variables},
+            )
+            for messages in (conversation if is_many else [conversation])
+        ]
+        if not tokenize:
+            return texts if is_many else texts[0]
+        # The template has written the special tokens: adding them again would give a second BOS.
+        encoded = self(
+            texts if is_many else texts[0],
+            add_special_tokens=False,
+            padding=padding,
+            truncation=truncation,
+            max_length=max_length,
+            return_tensors=return_tensors,
+        )
+        return encoded if return_dict else encoded.input_ids
+
+    def get_chat_template(
+        self, chat_template: str | None = None, tools: Sequence[Any] | None = None
+    ) -> str:
+        """The template that a conversation with these tools is written by."""
+        templates = _templates()
+        chosen: str = templates.choose(
+            self.chat_template, chat_template, has_tools=tools is not None
+        )
+        return chosen
+
+    # Within
+
+    def _encode_all(
+        self, texts: list[str], limit: int | None, *, add_special_tokens: bool
+    ) -> list[Encoding]:
+        native = self.native()
+        if limit is None:
+            return self._encode_rows(native, texts, add_special_tokens=add_special_tokens)
+        # Cut before the special tokens are added, so that they stay. The native way is a setting
+        # of the shared tokenizer, which every other thread would see.
+        room = limit - (native.num_special_tokens_to_add(False) if add_special_tokens else 0)
+        rows = self._encode_rows(native, texts, add_special_tokens=False)
+        for row in rows:
+            row.truncate(max(room, 0), direction=self.truncation_side)
+        return [native.post_process(row, None, add_special_tokens) for row in rows]
+
+    @staticmethod
+    def _encode_rows(
+        native: Backend, texts: list[str], *, add_special_tokens: bool
+    ) -> list[Encoding]:
+        if len(texts) == 1:  # without the native threads, which a later fork would trip over
+            return [native.encode(texts[0], add_special_tokens=add_special_tokens)]
+        return native.encode_batch(texts, add_special_tokens=add_special_tokens)
+
+    def _pad(self, rows: list[Encoding], padding: bool | str, max_length: int) -> None:
+        if padding is False or padding == "do_not_pad" or not rows:
+            return
+        number = self.pad_token_id
+        if number is None or self.pad_token is None:
+            raise ValidationError(
+                "the tokenizer has no token to pad with",
+                remedy="set tokenizer.pad_token = tokenizer.eos_token",
+            )
+        length = max_length if padding == "max_length" else max(len(row) for row in rows)
+        for row in rows:
+            row.pad(length, direction=self.padding_side, pad_id=number, pad_token=self.pad_token)
+
+
+def _templates() -> types.ModuleType:
+    """The module of chat templates, which needs jinja2."""
+    try:
+        from tinsmith.client.tokenization import chat_template
+    except ImportError as exc:
+        raise ImportError("chat templates need jinja2: pip install 'tinsmith[tokenizers]'") from exc
+    return chat_template
+
+
+def _check_text(text: object) -> None:
+    if not isinstance(text, str):
+        raise ValidationError(f"a tokenizer encodes text, not {shown(text)}")

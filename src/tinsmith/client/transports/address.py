@@ -1,0 +1,81 @@
+"""Where a service is, and how to get a connection there: names, sockets, TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from urllib.parse import urlsplit
+
+import aiohappyeyeballs
+
+from tinsmith.client.transports.base import CONNECT_TIMEOUT_S, TransportSettings
+
+ADDRESS_LIFETIME_S = 10.0
+"""How long the addresses of a host are remembered."""
+
+
+class Address:
+    """Where the service is, and how to get a connection there."""
+
+    def __init__(self, settings: TransportSettings) -> None:
+        parts = urlsplit(settings.base_url)
+        self._unix_socket = settings.unix_socket
+        self._host = parts.hostname or ""
+        if not self._host.isascii():
+            self._host = self._host.encode("idna").decode()
+        self._is_secure = parts.scheme == "https"
+        self._port = parts.port or (443 if self._is_secure else 80)
+        self._ca_file = settings.ca_file
+        self._tls: ssl.SSLContext | None = None
+        self._found: list[aiohappyeyeballs.AddrInfoType] = []
+        self._found_at = float("-inf")
+        self._asking = asyncio.Lock()
+        shown = f"[{self._host}]" if ":" in self._host else self._host
+        self.host_header = shown if parts.port is None else f"{shown}:{parts.port}"
+
+    async def connect(self, connection: asyncio.Protocol) -> None:
+        """Connect it, within `CONNECT_TIMEOUT_S`.
+
+        Raises:
+            OSError: That failed, for whatever reason.
+        """
+        loop = asyncio.get_running_loop()
+        tls = self._context() if self._is_secure else None
+        name = self._host if self._is_secure else None
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                if self._unix_socket is not None:
+                    await loop.create_unix_connection(
+                        lambda: connection, self._unix_socket, ssl=tls, server_hostname=name
+                    )
+                    return
+                found = await self._addresses(loop)
+                reached = await aiohappyeyeballs.start_connection(
+                    found, happy_eyeballs_delay=0.25, interleave=1, loop=loop
+                )
+                reached.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                await loop.create_connection(
+                    lambda: connection, sock=reached, ssl=tls, server_hostname=name
+                )
+        except TimeoutError as exc:
+            raise OSError(f"no connection within {CONNECT_TIMEOUT_S:g} s") from exc
+        except UnicodeError as exc:
+            raise OSError(f"{self._host[:80]!r} is no host's name") from exc
+
+    async def _addresses(
+        self, loop: asyncio.AbstractEventLoop
+    ) -> list[aiohappyeyeballs.AddrInfoType]:
+        if loop.time() - self._found_at <= ADDRESS_LIFETIME_S:
+            return self._found
+        async with self._asking:  # one asks for all
+            if loop.time() - self._found_at > ADDRESS_LIFETIME_S:
+                found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+                self._found, self._found_at = list(found), loop.time()
+        return self._found
+
+    def _context(self) -> ssl.SSLContext:
+        if self._tls is None:
+            self._tls = ssl.create_default_context(cafile=self._ca_file)
+            self._tls.set_alpn_protocols(["http/1.1"])
+        return self._tls

@@ -1,0 +1,181 @@
+"""One HTTP/1.1 connection: a request is written, its reply read, one exchange after another.
+
+Knows nothing of pools, second tries or credentials; `transports/direct.py` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from tinsmith.client.transports.reply_protocol import ReplyProtocol
+from tinsmith.types.buffers import Memory
+from tinsmith.wire import content
+from tinsmith.wire.protobuf import Parts
+
+JOINED_BYTES = 256 * 1024
+"""A smaller body is written as one piece: the copy costs less than further writes."""
+HIGH_WATER_BYTES = 1024 * 1024
+"""How much may wait in the connection before the rest of a body is held back; also how much is
+written at a time, for an event loop may copy what it cannot send at once."""
+
+
+class RawReply(msgspec.Struct, frozen=True):
+    """A reply as it came: header names in lower case, the body still packed."""
+
+    status: int
+    headers: dict[str, str]
+    body: Memory
+
+
+class Connection(ReplyProtocol):
+    """A connection that carries one exchange at a time. For one event loop."""
+
+    def __init__(
+        self, on_lost: Callable[[Connection], object], most_bytes: int, loop: Any = None
+    ) -> None:
+        super().__init__()
+        self._loop = loop or asyncio.get_running_loop()
+        self._on_lost = on_lost
+        self._most_bytes = most_bytes
+        self._body: bytes | bytearray = b""
+        self._reply: asyncio.Future[RawReply] | None = None
+        self._may_write: asyncio.Future[None] | None = None
+        self.is_open = False
+        """Whether another exchange may begin."""
+        self.idle_since = 0.0
+
+    # The exchange
+
+    async def exchange(self, head: bytes, parts: Parts, deadline: float) -> RawReply:
+        """Write a request and wait for its reply. Whatever goes wrong closes the connection.
+
+        Args:
+            head: The first line and the headers, with the empty line that ends them.
+            parts: The body.
+            deadline: Until when to wait, on the event loop's clock.
+
+        Raises:
+            TimeoutError: The reply was not there in time.
+            ConnectionLostError: There was no whole reply.
+            BodyTooLargeError: The reply is larger than any may be.
+        """
+        self._is_touched = False
+        self.check_writable()
+        reply: asyncio.Future[RawReply] = self._loop.create_future()
+        self._reply = reply
+        late = self._loop.call_at(deadline, self.fail, TimeoutError("no reply in time"))
+        try:
+            if sum(map(len, parts)) <= JOINED_BYTES:
+                self._transport.write(b"".join((head, *parts)))
+            else:
+                await self._write_large(head, parts, reply)
+            raw = await reply
+            if self._transport.get_write_buffer_size():
+                self.is_open = False  # answered early: the rest may never be read
+            return raw
+        except BaseException:
+            if not reply.cancel() and not reply.cancelled():
+                reply.exception()  # it has been looked at, even if we were cancelled meanwhile
+            self.close()
+            raise
+        finally:
+            late.cancel()
+            self._reply = None
+
+    async def _write_large(
+        self, head: bytes, parts: Parts, reply: asyncio.Future[RawReply]
+    ) -> None:
+        """Piece by piece, as fast as they are taken; no further once the server has answered."""
+        self._transport.write(head)
+        for piece in _pieces(parts):
+            if reply.done() or self._transport.is_closing():
+                self.is_open = False  # the rest of the body was never sent
+                return
+            self._transport.write(piece)
+            if self._may_write is not None:
+                await asyncio.wait((self._may_write, reply), return_when=asyncio.FIRST_COMPLETED)
+
+    def fail(self, error: BaseException) -> None:
+        """As `ReplyProtocol.fail`."""
+        self.is_open = False
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_exception(error)
+
+    def complete(self) -> None:
+        """As `ReplyProtocol.complete`."""
+        body = self._body if isinstance(self._body, bytes) else memoryview(self._body)
+        raw = RawReply(self.status, self.headers, body)
+        self.headers, self.status, self._body, self._overhead_bytes = {}, 0, b"", 0
+        self.is_open = self.is_open and self._parser.should_keep_alive()
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_result(raw)
+
+    # What the event loop says
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin."""
+        super().connection_made(transport)
+        self._transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
+        self.is_open = True
+
+    def data_received(self, data: bytes) -> None:
+        """Read what came; bytes that nobody asked for end the connection."""
+        if self._reply is None or self._reply.done():
+            self.close()
+        else:
+            super().data_received(data)
+
+    def pause_writing(self) -> None:
+        """Hold the rest of the body back."""
+        if self._may_write is None:
+            self._may_write = self._loop.create_future()
+
+    def resume_writing(self) -> None:
+        """Go on with the body."""
+        if self._may_write is not None and not self._may_write.done():
+            self._may_write.set_result(None)
+        self._may_write = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The end."""
+        self.is_open = False
+        super().connection_lost(exc)
+        self.resume_writing()
+        self._on_lost(self)
+
+    # What the parser says
+
+    def on_message_begin(self) -> None:
+        """A reply begins; after another one it is unasked for, and must not become the next."""
+        if self._reply is None or self._reply.done():
+            self.is_open = False
+
+    def on_headers_complete(self) -> None:
+        """All headers are there."""
+        super().on_headers_complete()
+        content.check_size(int(self.headers.get("content-length", 0)), self._most_bytes)
+
+    def on_body(self, piece: bytes) -> None:
+        """A piece of the body. A large body grows in place and is writable, for its arrays."""
+        self._overhead_bytes = 0
+        if not self._body:
+            self._body = piece
+        elif isinstance(self._body, bytes):
+            self._body = bytearray().join((self._body, piece))
+        else:
+            self._body += piece
+        content.check_size(len(self._body), self._most_bytes)
+
+
+def _pieces(parts: Parts) -> Iterator[bytes | memoryview]:
+    for part in parts:
+        if len(part) <= HIGH_WATER_BYTES:
+            yield part
+            continue
+        whole = memoryview(part)
+        for start in range(0, len(whole), HIGH_WATER_BYTES):
+            yield whole[start : start + HIGH_WATER_BYTES]
