@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from tests.contract.ledgers import (
@@ -155,6 +156,13 @@ async def test_numbers_of_samples_need_all_64_bits(ledger: Ledger) -> None:
 def test_a_line_has_a_name_that_every_ledger_can_keep(line: str) -> None:
     with pytest.raises(ValidationError):
         training(1, line=LineId(line))
+
+
+@pytest.mark.parametrize("field", ["kind", "tenant_id", "session_id"])
+def test_a_submission_holds_nothing_that_a_ledger_cannot_keep(field: str) -> None:
+    for wrong in ("nul\0", "half \ud800"):
+        with pytest.raises(ValidationError):
+            msgspec.structs.replace(training(1), **{field: wrong})
 
 
 @pytest.mark.parametrize(

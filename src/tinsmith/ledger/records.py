@@ -65,6 +65,9 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
             raise ValidationError(f"seq_id is {self.seq_id}; it may be 0 to {LARGEST_NUMBER}")
         if not self.line or not is_storable(self.line):
             raise ValidationError(f"{self.line!r:.80} cannot name a line of commands")
+        for name in (self.kind, self.tenant_id, self.session_id):
+            if not is_storable(name):
+                raise ValidationError(f"{name!r:.80} cannot be a kind, a tenant or a session")
         if len(self.line) > LONGEST_NAME:
             raise ValidationError(
                 f"{self.line!r:.80}… has {len(self.line)} characters; a line's name may have "

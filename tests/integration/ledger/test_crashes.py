@@ -19,19 +19,21 @@ from tinsmith.ledger.sqlite import SqliteLedger
 
 WRITER = Path(__file__).with_name("writer.py")
 ROOT = Path(__file__).parents[3]
-ROUNDS = 4
+ROUNDS = 8
 
 
-def write_until_killed(folder: Path, first: int, lines: int) -> list[str]:
-    """Start a writer, kill it when it has said so many lines, and return all that it said."""
+def write_until_killed(folder: Path, first: int, lines: int, *, by_itself: bool) -> list[str]:
+    """Start a writer that dies when it has said so many lines, and return all that it said."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
-    command = [sys.executable, str(WRITER), str(folder), str(first)]
+    last_words = lines if by_itself else 0
+    command = [sys.executable, str(WRITER), str(folder), str(first), str(last_words)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as writer:
         assert writer.stdout is not None
         said: list[str] = []
         while len(said) < lines and (line := writer.stdout.readline()):
             said.append(line)
-        writer.send_signal(signal.SIGKILL)
+        if not by_itself:
+            writer.send_signal(signal.SIGKILL)
         said += writer.stdout.readlines()
     assert writer.returncode == -signal.SIGKILL
     assert all(line.endswith("\n") for line in said)
@@ -52,7 +54,8 @@ def test_every_acknowledged_append_and_settlement_survives_kill_9(tmp_path: Path
     settled: set[int] = set()
     for number in range(ROUNDS):
         first = number * 10**6
-        for line in write_until_killed(tmp_path, first, chance.randrange(200, 3000)):
+        lines = chance.randrange(200, 1500)
+        for line in write_until_killed(tmp_path, first, lines, by_itself=number % 2 == 0):
             what, seq_id = line.split()
             (appended if what == "appended" else settled).add(int(seq_id))
 

@@ -1,7 +1,8 @@
 """A process that appends until it is killed, and says so for each command once it is durable.
 
-Run as `python writer.py FOLDER FIRST`: two lines of commands from number FIRST, with 64 appends
-under way. Every acknowledged one is a line of output, written at once.
+Run as `python writer.py FOLDER FIRST LAST_WORDS`: two lines of commands from number FIRST, with 64
+appends under way. Every acknowledged one is a line of output, written at once. At the moment of the
+acknowledgement LAST_WORDS it kills itself with signal 9: what it just said must be true.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import hashlib
 import itertools
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -41,23 +43,29 @@ def submission(number: int) -> Submission:
     )
 
 
-async def main(folder: Path, first: int) -> None:
-    """Append for ever."""
+async def main(folder: Path, first: int, last_words: int) -> None:
+    """Append until the end."""
     ledger = await SqliteLedger.open(folder)
     numbers = itertools.count(first)
+    said = itertools.count(1)
+
+    def say(what: bytes) -> None:
+        os.write(1, what)
+        if next(said) == last_words:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     async def caller() -> None:
         for number in numbers:
             appended = await ledger.append(submission(number))
-            os.write(1, b"appended %d\n" % number)
+            say(b"appended %d\n" % number)
             if number % 3 == 0:
                 request = RequestId(appended.request_id)
                 done = Settlement(request_id=request, payload=payload(number))
                 await ledger.settle([done])
-                os.write(1, b"settled %d\n" % number)
+                say(b"settled %d\n" % number)
 
     await asyncio.gather(*(caller() for _ in range(CALLERS)))
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2])))
+    asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))
