@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, TypeVar
 
 from tinsmith._version import __version__
@@ -100,8 +100,18 @@ class Calls:
         headers: Mapping[str, str] | None = None,
         credential: Secret | None = None,
         retrier: Retrier | None = None,
+        asleep: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> Any:
-        """As `call`, for a request that is bytes already; `retrier` None is the session's."""
+        """As `call`, for a request that is bytes already.
+
+        Args:
+            endpoint: Where it goes.
+            sent: What is sent.
+            headers: Sent with it.
+            credential: Instead of the usual one.
+            retrier: Tries it again; the session's if None.
+            asleep: As in `Retrier.call`.
+        """
         key = new_idempotency_key()  # the same for every try of this call
 
         async def attempt(number: int) -> Any:
@@ -114,14 +124,11 @@ class Calls:
             )
             return self.decoded(endpoint, reply)
 
-        return await self._with_retries(endpoint, attempt, retrier or self.retrier)
-
-    async def _with_retries(
-        self, endpoint: Endpoint, attempt: Callable[[int], Awaitable[T]], retrier: Retrier
-    ) -> T:
         if endpoint.retry is RetryClass.OWN:
             return await attempt(0)
-        return await retrier.call(attempt, endpoint.name, final=_final_errors(endpoint))
+        tries = retrier or self.retrier
+        final = _final_errors(endpoint)
+        return await tries.call(attempt, endpoint.name, final=final, asleep=asleep)
 
     async def exchange(
         self,

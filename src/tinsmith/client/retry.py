@@ -14,6 +14,7 @@ Knows nothing of HTTP beyond statuses. Clock, sleep and chance are parameters.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
@@ -123,6 +124,7 @@ class Retrier:
         what: str,
         *,
         final: tuple[type[APIError], ...] = (),
+        asleep: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> T:
         """Make a call until it succeeds, fails for good, or its budget is used up.
 
@@ -130,6 +132,7 @@ class Retrier:
             attempt: Makes the call once; it is given the number of the attempt, from 0.
             what: What the call is, for errors and the log.
             final: Errors that are raised at once although they may pass.
+            asleep: Entered between two tries, to give back what the call holds while it waits.
 
         Raises:
             APIError: The last attempt's, with the number of attempts and the time in its notes.
@@ -152,7 +155,8 @@ class Retrier:
                     _tell_effort(error, what, number, self._clock() - began, allowed)
                     raise
                 self._log_wait(error, what, number, delay_s, self._clock() - began)
-                await self._sleep(delay_s)
+                with asleep():
+                    await self._sleep(delay_s)
             else:
                 self._was_reached = True
                 return result

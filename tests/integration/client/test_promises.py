@@ -77,7 +77,7 @@ def test_s9_a_limiter_of_the_client_s_own_is_not_shared(service: ScriptedService
         client.close().result(WAIT_S)
 
 
-def test_s7_samples_that_are_held_back_or_polled_for_take_no_slot_and_no_bytes(
+def test_s7_samples_that_are_held_back_or_tried_again_or_polled_for_take_no_slot_and_no_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """There is one slot, and room for one prompt: each sample leaves when the last has arrived."""
@@ -89,10 +89,14 @@ def test_s7_samples_that_are_held_back_or_polled_for_take_no_slot_and_no_bytes(
         sampler = client.create_sampling_client(base_model="m")
         held = service.faults.hold_commands("asample", times=20)
         service.faults.add("asample", status=429, headers={"retry-after-ms": "100"})
+        service.faults.add("asample", status=503, headers={"retry-after-ms": "3000"})
 
         waiting = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(20)]
 
-        assert len(service.wait_requests("asample", 21, WAIT_S)) == 21
+        # The one that was told to come again in three seconds holds nobody up: it comes last.
+        sent = service.wait_requests("asample", 22, WAIT_S)
+        assert len(sent) == 22
+        assert sent[-1].request.seq_id == sent[1].request.seq_id
         assert not any(sample.done() for sample in waiting)
         held.release()
         for sample in waiting:

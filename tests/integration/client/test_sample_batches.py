@@ -88,7 +88,8 @@ def test_a_burst_leaves_in_few_requests_and_comes_back_in_few(
     responses = [future.result(WAIT_S) for future in futures]
 
     assert [number_of(response) for response in responses] == list(range(400))
-    assert sent_numbers(service) == list(range(400))
+    # Requests on several connections may overtake each other.
+    assert sorted(sent_numbers(service)) == list(range(400))
     assert service.requests("retrieve_future") == []
     # As many as there were turns of the loop while they were made, and that is far below 400.
     assert len(service.requests("asample_many")) + len(service.requests("asample")) < 200

@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
+import functools
 import logging
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from typing import TypeAlias
 
 from tinsmith.client.background import background
 from tinsmith.client.retry import BILLING_PAUSE_S, Retrier, may_pass
@@ -39,6 +42,8 @@ from tinsmith.wire.failures import status_class
 from tinsmith.wire.protobuf import Parts
 
 _log = logging.getLogger(__name__)
+
+Asleep: TypeAlias = Callable[[], contextlib.AbstractContextManager[None]]
 
 SMALL_PROMPT_BYTES = 131_072
 SMALL_PAUSE_S, LARGE_PAUSE_S = 1.0, 5.0
@@ -212,17 +217,30 @@ class SampleSender:
             self._progress_at = now
             self._look_later(self._stuck_after_s)
         size = sum(call.size for call in group)
-        self._requests += 1
-        self._bytes += size
+        self._hold(1, size)
 
         def ended(task: asyncio.Task[None]) -> None:
-            self._requests -= 1
-            self._bytes -= size
-            self._wake()
+            self._hold(-1, -size)
             if (error := death_of(task)) is not None:
                 _fail_all(group, error)
 
-        self._session.spawn(self._send(group), ended)
+        self._session.spawn(self._send(group, size), ended)
+
+    def _hold(self, requests: int, size: int) -> None:
+        """Take a slot and bytes, or give them back."""
+        self._requests += requests
+        self._bytes += size
+        if requests < 0:
+            self._wake()
+
+    @contextlib.contextmanager
+    def _given_back(self, size: int) -> Iterator[None]:
+        """Let others have a request's slot and bytes while it waits for its next try."""
+        self._hold(-1, -size)
+        try:
+            yield
+        finally:
+            self._hold(1, size)
 
     def _written(self, call: SampleCall, now: float) -> bool:
         """Make a sample ready to leave; False if it cannot be sent at all."""
@@ -270,25 +288,29 @@ class SampleSender:
 
     # One request
 
-    async def _send(self, group: list[SampleCall]) -> None:
+    async def _send(self, group: list[SampleCall], size: int) -> None:
+        asleep = functools.partial(self._given_back, size)
         try:
-            await (self._send_one(group[0]) if len(group) == 1 else self._send_many(group))
+            if len(group) == 1:
+                await self._send_one(group[0], asleep)
+            else:
+                await self._send_many(group, asleep)
         except RateLimitError as error:
             self._pause(error, group[0].request.prompt)
             self.put_back(group)
         except TinkerError as error:
             self._after_refusal(group, error)
 
-    async def _send_one(self, call: SampleCall) -> None:
+    async def _send_one(self, call: SampleCall, asleep: Asleep) -> None:
         endpoint = ENDPOINTS["asample"]
         assert call.body is not None
         sent = json_request(endpoint, call.body)
         accepted: UntypedAPIFuture = await self._session.call_with(
-            endpoint, sent, retrier=self._retrier
+            endpoint, sent, retrier=self._retrier, asleep=asleep
         )
         self._accept(call, accepted.request_id, accepted.sample_sequence_ids)
 
-    async def _send_many(self, group: list[SampleCall]) -> None:
+    async def _send_many(self, group: list[SampleCall], asleep: Asleep) -> None:
         endpoint = ENDPOINTS["asample_many"]
         body: Parts = [b'{"samples":[']
         for call in group:
@@ -297,7 +319,7 @@ class SampleSender:
         body[-1] = b"]}"
         sent = json_request(endpoint, body)
         answer: SampleManyResponse = await self._session.call_with(
-            endpoint, sent, retrier=self._retrier
+            endpoint, sent, retrier=self._retrier, asleep=asleep
         )
         if len(answer.items) != len(group):
             raise APIResponseValidationError(
