@@ -13,6 +13,7 @@ import pytest
 import tinker
 import tinker.lib.public_interfaces
 
+import tinsmith
 from tests.contract.test_json_types import NAMED
 
 PRIVATE = {
@@ -129,6 +130,17 @@ def test_modules_are_found_as_attributes_too() -> None:
     )
 
     assert finished.returncode == 0, finished.stderr
+
+
+def test_the_official_client_s_raw_replies_are_not_there() -> None:
+    """They belong to its HTTP library, which ours does not have."""
+    unlisted = {"APIResponse", "AsyncAPIResponse", "resources"}
+
+    assert unlisted <= set(dir(tinker))
+    assert unlisted.isdisjoint(tinker.__all__)
+    for name in unlisted:
+        with pytest.raises(AttributeError, match=name):
+            getattr(tinsmith, name)
 
 
 @pytest.mark.parametrize("made", ["AdamParams()", "ModelInput.from_ints([1])"])

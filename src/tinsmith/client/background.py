@@ -118,11 +118,12 @@ class Background:
 
     async def _wind_down(self) -> None:
         """Cancel all tasks, give them a moment to end in order, and stop the loop."""
-        tasks = asyncio.all_tasks() - {self._stopping}
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=WIND_DOWN_S)
+        ends_at = self.loop.time() + WIND_DOWN_S
+        # In rounds: one that ends may have started another.
+        while (tasks := asyncio.all_tasks() - {self._stopping}) and self.loop.time() < ends_at:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=max(0.0, ends_at - self.loop.time()))
         await asyncio.sleep(0)  # whoever waits for what was settled is woken
         self.loop.stop()
 

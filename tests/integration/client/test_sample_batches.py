@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from tinsmith.client.background import background
 from tinsmith.client.retry import RetryBudget
+from tinsmith.client.samples import result_feed
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.service import ServiceClient
 from tinsmith.errors import APITimeoutError, BadRequestError, ClosedError, RequestFailedError
@@ -489,6 +491,20 @@ def test_a_clone_s_samples_come_back_to_the_clone(sampler: SamplingClient) -> No
     for one, future in futures:
         is_clone = number_of(future.result(WAIT_S)) >= 10**9
         assert is_clone is (one is clone)
+
+
+def test_s18_a_closed_client_reports_nothing_more(
+    sampler: SamplingClient, client: ServiceClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(result_feed, "REPORT_AFTER_S", 60.0)
+    sampler.sample(prompts(1)[0], 1, PARAMS).result(WAIT_S)
+    feed = sampler._sampler._feed
+    assert feed is not None
+
+    client.close().result(WAIT_S)
+    background().run(asyncio.sleep(0.05))
+
+    assert not feed._is_polling
 
 
 def test_a_dropped_client_s_samples_come_back(

@@ -215,3 +215,22 @@ def test_finished_work_is_not_kept() -> None:
     background().run(_double(1))
 
     assert background().task_count <= 1
+
+
+def test_what_a_task_starts_as_it_ends_is_ended_too() -> None:
+    loop = Background()
+    second: list[asyncio.Task[None]] = []
+
+    async def stubborn(rounds: int) -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            if rounds:
+                second.append(asyncio.create_task(stubborn(rounds - 1)))
+
+    future = loop.start(stubborn(3))
+    loop.run(asyncio.sleep(0))
+    loop.stop()
+
+    assert future.cancelled()
+    assert [task.cancelled() for task in second] == [True] * 3

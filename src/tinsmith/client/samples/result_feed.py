@@ -117,6 +117,7 @@ class ResultFeed:
         if (error := death_of(task)) is not None:
             for call in list(self._waiting.values()):
                 call.fail(error)
+            self._retrieved.clear()  # a closed client has nobody to report to
         self._ensure_polling()  # for what came after it had looked for the last time
 
     async def _poll(self) -> None:
