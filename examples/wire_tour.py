@@ -1,4 +1,4 @@
-"""A tour of what exists: the types of the API, and the bytes they become and come back from.
+"""A tour of the wire: the types of the API, and the bytes they become and come back from.
 
 Runs with the core install alone. Nothing is trained or sampled: there is no engine yet. The
 sampling result below is made up here, encoded as a server would, and decoded as a client will.
