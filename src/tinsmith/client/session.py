@@ -25,6 +25,7 @@ from tinsmith.client.transports.base import (
 )
 from tinsmith.client.work import closed_error
 from tinsmith.errors import (
+    APIError,
     APITimeoutError,
     AuthenticationError,
     ClosedError,
@@ -78,6 +79,7 @@ class Session(Calls):
         self._is_closed = False
         self._counters: dict[str, itertools.count[int]] = {}
         self._adopted_id: str | None = None
+        self._has_dynamic_flags = asyncio.Event()
         self._forks = _forks.count
 
     def adopt(
@@ -156,8 +158,15 @@ class Session(Calls):
             raise AuthenticationError(
                 "this service takes API keys alone", remedy="set TINKER_API_KEY"
             )
-        self.dynamic_flags = await self._fetch_dynamic_flags()
+        # Beside the next call, and not before it: only samples that are given up need them.
+        self.spawn(self._take_dynamic_flags(), lambda _: self._has_dynamic_flags.set())
         return self.flags
+
+    async def _take_dynamic_flags(self) -> None:
+        try:
+            self.dynamic_flags = await self._fetch_dynamic_flags()
+        except APIError as error:
+            _log.warning("going on without the service's flags that may change: %s", error)
 
     async def _fetch_dynamic_flags(self) -> ClientDynamicConfigResponse:
         about = r.ClientConfigRequest(sdk_version=SDK_VERSION)
@@ -248,6 +257,7 @@ class Session(Calls):
         ):
             if message:
                 _log.log(level, "the service says: %s", message)
+        await self._has_dynamic_flags.wait()
         self.spawn(keep_alive(self.call, opened.session_id))
         self.spawn(self._keep_flags_fresh())
         if events.listeners:

@@ -47,14 +47,41 @@ def test_the_first_use_introduces_itself_and_opens_one_session(
     client.create_sampling_client(base_model="m")
     client.create_sampling_client(base_model="m")
 
-    names = [received.endpoint for received in service.requests()]
-    assert names == [
-        "client_config",
-        "client_dynamic_config",
-        "create_session",
-        "create_sampling_session",
-        "create_sampling_session",
-    ]
+    first, *beside, third, fourth = [str(received.endpoint) for received in service.requests()]
+    assert first == "client_config"
+    assert sorted(beside) == ["client_dynamic_config", "create_session"]
+    assert (third, fourth) == ("create_sampling_session", "create_sampling_session")
+
+
+def test_w4_what_can_be_asked_at_the_same_time_is_not_waited_for_in_turn(
+    client: ServiceClient, service: ScriptedService
+) -> None:
+    held = service.faults.hold("client_dynamic_config")
+
+    assert client.get_server_capabilities().supported_models  # needs no such flags
+    opening = threading.Thread(target=client.create_sampling_client, kwargs={"base_model": "m"})
+    opening.start()
+    service.wait_requests("create_session", 1, WAIT_S)
+    assert not service.requests("create_sampling_session")
+    held.release()
+    opening.join(WAIT_S)
+
+    assert len(service.requests("client_config")) == 1
+    assert len(service.requests("create_sampling_session")) == 1
+
+
+def test_flags_that_cannot_be_read_are_done_without_and_told(
+    service: ScriptedService, caplog: pytest.LogCaptureFixture
+) -> None:
+    service.faults.add("client_dynamic_config", times=None, status=403)
+
+    with (
+        caplog.at_level(logging.WARNING, logger="tinsmith"),
+        ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
+    ):
+        client.create_sampling_client(base_model="m")
+
+    assert "flags that may change" in caplog.text
 
 
 def test_many_threads_that_start_at_once_open_one_session(
@@ -448,7 +475,10 @@ def test_looking_around_refreshes_no_flags_and_closing_ends_it(
     service.account.dynamic_flags["refresh_interval_sec"] = 0
     client = ServiceClient(base_url=service.base_url, api_key=service.api_key)
     client.get_server_capabilities()
-    assert len(client._lease.session._tasks) == 0
+    deadline = time.monotonic() + WAIT_S
+    while client._lease.session._tasks and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(service.requests("client_dynamic_config")) == 1
 
     client.create_sampling_client(base_model="m")
     service.wait_requests("client_dynamic_config", 3)
