@@ -122,7 +122,7 @@ def test_the_audit_log_is_fetched_from_where_the_service_points() -> None:
         log = admin.get_audit_log().result(WAIT_S)
 
     assert log.entries == []
-    assert [received.path for received in service.requests()][-1] == "/downloads/audit.json"
+    assert "/downloads/audit.json" in [received.path for received in service.requests()]
 
 
 def test_a_redirect_to_another_host_gets_no_credential(service: ScriptedService) -> None:

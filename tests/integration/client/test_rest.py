@@ -522,8 +522,8 @@ def test_calls_by_path_name_their_own_method(
     rest.publish_checkpoint_from_tinker_path(path).result(WAIT_S)
     rest.delete_checkpoint_from_tinker_path(path).result(WAIT_S)
 
-    named = [received.headers.get("x-sdk-method") for received in service.requests()][-3:]
-    assert named == [
+    named = [received.headers.get("x-sdk-method") for received in service.requests()]
+    assert [name for name in named if name is not None] == [
         "get_training_run_by_tinker_path",
         "publish_checkpoint_from_tinker_path",
         "delete_checkpoint_from_tinker_path",
