@@ -349,6 +349,10 @@ CLIENT = [
         title="samples of 1,000 tokens, 400 in flight, beside a busy Python thread",
         contestants=(
             _ours(OURS, _client("tinsmith", "beside_busy_thread", count="1000")),
+            _ours(
+                EXTENDED,
+                _client("tinsmith", "beside_busy_thread", count="2000", extensions="yes"),
+            ),
             _rival(_client("tinker", "beside_busy_thread", count="400")),
         ),
         aims=(Aim("slowdown", 2.0, "itself"),),

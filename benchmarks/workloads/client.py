@@ -103,9 +103,11 @@ def samples(
         }
 
 
-def beside_busy_thread(package: str, server_python: str, count: str) -> dict[str, float]:
+def beside_busy_thread(
+    package: str, server_python: str, count: str, extensions: str = "no"
+) -> dict[str, float]:
     """How much longer samples take while another thread of the program computes in Python."""
-    with running(server_python, is_plain=True) as server:
+    with running(server_python, is_plain=extensions != "yes") as server:
         client, sampler = _sampler(package, server.url)
         prompt = client.ModelInput.from_ints(list(range(1000, 2000)))
         _burst(client, sampler, server, prompt, WARM_UP_SAMPLES, 400)
