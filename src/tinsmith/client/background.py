@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from tinsmith.client.forking import in_child
 from tinsmith.client.futures import APIFuture, within
-from tinsmith.client.waits import Waits
+from tinsmith.client.waits import FUTURES, Waits
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ class Background:
             tuple[Coroutine[Any, Any, Any], APIFuture[Any], float | None]
         ] = collections.deque()
         self._is_woken = False
-        self.waits = Waits(self.loop.time, self.loop.call_later)
+        self.waits = Waits(FUTURES, clock=self.loop.time, later=self.loop.call_later)
         """What users wait for here."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._stopping: asyncio.Task[None] | None = None
@@ -136,7 +136,7 @@ class Background:
 async def _settle(
     work: Coroutine[Any, Any, T], future: APIFuture[T], timeout_s: float | None, waits: Waits
 ) -> None:
-    wait = waits.begin(future.what)
+    wait = waits.begin_here(future.what)
     try:
         value = await (work if timeout_s is None else within(timeout_s, work, future.what))
     except asyncio.CancelledError:

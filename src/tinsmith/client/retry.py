@@ -24,8 +24,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from tinsmith.client import events
-from tinsmith.client.slow_calls import SlowCalls
-from tinsmith.client.waits import say
+from tinsmith.client.waits import ANSWERS, Waits, say
 from tinsmith.errors import (
     APIConnectionError,
     APIError,
@@ -110,7 +109,7 @@ class Retrier:
         self._sleep = sleep
         self._chance = chance
         self._was_reached = False
-        self._slow = SlowCalls()
+        self._unanswered = Waits(ANSWERS)
         self._billing_told_at = float("-inf")
 
     def pause_for_billing(self, most_s: float) -> None:
@@ -162,11 +161,11 @@ class Retrier:
                 return result
 
     async def _watched(self, attempt: Callable[[int], Awaitable[T]], number: int, what: str) -> T:
-        awaited = self._slow.begin(what)
+        awaited = self._unanswered.begin(what)
         try:
             return await attempt(number)
         finally:
-            self._slow.end(awaited)
+            self._unanswered.end(awaited)
 
     def _next_delay_s(self, error: APIError, number: int, elapsed_s: float) -> float | None:
         """How long to wait before the next attempt; None if there should be none."""

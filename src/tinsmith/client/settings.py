@@ -75,7 +75,6 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
     """An HTTP proxy; the one of the environment where none was given."""
     ca_file: str | None = None
     unix_socket: str | None = None
-    telemetry: bool = False
 
     def __repr__(self) -> str:
         return f"ClientSettings(base_url={self.base_url!r})"  # the rest may be secret

@@ -1,15 +1,17 @@
-"""What users wait for, told in the log every ten seconds, so that no wait is silent.
+"""What is waited for, told in the log, so that no wait is silent.
 
-A wait is a future that is not settled: it may be in a line, held back by a pause, between two
-tries, on the server, in a download or in a loss of the user's own. One look per second serves all
-of them; of those with one name one line tells, with the reasons that were last given by `say`.
+A user waits for a future that is not settled: it may be in a line, held back by a pause, between
+two tries, on the server, in a download or in a loss of the user's own. That may be as it should be,
+and is told every ten seconds at the level INFO (`FUTURES`). A request that nobody answers is a
+fault, told as a warning every minute (`ANSWERS`).
 
-`slow_calls.py` tells of single requests that nobody answers, which is a fault; a wait may be as it
-should be, and is told at the level INFO.
+One look per second serves all waits of a kind; of those with one name one line tells, with the
+reasons that were last given by `say`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import logging
 import time
@@ -21,11 +23,25 @@ import msgspec
 _log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
-TOLD_AFTER_S = 9.0
-"""With the time between two looks, at most ten seconds."""
 
 Later = Callable[[float, Callable[[], None]], Any]
 """Has something called after so many seconds."""
+
+
+class Telling(msgspec.Struct, frozen=True, kw_only=True):
+    """When a kind of waits is told, and how."""
+
+    after_s: float
+    every_s: float
+    level: int
+    text: str
+
+
+FUTURES = Telling(after_s=9.0, every_s=9.0, level=logging.INFO, text="waiting")
+"""With the time between two looks, within ten seconds."""
+ANSWERS = Telling(
+    after_s=10.0, every_s=60.0, level=logging.WARNING, text="no answer from the service"
+)
 
 
 class Wait(msgspec.Struct):
@@ -47,13 +63,20 @@ def say(reason: str) -> None:
 
 
 class Waits:
-    """All waits of one event loop.
+    """The waits of one kind on one event loop.
 
     `sources` are asked for further waits with each look; they keep count themselves, and leave the
     set when they have none.
     """
 
-    def __init__(self, clock: Callable[[], float], later: Later) -> None:
+    def __init__(
+        self,
+        telling: Telling,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        later: Later | None = None,
+    ) -> None:
+        self._telling = telling
         self._clock = clock
         self._later = later
         self._waits: dict[int, Wait] = {}
@@ -62,11 +85,16 @@ class Waits:
         self._is_looking = False
 
     def begin(self, what: str) -> Wait:
-        """Note that something is waited for; to be called in the task that does the work."""
+        """Note that something is waited for."""
         wait = Wait(what, self._clock())
         self._waits[id(wait)] = wait
-        _current.set(wait)
         self.look_on()
+        return wait
+
+    def begin_here(self, what: str) -> Wait:
+        """As `begin`, in the task that does the work: what it does may `say` why it takes long."""
+        wait = self.begin(what)
+        _current.set(wait)
         return wait
 
     def end(self, wait: Wait) -> None:
@@ -77,7 +105,11 @@ class Waits:
         """See to it that whoever waits is looked at."""
         if not self._is_looking:
             self._is_looking = True
-            self._later(LOOK_EVERY_S, self._look)
+            self._look_later()
+
+    def _look_later(self) -> None:
+        later = self._later or asyncio.get_running_loop().call_later
+        later(LOOK_EVERY_S, self._look)
 
     def _look(self) -> None:
         now = self._clock()
@@ -85,27 +117,29 @@ class Waits:
         waits = [*self._waits.values(), *others]
         long: dict[str, list[Wait]] = {}
         for wait in waits:
-            if now - wait.began >= TOLD_AFTER_S:
+            if now - wait.began >= self._telling.after_s:
                 long.setdefault(wait.what, []).append(wait)
         self._told_at = {what: self._told_at.get(what, float("-inf")) for what in long}
         for what, group in long.items():
-            if now - self._told_at[what] >= TOLD_AFTER_S:
+            if now - self._told_at[what] >= self._telling.every_s:
                 self._told_at[what] = now
-                _tell(what, group, now)
+                _tell(self._telling, what, group, now)
         self._is_looking = bool(waits)
         if waits:
-            self._later(LOOK_EVERY_S, self._look)
+            self._look_later()
 
 
-def _tell(what: str, group: list[Wait], now: float) -> None:
+def _tell(telling: Telling, what: str, group: list[Wait], now: float) -> None:
     oldest = min(group, key=lambda wait: wait.began)
     waited_s = now - oldest.began
     since = time.strftime("%H:%M:%S", time.localtime(time.time() - waited_s))
     reasons = sorted({wait.reason for wait in group if wait.reason})
-    _log.info(
-        "%s%s: waiting for %.0f s, since %s%s",
+    _log.log(
+        telling.level,
+        "%s%s: %s for %.0f s, since %s%s",
         what,
         f" ({len(group)} of them)" if len(group) > 1 else "",
+        telling.text,
         waited_s,
         since,
         f", for {'; '.join(reasons)}" if reasons else "",

@@ -12,9 +12,10 @@ import sys
 import threading
 import time
 
+import msgspec
 import pytest
 
-from tinsmith.client import dynamic_flags, slow_calls
+from tinsmith.client import dynamic_flags, waits
 from tinsmith.client.retry import RetryBudget
 from tinsmith.client.service import ServiceClient
 from tinsmith.client.settings import Secret, settings_from
@@ -429,8 +430,9 @@ def test_a_long_wait_for_a_plain_call_is_told(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(slow_calls, "TOLD_AFTER_S", 0.2)
-    monkeypatch.setattr(slow_calls, "LOOK_EVERY_S", 0.05)
+    soon = msgspec.structs.replace(waits.ANSWERS, after_s=0.2)
+    monkeypatch.setattr(client._lease.session.retrier._unanswered, "_telling", soon)
+    monkeypatch.setattr(waits, "LOOK_EVERY_S", 0.05)
     told = threading.Event()
 
     class Listener(logging.Handler):

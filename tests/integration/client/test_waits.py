@@ -8,9 +8,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from tinsmith.client import waits
+from tinsmith.client.background import background
 from tinsmith.client.service import ServiceClient
 from tinsmith.client.tokenization import lookup as tokenizers
 from tinsmith.testing import ScriptedService, running_service
@@ -26,7 +28,8 @@ WAIT_S = 30.0
 def soon(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Ten seconds pass in a fraction of one."""
     monkeypatch.setattr(waits, "LOOK_EVERY_S", 0.05)
-    monkeypatch.setattr(waits, "TOLD_AFTER_S", 0.2)
+    soon = msgspec.structs.replace(waits.FUTURES, after_s=0.2, every_s=0.2)
+    monkeypatch.setattr(background().waits, "_telling", soon)
     caplog.set_level(logging.INFO, logger="tinsmith.client.waits")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tinsmith.client.waits import Waits, say
+from tinsmith.client.waits import ANSWERS, FUTURES, Waits, say
 
 
 class Time:
@@ -39,13 +39,18 @@ def time() -> Time:
 @pytest.fixture
 def waits(time: Time, caplog: pytest.LogCaptureFixture) -> Waits:
     caplog.set_level("INFO")
-    return Waits(time, time.later)
+    return Waits(FUTURES, clock=time, later=time.later)
+
+
+@pytest.fixture
+def answers(time: Time) -> Waits:
+    return Waits(ANSWERS, clock=time, later=time.later)
 
 
 def test_a_wait_is_told_within_ten_seconds_and_every_ten_seconds(
     waits: Waits, time: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
-    waits.begin("optim_step of m")
+    waits.begin_here("optim_step of m")
     say("its turn")
 
     time.pass_s(8)
@@ -82,3 +87,55 @@ def test_nobody_looks_when_nobody_waits(
     waits.begin("get_info")
     time.pass_s(10)
     assert len(caplog.messages) == 1
+
+
+def test_a_missing_answer_is_a_warning_after_ten_seconds_and_then_every_minute(
+    answers: Waits, time: Time, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers.begin("get_session")
+
+    time.pass_s(9.5)
+    assert caplog.messages == []
+    time.pass_s(2)
+    assert len(caplog.messages) == 1
+    assert "get_session" in caplog.messages[0] and "since" in caplog.messages[0]
+    time.pass_s(120)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 3
+
+
+def test_a_quick_answer_is_not_told(
+    answers: Waits, time: Time, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = answers.begin("get_session")
+    time.pass_s(9)
+    answers.end(key)
+    time.pass_s(100)
+
+    assert caplog.messages == []
+    assert time.due == []
+
+
+def test_a_wait_that_begins_later_is_told_later(
+    answers: Waits, time: Time, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = answers.begin("a")
+    time.pass_s(8)
+    answers.begin("b")
+    answers.end(first)
+
+    time.pass_s(9)
+    assert caplog.messages == []
+    time.pass_s(2)
+    assert [message[0] for message in caplog.messages] == ["b"]
+
+
+def test_a_reason_belongs_to_the_user_s_wait_and_not_to_the_request_s(
+    waits: Waits, answers: Waits, time: Time, caplog: pytest.LogCaptureFixture
+) -> None:
+    waits.begin_here("get_info")
+    answers.begin("get_info")
+    say("its second try")
+
+    time.pass_s(11)
+
+    assert [message.endswith("its second try") for message in caplog.messages] == [True, False]
