@@ -10,6 +10,7 @@ import pytest
 
 from tinsmith.client.admin import AdminClient
 from tinsmith.client.rest import RestClient
+from tinsmith.client.service import ServiceClient
 from tinsmith.client.training import TrainingClient
 from tinsmith.testing import ScriptedService
 from tinsmith.types import SessionSearchRequest
@@ -108,4 +109,64 @@ def _asked(service: ScriptedService) -> list[tuple[str | None, Any, str | None]]
         (received.endpoint, received.request, received.headers["x-sdk-method"])
         for received in service.requests()
         if "x-sdk-method" in received.headers and received.endpoint not in INTRODUCTIONS
+    ]
+
+
+SAVED = "tinker://session-0:train:0/weights/c1"
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # to load into a model is deprecated
+@pytest.mark.parametrize("name", ["load_state", "load_state_with_optimizer"])
+def test_both_faces_of_loading_send_the_same(
+    name: str, service: ScriptedService, training: TrainingClient
+) -> None:
+    assert training.save_state("c1").result(WAIT_S).path == SAVED
+
+    async def awaited() -> Any:
+        future = await getattr(training, f"{name}_async")(SAVED)
+        return await future
+
+    service.forget_requests()
+    blocking = getattr(training, name)(SAVED).result(WAIT_S)
+    sent = len(_numbered(service))
+    answer = asyncio.run(awaited())
+
+    first, second = _numbered(service)[:sent], _numbered(service)[sent:]
+    assert first
+    assert second == first
+    assert type(answer) is type(blocking)
+
+
+def test_weights_are_saved_for_others_in_coroutines_too(training: TrainingClient) -> None:
+    async def save() -> str:
+        future = await training.save_weights_external_async("e1")
+        return (await future).path
+
+    assert asyncio.run(save()).endswith("/e1")
+
+
+def test_models_are_made_from_a_checkpoint_and_let_go_in_coroutines_too(
+    client: ServiceClient, service: ScriptedService, training: TrainingClient
+) -> None:
+    path = training.save_state("c1").result(WAIT_S).path
+
+    async def use() -> tuple[str, str]:
+        second = await client.create_training_client_from_state_async(path)
+        await (await second.unload_model_async())
+        third = await client.create_training_client_from_state_async(path)
+        await client.unload_model_async(third.model_id)
+        return second.model_id, third.model_id
+
+    made = asyncio.run(use())
+
+    assert [one.request.model_id for one in service.requests("unload_model")] == list(made)
+    assert all(one.request.optimizer is False for one in service.requests("load_weights"))
+
+
+def _numbered(service: ScriptedService) -> list[tuple[str | None, Any]]:
+    """The model's calls without their numbers."""
+    return [
+        (received.endpoint, received.request.model_copy(update={"seq_id": 0}))
+        for received in service.requests()
+        if getattr(received.request, "seq_id", None) is not None
     ]
