@@ -21,8 +21,6 @@ CLASSES = [
 ]
 OPENED = ["ServiceClient", "RestClient", "AdminClient"]
 """Classes that programs make themselves; the others are given to them."""
-OPEN: dict[str, str] = {}
-"""What is not there yet, and in whose hands it is; an entry goes when its test passes."""
 
 
 def public_methods(cls: type) -> Iterator[str]:
@@ -64,10 +62,7 @@ def differences(official: Any, ours: Any) -> list[str]:
 def cases() -> Iterator[Any]:
     for class_name in CLASSES:
         for method in public_methods(getattr(tinker, class_name)):
-            name = f"{class_name}.{method}"
-            owner = OPEN.get(name)
-            marks = [] if owner is None else [pytest.mark.xfail(reason=owner, strict=False)]
-            yield pytest.param(class_name, method, id=name, marks=marks)
+            yield pytest.param(class_name, method, id=f"{class_name}.{method}")
 
 
 @pytest.mark.parametrize(("class_name", "method"), list(cases()))
