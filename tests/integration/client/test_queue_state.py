@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tinsmith.client.futures import run_callback
 from tinsmith.client.queue_state import QueueState, QueueStateLogger, StateTeller
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.service import ServiceClient
@@ -87,6 +88,9 @@ def test_an_observer_that_raises_or_blocks_holds_up_no_result(
     assert begun.wait(WAIT_S)
     step.result(WAIT_S)
     may_end.set()
+    after_all_callbacks = threading.Event()  # or their log lines would be the next test's
+    run_callback(after_all_callbacks.set)
+    assert after_all_callbacks.wait(WAIT_S)
 
 
 def test_a_paused_queue_is_logged_once_a_minute_and_a_moving_one_never(
