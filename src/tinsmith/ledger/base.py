@@ -24,10 +24,12 @@ A ledger belongs to the event loop in which it was opened.
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
+from tinsmith.ledger.board import Board
 from tinsmith.ledger.records import (
     Appended,
     Command,
@@ -125,6 +127,11 @@ class Entries(abc.ABC, Generic[E]):
 
 class Ledger(abc.ABC):
     """The durable record of a service."""
+
+    @functools.cached_property
+    def board(self) -> Board:
+        """What is told while it happens and is not kept; see `board.py`."""
+        return Board()
 
     async def __aenter__(self) -> Self:
         return self
