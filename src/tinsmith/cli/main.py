@@ -31,6 +31,7 @@ NOUNS = {
     "sample": "sample from a model or a checkpoint",
     "auth": "sign in and out, and see who you are",
     "billing": "show what was used and what is stored",
+    "serve": "run the service on this machine",
     "completion": "print a script that completes commands in your shell",
     "version": "show the versions of tinsmith and of what it runs on",
 }

@@ -1,0 +1,208 @@
+"""Fills the settings: defaults, then a TOML file, then the environment, then flags.
+
+It remembers where each value came from. A name that is not known is refused wherever it stands, and
+the nearest one is named.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import msgspec
+
+from tinsmith.errors import UnknownFieldError, ValidationError, shown
+from tinsmith.serve.options import (
+    BY_NAME,
+    CONFIG_VARIABLE,
+    ENVIRONMENT_PREFIX,
+    HOME_VARIABLE,
+    OPTIONS,
+)
+from tinsmith.serve.settings import ServiceSettings, default_data, fitted, flat_settings
+
+LARGEST_FILE_BYTES = 1024 * 1024
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """Settings, and where each of them came from."""
+
+    settings: ServiceSettings
+    sources: dict[str, str]
+    """By dotted name: `default`, `--port`, `TINSMITH_SERVE_PORT`, or the file."""
+
+
+def load_settings(
+    flags: Mapping[str, Any] | None = None,
+    *,
+    config: str | Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Loaded:
+    """Settings from flags, then the environment, then a file, then by default.
+
+    A list, such as the models, comes whole from the highest that gives it.
+
+    Args:
+        flags: Values by dotted name, as text or of their type; None counts as not given.
+        config: The file; else the one in `TINSMITH_SERVE_CONFIG`, else none.
+        environment: What stands for the environment; the process's own by default. A variable
+            that is empty counts as not set.
+
+    Raises:
+        UnknownFieldError: There is no setting of that name.
+        ValidationError: A value does not fit; the message says where it was given.
+    """
+    env = os.environ if environment is None else environment
+    values: dict[str, Any] = {"data": default_data(env)}
+    sources = dict.fromkeys(BY_NAME, "default")
+    if env.get(HOME_VARIABLE):
+        sources["data"] = HOME_VARIABLE
+    path = config or env.get(CONFIG_VARIABLE) or None
+    for found in (
+        {} if path is None else _from_file(Path(path).expanduser()),
+        _from_environment(env),
+        _from_flags(flags or {}),
+    ):
+        for name, (value, source) in found.items():
+            values[name], sources[name] = value, source
+    return Loaded(_assembled(values), sources)
+
+
+def check_files(settings: ServiceSettings) -> None:
+    """Look whether the files are there that the settings name.
+
+    Raises:
+        ValidationError: One is missing, or cannot be read.
+    """
+    for name, path in (("tls.cert", settings.tls.cert), ("tls.key", settings.tls.key)):
+        if path is not None and not os.access(path, os.R_OK):
+            raise ValidationError(f"{name}: {path} is not a file that can be read")
+    for model in settings.served_models:
+        if model.source.startswith(("/", "./", "../", "~")) and not Path(model.source).exists():
+            raise ValidationError(f"models: {model.name} is at {model.source}, where nothing is")
+
+
+# Showing
+
+
+def as_toml(loaded: Loaded) -> str:
+    """The settings as a file, with where each came from beside it, and passwords masked."""
+    lines: list[str] = []
+    section = ""
+    flat = flat_settings(loaded.settings, is_masked=True)
+    # A table takes all keys that follow, so what is in none goes first.
+    for name in sorted(flat, key=lambda name: "." in name):
+        head, _, last = name.rpartition(".")
+        if head != section:
+            section = head
+            lines.append(f"\n[{section}]")
+        value, source = flat[name], loaded.sources[name]
+        lines.append(
+            f"# {last} is not set" if value is None else f"{last} = {_toml(value)}  # {source}"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, str):
+        # JSON text is TOML text, but for one character that only JSON allows.
+        return msgspec.json.encode(value).decode().replace("\x7f", "\\u007f")
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+# Reading
+
+_Found: TypeAlias = dict[str, tuple[Any, str]]
+"""Values by dotted name, each with where it was given."""
+
+
+def _from_file(path: Path) -> _Found:
+    try:
+        with path.open("rb") as file:
+            content = file.read(LARGEST_FILE_BYTES + 1)
+        if len(content) > LARGEST_FILE_BYTES:
+            raise ValidationError(f"{path} has more than {LARGEST_FILE_BYTES} bytes")
+        tree = tomllib.loads(content.decode())
+    except OSError as exc:
+        raise ValidationError(f"{path} cannot be read: {exc.strerror}") from exc
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise ValidationError(f"{path} is not TOML: {exc}") from exc
+    found: _Found = {}
+    for name, value in _leaves(tree):
+        _check_known(name, BY_NAME, f"{path}: there is no setting", f"{name}")
+        found[name] = (_read(name, value, f"{path}: {name}", is_text=False), str(path))
+    return found
+
+
+def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterable[tuple[str, Any]]:
+    sections = {name.partition(".")[0] for name in BY_NAME if "." in name}
+    for name, value in tree.items():
+        if isinstance(value, dict) and not above and name in sections:
+            yield from _leaves(value, f"{name}.")
+        else:
+            yield above + name, value
+
+
+def _from_environment(environment: Mapping[str, str]) -> _Found:
+    names = {option.variable: option.name for option in OPTIONS}
+    found: _Found = {}
+    for variable, text in environment.items():
+        if not variable.startswith(ENVIRONMENT_PREFIX) or variable == CONFIG_VARIABLE or not text:
+            continue
+        _check_known(variable, names, "no setting has the variable", variable)
+        name = names[variable]
+        is_list = BY_NAME[name].is_list
+        value: Any = [part.strip() for part in text.split(",") if part.strip()] if is_list else text
+        found[name] = (_read(name, value, variable, is_text=True), variable)
+    return found
+
+
+def _from_flags(flags: Mapping[str, Any]) -> _Found:
+    found: _Found = {}
+    for name, value in flags.items():
+        _check_known(name, BY_NAME, "there is no setting", name)
+        if value is not None:
+            flag = BY_NAME[name].flag
+            found[name] = (_read(name, value, flag, is_text=True), flag)
+    return found
+
+
+def _check_known(name: str, known: Iterable[str], message: str, told: str) -> None:
+    known = list(known)
+    if name in known:
+        return
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else "`tinsmith serve --help` lists them all"
+    raise UnknownFieldError(f"{message} {shown(told)}", remedy=hint)
+
+
+def _read(name: str, value: Any, where: str, *, is_text: bool) -> Any:
+    section, _, last = name.rpartition(".")
+    owner = _types(ServiceSettings)[section] if section else ServiceSettings
+    try:
+        return fitted(value, _types(owner)[last], where, is_text=is_text)
+    except ValidationError as exc:
+        if choices := BY_NAME[name].choices:
+            exc.remedy = f"it may be {' or '.join(choices)}"
+        raise
+
+
+def _types(owner: type[msgspec.Struct]) -> dict[str, Any]:
+    return {field.name: field.type for field in msgspec.structs.fields(owner)}
+
+
+def _assembled(values: Mapping[str, Any]) -> ServiceSettings:
+    """The object from values by dotted name, which have their types."""
+    parts: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        section, _, last = name.rpartition(".")
+        parts.setdefault(section, {})[last] = value
+    top = parts.pop("", {})
+    types = _types(ServiceSettings)
+    return ServiceSettings(**top, **{name: types[name](**part) for name, part in parts.items()})

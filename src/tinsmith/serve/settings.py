@@ -1,0 +1,290 @@
+"""Everything that can be set about the service, as one frozen object.
+
+`loading.py` fills it from flags, the environment and a file; `options.py` says in words what each
+setting does, and docs/serving.md has the table.
+
+Addresses may hold passwords: `masked` is what may be shown of one, and the settings' own `repr`
+shows no more.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias
+from urllib.parse import quote, urlsplit
+
+import msgspec
+from msgspec import Meta
+from msgspec.structs import force_setattr
+
+from tinsmith.errors import ValidationError, shown
+from tinsmith.ledger.records import Retention
+from tinsmith.serve.options import BY_NAME, HOME_VARIABLE
+
+LONGEST_MODEL_NAME = 200
+_MODEL_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)*(:[A-Za-z0-9][\w.-]*)?", re.ASCII)
+
+Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e10)]
+Waited: TypeAlias = Annotated[float, Meta(gt=0, le=1e6)]
+"""A time that something is waited for, in seconds."""
+Count: TypeAlias = Annotated[int, Meta(ge=1, le=2**62)]
+
+
+def fitted(value: Any, declared: Any, where: str, *, is_text: bool = False) -> Any:
+    """The value as a setting wants it; text is taken for the number that it spells if asked.
+
+    Raises:
+        ValidationError: It does not fit. The value is not shown: it may be a secret.
+    """
+    try:
+        value = msgspec.convert(value, declared, strict=not is_text, dec_hook=_path_hook)
+    except (msgspec.ValidationError, UnicodeError) as exc:
+        raise ValidationError(f"{where}: {exc}") from exc
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValidationError(f"{where}: {value} is not a number that can be used")
+    return value
+
+
+def _path_hook(declared: type, value: Any) -> Any:
+    if declared is not Path or not isinstance(value, str | Path) or not str(value):
+        raise msgspec.ValidationError("Expected a path")
+    if "\0" in str(value):
+        raise msgspec.ValidationError("a path holds no NUL")
+    return _absolute(value)
+
+
+def _absolute(path: str | Path) -> Path:
+    return Path(path).expanduser().absolute()
+
+
+def default_data(environment: Mapping[str, str]) -> Path:
+    """The data folder where none is set: `TINSMITH_HOME`, else `~/.tinsmith`."""
+    return _absolute(environment.get(HOME_VARIABLE) or "~/.tinsmith")
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings that belong together. Each checks its values when it is made."""
+
+    def __post_init__(self) -> None:
+        for field in msgspec.structs.fields(type(self)):
+            value = fitted(getattr(self, field.name), field.type, field.name)
+            force_setattr(self, field.name, value)
+
+
+class TlsSettings(Section, frozen=True, kw_only=True):
+    """The service's own certificate. Both files, or neither: then it speaks plain HTTP."""
+
+    cert: Path | None = None
+    key: Path | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.cert is None) != (self.key is None):
+            missing = "tls.cert" if self.cert is None else "tls.key"
+            raise ValidationError(f"{missing} is missing; TLS needs a certificate and its key")
+
+
+class Limits(Section, frozen=True, kw_only=True):
+    """Bounds that are checked before work is done. Those of a tenant may be lowered by a quota."""
+
+    body_bytes: Count = 256 * 1024 * 1024
+    prompt_tokens: Count = 131_072
+    batch_tokens: Count = 65_536
+    in_flight: Count = 16_384
+    """Of one tenant; beyond it a submission is answered with 429."""
+    sessions: Count = 1024
+    """Of one tenant."""
+    models: Count = 256
+    """Of one tenant."""
+    rank: Count = 256
+
+
+class SnapshotSettings(Section, frozen=True, kw_only=True):
+    """When a model's state is written behind the work, so that a restart replays little."""
+
+    every_steps: Count = 20
+    every_s: Waited = 60.0
+
+
+class LogSettings(Section, frozen=True, kw_only=True):
+    """What is logged, and how."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["text", "json"] = "text"
+
+
+class ServedModel(msgspec.Struct, frozen=True):
+    """A model under one of its names."""
+
+    name: str
+    """What clients ask for. It may end in a `:suffix`, which they ignore when they look for a
+    tokenizer: `Qwen/Qwen3-8B:tiny` is honest about being a small stand-in."""
+    source: str
+    """A folder, or an id that the engine can find."""
+
+    @property
+    def family_name(self) -> str:
+        """The name without its suffix."""
+        return self.name.partition(":")[0]
+
+
+class ServiceSettings(Section, frozen=True, kw_only=True):
+    """Everything that `tinsmith serve` can be told. Checked when made; `repr` shows no password."""
+
+    host: Annotated[str, Meta(pattern=r"^[A-Za-z0-9.:_-]{1,253}\Z")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535)] = 8000
+    unix_socket: Path | None = None
+    """Instead of a host and a port."""
+    data: Path = msgspec.field(default_factory=lambda: default_data(os.environ))
+    database: str = ""
+    """As `ledger.registry.open_ledger` takes it; empty becomes a folder in the data folder."""
+    checkpoints: str = ""
+    """A folder or an fsspec URL; empty becomes a folder in the data folder."""
+    engine: Literal["fake"] = "fake"
+    models: tuple[str, ...] = ()
+    """`NAME=PATH_OR_ID`, or `NAME` alone where they are the same; `served_models` takes them
+    apart. Empty leaves the choice to the engine."""
+    tls: TlsSettings = TlsSettings()
+    limits: Limits = Limits()
+    long_poll_s: Waited = 30.0
+    session_timeout_s: Waited = 120.0
+    gap_wait_s: Seconds = 10.0
+    drain_s: Seconds = 30.0
+    snapshots: SnapshotSettings = SnapshotSettings()
+    retention: Retention = Retention()
+    log: LogSettings = LogSettings()
+    metrics: bool = True
+    otel_endpoint: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.database:
+            force_setattr(self, "database", f"sqlite://{quote(str(self.data / 'ledger'))}")
+        if not self.checkpoints:
+            force_setattr(self, "checkpoints", str(self.data / "checkpoints"))
+        _check_database(self.database)
+        _check_endpoint(self.otel_endpoint)
+        for name, value in msgspec.structs.asdict(self.retention).items():
+            fitted(value, Seconds, f"retention.{name}")
+        _ = self.served_models  # raises where one is wrong
+
+    @property
+    def served_models(self) -> tuple[ServedModel, ...]:
+        """Each name with what it stands for, in the order given. Names are unique.
+
+        Where several have one source, the first is the model's own name and the others are
+        aliases.
+        """
+        found: dict[str, ServedModel] = {}
+        for text in self.models:
+            model = _served_model(text)
+            if model.name in found:
+                raise ValidationError(
+                    f"models: the name {model.name!r} is given twice", remedy="give each name once"
+                )
+            found[model.name] = model
+        return tuple(found.values())
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only programs of this machine can connect."""
+        if self.unix_socket is not None or self.host in ("localhost", "::1"):
+            return True
+        return re.fullmatch(r"127(\.\d{1,3}){3}", self.host) is not None
+
+    def __repr__(self) -> str:
+        pairs = (f"{name}={value!r}" for name, value in flat_settings(self, is_masked=True).items())
+        return f"ServiceSettings({', '.join(pairs)})"
+
+    def __rich_repr__(self) -> Any:
+        """What the library rich shows, in tracebacks too."""
+        return list(flat_settings(self, is_masked=True).items())
+
+
+# Showing
+
+
+def flat_settings(settings: ServiceSettings, *, is_masked: bool) -> dict[str, Any]:
+    """Every setting by its dotted name, as text, numbers and lists; None where it is not set."""
+    flat: dict[str, Any] = {}
+    for name, option in BY_NAME.items():
+        section, _, last = name.rpartition(".")
+        value = getattr(getattr(settings, section) if section else settings, last)
+        if isinstance(value, Path):
+            value = str(value)
+        elif isinstance(value, tuple):
+            value = list(value)
+        elif is_masked and option.is_address and value is not None:
+            value = masked(value)
+        flat[name] = value
+    return flat
+
+
+def masked(address: str) -> str:
+    """An address without its password, and without the values of its query."""
+    try:
+        parts = urlsplit(address)
+    except ValueError:
+        return "***"
+    if not parts.scheme:  # a folder
+        return address
+    user, at, host = parts.netloc.rpartition("@")
+    if ":" in user:
+        user = f"{user.partition(':')[0]}:***"
+    elif user and not parts.scheme.startswith("postgres"):
+        user = "***"  # elsewhere a lone name is often a token
+    pairs = (pair.partition("=") for pair in parts.query.split("&") if pair)
+    query = "&".join(f"{name}=***" if equals else "***" for name, equals, _ in pairs)
+    fragment = "#***" if parts.fragment else ""
+    slashes = "//" if address.partition(":")[2].startswith("//") else ""
+    # Without slashes, or with a stray one, a name and a password are read as a path.
+    path = "***" if "@" in parts.path else parts.path
+    rest = f"{path}{'?' if query else ''}{query}{fragment}"
+    return f"{parts.scheme}:{slashes}{user}{at}{host}{rest}"
+
+
+# Checking
+
+
+def _served_model(text: str) -> ServedModel:
+    name, _, source = text.partition("=")
+    name, source = name.strip(), source.strip()
+    if len(name) > LONGEST_MODEL_NAME or not _MODEL_NAME.fullmatch(name):
+        raise ValidationError(
+            f"models: {shown(name)} cannot be a model's name",
+            remedy="give NAME=PATH_OR_ID, with a name like Qwen/Qwen3-8B or Qwen/Qwen3-8B:tiny",
+        )
+    if any(part in (".", "..") for part in name.split("/")) or "\0" in source:
+        raise ValidationError(f"models: {shown(text)} holds a path that cannot be used")
+    if source.startswith("~"):
+        source = str(Path(source).expanduser())
+    return ServedModel(name, source or name.partition(":")[0])
+
+
+def _check_database(address: str) -> None:
+    try:
+        scheme = urlsplit(address).scheme
+    except ValueError:
+        scheme = ""
+    if scheme not in ("memory", "sqlite", "postgres", "postgresql"):
+        # Only its scheme is shown: the rest may hold a password.
+        raise ValidationError(
+            f"database: {scheme or 'no scheme'!r} is not a kind of ledger",
+            remedy="use memory:, sqlite:///path/to/folder or postgresql://user@host/database",
+        )
+
+
+def _check_endpoint(address: str | None) -> None:
+    if address is None:
+        return
+    try:
+        parts = urlsplit(address)
+        is_good = parts.scheme in ("http", "https") and bool(parts.hostname)
+    except ValueError:
+        is_good = False
+    if not is_good:
+        raise ValidationError("otel_endpoint is not an http or https address")

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tinsmith.cli.main import main
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An environment that sets nothing, and a folder of its own."""
+    for name in os.environ:
+        if name.startswith("TINSMITH_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("TINSMITH_HOME", str(tmp_path))
+
+
+def test_check_prints_the_settings_and_where_they_came_from(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINSMITH_SERVE_DATABASE", "postgresql://me:hunter2@db/x")
+
+    status = main(["serve", "--check", "--port", "81", "--model", "a=b", "--model", "c=b"])
+
+    shown = capsys.readouterr()
+    assert (status, shown.err) == (0, "")
+    assert "port = 81  # --port\n" in shown.out
+    assert 'models = ["a=b", "c=b"]  # --model\n' in shown.out
+    assert "hunter2" not in shown.out
+
+
+def test_check_prints_json_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(["serve", "--check", "--no-metrics", "-f", "json"])
+
+    shown = json.loads(capsys.readouterr().out)
+    assert status == 0
+    assert shown["metrics"] == {"value": False, "source": "--metrics"}
+    assert shown["unix_socket"] == {"value": None, "source": "default"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--port", "many"], "--port"),
+        (["--engine", "steam"], "steam"),
+        (["--prot", "1"], "--prot"),
+        (["--model", "../x=1"], "cannot be a model's name"),
+        (["--model", "x=/nowhere/at/all"], "where nothing is"),
+        (["--tls-cert", "/nowhere"], "tls.key is missing"),
+        (["--config", "/nowhere.toml"], "/nowhere.toml"),
+        (["--database", "mysql://me:hunter2@db"], "not a kind of ledger"),
+    ],
+)
+def test_check_ends_with_2_and_says_what_is_wrong(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = main(["serve", "--check", *words])
+
+    shown = capsys.readouterr()
+    assert (status, shown.out) == (2, "")
+    assert message in shown.err
+    assert "hunter2" not in shown.err
+
+
+def test_an_unknown_variable_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINSMITH_SERVE_HOSTS", "x")
+
+    assert main(["serve", "--check"]) == 2
+    assert "did you mean TINSMITH_SERVE_HOST?" in capsys.readouterr().err

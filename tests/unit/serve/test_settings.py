@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+
+from tinsmith.errors import UnknownFieldError, ValidationError
+from tinsmith.ledger.records import Retention
+from tinsmith.serve.settings import Limits, ServedModel, ServiceSettings, TlsSettings, masked
+
+PASSWORD = "hunter2"
+
+
+def test_addresses_follow_the_data_folder(tmp_path: Path) -> None:
+    settings = ServiceSettings(data=tmp_path / "a b")
+
+    assert settings.database == f"sqlite://{tmp_path}/a%20b/ledger"
+    assert settings.checkpoints == str(tmp_path / "a b" / "checkpoints")
+
+
+def test_a_value_is_checked_when_the_object_is_made() -> None:
+    with pytest.raises(ValidationError, match="port"):
+        ServiceSettings(port=70000)
+    with pytest.raises(ValidationError, match="rank"):
+        Limits(rank=0)
+    with pytest.raises(ValidationError, match=r"retention\.result_s"):
+        ServiceSettings(retention=Retention(result_s=float("nan")))
+
+
+def test_settings_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        ServiceSettings().port = 1  # type: ignore[misc]
+
+
+def test_a_certificate_needs_its_key() -> None:
+    with pytest.raises(ValidationError, match=r"tls\.key is missing"):
+        TlsSettings(cert=Path("/cert.pem"))
+    with pytest.raises(ValidationError, match=r"tls\.cert is missing"):
+        TlsSettings(key=Path("/key.pem"))
+
+
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [
+        (f"postgresql://me:{PASSWORD}@db/x", "postgresql://me:***@db/x"),
+        (f"postgresql://me@db/x?password={PASSWORD}", "postgresql://me@db/x?password=***"),
+        (f"postgresql://me:a@b:{PASSWORD}@db/x", "postgresql://me:***@db/x"),
+        (f"https://{PASSWORD}@collector/v1", "https://***@collector/v1"),
+        (f"https://collector/v1#{PASSWORD}", "https://collector/v1#***"),
+        (f"s3://bucket/x?{PASSWORD}", "s3://bucket/x?***"),
+        (f"https://[{PASSWORD}/x", "***"),
+        (f"postgresql:me:{PASSWORD}@db/x", "postgresql:***"),
+        (f"postgresql:///me:{PASSWORD}@db/x", "postgresql://***"),
+        ("sqlite:///a/b", "sqlite:///a/b"),
+        ("/var/lib/tinsmith", "/var/lib/tinsmith"),
+        ("memory:", "memory:"),
+    ],
+)
+def test_a_shown_address_holds_no_password(address: str, shown: str) -> None:
+    assert masked(address) == shown
+    assert PASSWORD not in shown
+
+
+def test_nothing_that_shows_the_settings_shows_a_password() -> None:
+    address = f"postgresql://me:{PASSWORD}@db/x"
+    settings = ServiceSettings(database=address, otel_endpoint=f"https://x:{PASSWORD}@y/")
+
+    shown = [repr(settings), str(settings), f"{settings}", repr(settings.__rich_repr__())]
+
+    assert not [text for text in shown if PASSWORD in text]
+    assert settings.database == address
+    assert pickle.loads(pickle.dumps(settings)) == settings
+
+
+@pytest.mark.parametrize("address", [f"host=db password={PASSWORD}", f"mysql://me:{PASSWORD}@db"])
+def test_a_refused_database_is_not_shown(address: str) -> None:
+    with pytest.raises(ValidationError, match="not a kind of ledger") as caught:
+        ServiceSettings(database=address)
+
+    assert PASSWORD not in str(caught.value)
+
+
+def test_models_have_names_aliases_and_suffixes() -> None:
+    settings = ServiceSettings(
+        models=("Qwen/Qwen3-8B:tiny=/m/tiny", "Qwen/Qwen3-8B = /m/tiny", "org/other")
+    )
+
+    assert settings.served_models == (
+        ServedModel("Qwen/Qwen3-8B:tiny", "/m/tiny"),
+        ServedModel("Qwen/Qwen3-8B", "/m/tiny"),
+        ServedModel("org/other", "org/other"),
+    )
+    assert settings.served_models[0].family_name == "Qwen/Qwen3-8B"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "=path",
+        "../up=x",
+        "a/../b=x",
+        "a/./b=x",
+        "/abs=x",
+        "a//b=x",
+        "a b=x",
+        "a\nb=x",
+        "\x1b[31m=x",
+        "a:b:c=x",
+        "a:=x",
+        "näme=x",
+        "a=x\0y",
+        "n" * 201 + "=x",
+    ],
+)
+def test_a_hostile_model_name_is_refused(text: str) -> None:
+    with pytest.raises(ValidationError, match="models") as caught:
+        ServiceSettings(models=(text,))
+
+    assert str(caught.value).isprintable()
+
+
+def test_a_name_is_given_to_one_model() -> None:
+    with pytest.raises(ValidationError, match="given twice"):
+        ServiceSettings(models=("a=x", "a=y"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (ServiceSettings(), True),
+        (ServiceSettings(host="localhost"), True),
+        (ServiceSettings(host="::1"), True),
+        (ServiceSettings(host="127.8.0.1"), True),
+        (ServiceSettings(host="0.0.0.0", unix_socket=Path("/run/x")), True),
+        (ServiceSettings(host="0.0.0.0"), False),
+        (ServiceSettings(host="::"), False),
+        (ServiceSettings(host="127.evil.example"), False),
+        (ServiceSettings(host="127.0.0.1.evil.example"), False),
+        (ServiceSettings(host="localhost.evil.example"), False),
+    ],
+)
+def test_loopback_is_told_from_what_others_reach(settings: ServiceSettings, expected: bool) -> None:
+    assert settings.is_loopback is expected
+
+
+@pytest.mark.parametrize("host", ["", "a b", "a/b", "http://x", "a\n", "[::1]", "x" * 254])
+def test_a_host_that_is_none_is_refused(host: str) -> None:
+    with pytest.raises(ValidationError, match="host"):
+        ServiceSettings(host=host)
+
+
+def test_unknown_fields_are_errors_of_ours_too() -> None:
+    assert issubclass(UnknownFieldError, ValidationError)
