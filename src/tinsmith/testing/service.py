@@ -29,7 +29,6 @@ from tinsmith.testing.http_reading import Incoming
 from tinsmith.testing.http_server import BrokenReply, HttpServer, Reply, StreamedReply
 from tinsmith.testing.polls import Polls
 from tinsmith.testing.received import WAIT_TIMEOUT_S, ReceivedRequest, RequestLog
-from tinsmith.testing.routes import Router
 from tinsmith.testing.running import ServiceThread
 from tinsmith.testing.sampling import Samplers
 from tinsmith.testing.sessions import Sessions
@@ -41,6 +40,7 @@ from tinsmith.wire.endpoints import Endpoint
 from tinsmith.wire.exchange import HttpReply, read_request, to_reply
 from tinsmith.wire.failures import is_retried, reply_from_error
 from tinsmith.wire.limits import DecodeLimits
+from tinsmith.wire.routes import Router
 
 
 class ScriptedService:

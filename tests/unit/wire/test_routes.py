@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tinsmith.testing.routes import Router
 from tinsmith.wire.endpoints import ENDPOINTS, Endpoint
+from tinsmith.wire.routes import Router
 
 ROUTER = Router()
 

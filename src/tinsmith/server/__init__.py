@@ -1,0 +1,1 @@
+"""HTTP requests into entries of the ledger, settled commands into replies."""

@@ -1,0 +1,62 @@
+"""What can be set about the server; `serve/settings.py` fills it from flags, files and environment.
+
+Sizes are bytes, times are seconds.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from tinsmith.wire.limits import MIB
+
+
+class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits and times of one server."""
+
+    path_prefix: str = ""
+    """What stands before `/api/v1` in every path, without a slash at its end."""
+    public_url: str | None = None
+    """Where clients find the service, for addresses in answers; None: as their requests say."""
+
+    # Bodies
+    body_bytes: int = 64 * MIB
+    """The largest body, as it is sent."""
+    decoded_bytes: int = 256 * MIB
+    """The most that a body may take once it is unpacked, and again once it is read."""
+    bodies_bytes: int = 512 * MIB
+    """The most that all bodies which are being read may take together."""
+    body_silence_s: float = 20.0
+    """How long a client may send nothing of a body that it began."""
+    body_s: float = 300.0
+    """How long a whole body may take."""
+    compress_from_bytes: int = 64 * 1024
+    """Answers from this size on are packed for clients that accept it; 0: none are."""
+
+    # Waiting
+    long_poll_s: float = 30.0
+    """How long a poll is held; clients give up after 45."""
+    inline_bytes: int = MIB
+    """Results above this are announced by size first, to clients that ask for that."""
+    session_timeout_s: float = 300.0
+    """How long a session may be silent before it is ended."""
+
+    # What one submission may ask for
+    most_datums: int = 4096
+    most_pass_tokens: int = 4 * MIB
+    most_samples: int = 1024
+    """Sequences of one sample request."""
+    most_topk: int = 100
+    most_targets: int = 4 * MIB
+    """Cells of one tensor, as it would be if all of them were written out."""
+
+    # What one tenant may have under way; its own quotas come first
+    commands_in_flight: int = 20_000
+    bytes_in_flight: int = 1024 * MIB
+
+    # Extensions of the protocol; see docs/extensions.md
+    batch_items: int = 256
+    batch_bytes: int = 4 * MIB
+    answer_inline_bytes: int = 256 * 1024
+    offers_streams: bool = True
+    offers_tokens: bool = True
+    """Whether clients exchange their key for a short-lived token."""
