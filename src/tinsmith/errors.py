@@ -15,6 +15,13 @@
     │   ├── LedgerUnavailableError       it cannot write or read now: disk full, locked, gone
     │   ├── LedgerVersionError           its schema is not one that this version can use
     │   └── LedgerDamagedError           kept bytes are not what was written
+    ├── CheckpointError                  saved weights say no
+    │   ├── CheckpointNotFoundError      nothing is saved under this path
+    │   ├── CheckpointExistsError        something else is
+    │   ├── CheckpointUnavailableError   the store cannot write or read now
+    │   │   └── StorageFullError         ... because there is no room
+    │   ├── CheckpointFormatError        the files are not weights as we know them (a ValueError)
+    │   └── CheckpointDamagedError       kept bytes are not what was written
     ├── RequestFailedError               the server accepted the work and could not finish it
     └── APIError                         an HTTP exchange went wrong
         ├── APIResponseValidationError   the reply arrived and could not be understood
@@ -169,6 +176,34 @@ class LedgerVersionError(LedgerError):
 
 class LedgerDamagedError(LedgerError):
     """Bytes that the ledger keeps are not those that were written."""
+
+
+class CheckpointError(TinkerError):
+    """Saved weights could not be written, found or read."""
+
+
+class CheckpointNotFoundError(CheckpointError):
+    """Nothing is saved under this path."""
+
+
+class CheckpointExistsError(CheckpointError):
+    """The path is taken, and what is there was not to be overwritten."""
+
+
+class CheckpointUnavailableError(CheckpointError):
+    """The store cannot write or read now; nothing was changed, and trying again may help."""
+
+
+class StorageFullError(CheckpointUnavailableError):
+    """There is no room to write, or the quota is used up."""
+
+
+class CheckpointFormatError(CheckpointError, ValueError):
+    """The files are not weights in a form that this version can read."""
+
+
+class CheckpointDamagedError(CheckpointError):
+    """Bytes that a store keeps are not those that were written."""
 
 
 class RequestFailedError(TinkerError):

@@ -1,0 +1,140 @@
+"""What is in one checkpoint: its files with sizes and digests, written beside them in JSON.
+
+A checkpoint exists when its manifest does. A manifest is written last and in one step, so that it
+never speaks of files that are not all there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from pathlib import Path
+
+import msgspec
+
+from tinsmith.checkpoints.paths import CheckpointPath
+from tinsmith.errors import CheckpointDamagedError, CheckpointFormatError, ValidationError
+
+FORMAT_VERSION = 1
+"""Of the manifest and of how files lie in a store. A newer one is refused."""
+MANIFEST = "checkpoint.json"
+MANIFEST_BYTES_MAX = 1 << 20
+FILES_MAX = 1000
+_PIECE_BYTES = 1 << 20
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
+_VERSION = re.compile(r"[0-9a-f]{16}")
+
+
+class FileEntry(msgspec.Struct, frozen=True):
+    """One file of a checkpoint."""
+
+    name: str
+    size_bytes: int
+    sha256: str
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint holds. It never changes; an overwritten checkpoint has another."""
+
+    format_version: int
+    path: str
+    """The checkpoint's, so that a file system that ignores case cannot mix up two."""
+    version: str
+    """New with each commit: the folder that holds the files, and a tag for downloads."""
+    origin: str
+    """Who made it, as told to `begin`."""
+    files: tuple[FileEntry, ...]
+    """In the order of their names."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all files together."""
+        return sum(file.size_bytes for file in self.files)
+
+    def file(self, name: str) -> FileEntry | None:
+        """The file with this name, if there is one."""
+        return next((file for file in self.files if file.name == name), None)
+
+    def encode(self) -> bytes:
+        """As JSON, to be written."""
+        return msgspec.json.format(msgspec.json.encode(self)) + b"\n"
+
+
+def decode(content: bytes, path: CheckpointPath) -> Manifest | None:
+    """Read a manifest; None if it is that of another checkpoint, whose name differs in case.
+
+    Raises:
+        CheckpointDamagedError: It is not a manifest.
+        CheckpointFormatError: It is of a newer version.
+    """
+    try:
+        version = msgspec.json.decode(content, type=_Versioned).format_version
+        if version != FORMAT_VERSION:
+            raise CheckpointFormatError(
+                f"{path} has format {version}; this version of tinsmith knows {FORMAT_VERSION}",
+                remedy="use the version of tinsmith that wrote it, or a newer one",
+            )
+        manifest = msgspec.json.decode(content, type=Manifest)
+        _check(manifest)
+    except (msgspec.MsgspecError, RecursionError, ValidationError, UnicodeError) as exc:
+        raise CheckpointDamagedError(
+            f"{path}: its {MANIFEST} cannot be read: {exc}",
+            remedy="restore it from a backup, or delete the checkpoint",
+        ) from exc
+    return manifest if manifest.path == str(path) else None
+
+
+class _Versioned(msgspec.Struct):
+    format_version: int
+
+
+def _check(manifest: Manifest) -> None:
+    """Refuse what could lead elsewhere or was never written by us."""
+    if not _VERSION.fullmatch(manifest.version):
+        raise ValidationError("version is not one")
+    names = [file.name for file in manifest.files]
+    if names != sorted(set(names)) or len(names) > FILES_MAX:
+        raise ValidationError("files are too many, or not in order")
+    for file in manifest.files:
+        check_file_name(file.name)
+        if file.size_bytes < 0 or not re.fullmatch(r"[0-9a-f]{64}", file.sha256):
+            raise ValidationError(f"file {file.name} has no size or no digest")
+
+
+def check_file_name(name: str) -> None:
+    """Refuse a file's name that could mean something else than a file in its folder."""
+    if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
+        raise ValidationError(
+            f"file name {name!r:.120} is not allowed",
+            remedy="use up to 100 letters, digits, dots, dashes and underscores",
+        )
+
+
+def survey(folder: Path, *, sync: bool) -> tuple[FileEntry, ...]:
+    """The files of a folder with their digests; `sync` makes each of them durable on the way.
+
+    Raises:
+        ValidationError: It holds something else than plain files with plain names, or nothing.
+    """
+    found = sorted(folder.iterdir())
+    if not 1 <= len(found) <= FILES_MAX:
+        raise ValidationError(f"{folder} has {len(found)} files; it may have 1 to {FILES_MAX}")
+    entries = []
+    for file in found:
+        check_file_name(file.name)
+        if file.is_symlink() or not file.is_file():
+            raise ValidationError(f"{file} is not a plain file")
+        entries.append(_entry(file, sync=sync))
+    return tuple(entries)
+
+
+def _entry(file: Path, *, sync: bool) -> FileEntry:
+    digest, size_bytes = hashlib.sha256(), 0
+    with file.open("rb") as content:
+        if sync:
+            os.fsync(content.fileno())
+        while piece := content.read(_PIECE_BYTES):
+            digest.update(piece)
+            size_bytes += len(piece)
+    return FileEntry(file.name, size_bytes, digest.hexdigest())

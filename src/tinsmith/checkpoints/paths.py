@@ -1,0 +1,163 @@
+"""How saved weights are named, and where a name leads to inside a store.
+
+A name comes from a client, and becomes part of a file's path. It is checked here, once, and what
+has passed may be used with any store: it stays inside, means one place only, and fits every file
+system and every URL.
+"""
+
+from __future__ import annotations
+
+import re
+import urllib.parse
+from typing import Self
+
+import msgspec
+
+from tinsmith.errors import ValidationError, shown
+
+LONGEST_NAME = 128
+"""Of a run's id and of a checkpoint's name, in characters."""
+LONGEST_ENCODED = 240
+"""The same in a file's name, in bytes. File systems end at 255."""
+
+KINDS = ("weights", "sampler_weights", "external_weights")
+"""Kinds of checkpoints that a client can name."""
+SNAPSHOTS = "snapshots"
+"""The kind that the scheduler keeps for itself. A model's position is the name."""
+
+_SCHEME = "tinker://"
+_LARGEST_POSITION = 2**63 - 1
+# Their meaning in a path, in a URL or in the encoding below would make two names of one.
+_FORBIDDEN = frozenset("/\\%?#")
+_DEVICE = re.compile(r"(?:con|prn|aux|nul|com[0-9]|lpt[0-9])(?:\..*)?", re.IGNORECASE)
+_KEPT_AS_IT_IS = "._-:=@+,~"  # with letters and digits
+
+
+class CheckpointPath(msgspec.Struct, frozen=True, order=True):
+    """What a checkpoint is called: its run, its kind, its name. Checked when made.
+
+    `str()` gives the form that `parse` reads: `tinker://<run>/<kind>/<name>`, and for snapshots
+    `snapshots/<model>/<position>`.
+    """
+
+    run_id: str
+    kind: str
+    name: str
+
+    def __post_init__(self) -> None:
+        _check("run id", self.run_id)
+        if self.kind == SNAPSHOTS:
+            _check_position(self.name)
+        elif self.kind in KINDS:
+            _check("name", self.name)
+        else:
+            raise ValidationError(
+                f"kind is {shown(self.kind)}", remedy=f"known kinds are {', '.join(KINDS)}"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read what `str()` gives.
+
+        Raises:
+            ValidationError: It has another form, or a part of it is not allowed.
+        """
+        if text.startswith(f"{SNAPSHOTS}/"):
+            kind, *parts = text.split("/")
+            if len(parts) == 2:
+                return cls(parts[0], kind, parts[1])
+        parts = text.removeprefix(_SCHEME).split("/")
+        if not text.startswith(_SCHEME) or len(parts) != 3 or parts[1] == SNAPSHOTS:
+            raise ValidationError(
+                f"path {shown(text, 200)} is not a checkpoint's",
+                remedy="it has the form tinker://<training run>/<kind>/<name>",
+            )
+        return cls(*parts)
+
+    @classmethod
+    def of(cls, run_id: str, checkpoint_id: str) -> Self:
+        """A run's checkpoint by the id that listings show: `<kind>/<name>`."""
+        return cls.parse(f"{_SCHEME}{run_id}/{checkpoint_id}")
+
+    @classmethod
+    def snapshot(cls, model_id: str, position: int) -> Self:
+        """The state of a model before the command with this number."""
+        return cls(model_id, SNAPSHOTS, str(position))
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The kind and the name, as listings show them."""
+        return f"{self.kind}/{self.name}"
+
+    @property
+    def is_snapshot(self) -> bool:
+        """Whether the scheduler keeps it, and no client can name it."""
+        return self.kind == SNAPSHOTS
+
+    @property
+    def position(self) -> int:
+        """Of a snapshot: the number of the first command that it does not hold."""
+        assert self.is_snapshot
+        return int(self.name)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Where it is inside a store, as names of folders."""
+        if self.is_snapshot:
+            return (SNAPSHOTS, _encoded(self.run_id), self.name)
+        return ("runs", _encoded(self.run_id), self.kind, _encoded(self.name))
+
+    @classmethod
+    def from_parts(cls, parts: tuple[str, ...]) -> Self | None:
+        """The path that leads to this place; None if no path does."""
+        try:
+            decoded = [urllib.parse.unquote(part, errors="strict") for part in parts]
+            if len(parts) == 3:
+                found = cls(decoded[1], SNAPSHOTS, decoded[2])
+            elif len(parts) == 4:
+                found = cls(decoded[1], decoded[2], decoded[3])
+            else:
+                return None
+        except ValueError:
+            return None
+        return found if found.parts == parts else None
+
+    def __str__(self) -> str:
+        if self.is_snapshot:
+            return f"{SNAPSHOTS}/{self.run_id}/{self.name}"
+        return f"{_SCHEME}{self.run_id}/{self.kind}/{self.name}"
+
+
+def _check(field: str, text: str) -> None:
+    if not 1 <= len(text) <= LONGEST_NAME:
+        raise ValidationError(
+            f"{field} has {len(text)} characters; it may have 1 to {LONGEST_NAME}"
+        )
+    if not text.isprintable() or _FORBIDDEN & set(text):
+        raise ValidationError(
+            f"{field} {shown(text)} has a character that is not allowed",
+            remedy=f"use printable characters other than {' '.join(sorted(_FORBIDDEN))}",
+        )
+    if text != text.strip(". ") or _DEVICE.fullmatch(text):
+        raise ValidationError(
+            f"{field} {shown(text)} has a meaning of its own in file systems",
+            remedy="it may not begin or end with a dot or a space, nor be called as a device is",
+        )
+    if len(_encoded(text)) > LONGEST_ENCODED:
+        raise ValidationError(
+            f"{field} takes {len(_encoded(text))} bytes as a file's name; "
+            f"it may take {LONGEST_ENCODED}",
+            remedy="use fewer characters, or plain letters",
+        )
+
+
+def _check_position(text: str) -> None:
+    if not (text.isascii() and text.isdigit() and text == str(int(text[:20]))):
+        raise ValidationError(f"position is {shown(text)}; it is a number from 0 on")
+    if int(text) > _LARGEST_POSITION:
+        raise ValidationError(f"position is {text}; it may be {_LARGEST_POSITION} at most")
+
+
+def _encoded(text: str) -> str:
+    """The text as a file's name in ASCII; two texts never have the same."""
+    return urllib.parse.quote(text, safe=_KEPT_AS_IT_IS)

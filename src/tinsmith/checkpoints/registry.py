@@ -1,0 +1,31 @@
+"""Opens a store of checkpoints by its address; a variant is loaded when it is chosen."""
+
+from __future__ import annotations
+
+import urllib.parse
+from pathlib import Path
+
+from tinsmith.checkpoints.base import CheckpointStore
+from tinsmith.checkpoints.folder_store import FolderStore
+from tinsmith.errors import ValidationError
+
+
+def open_store(address: str | Path, *, work: Path | None = None) -> CheckpointStore:
+    """A store at a folder, or at any URL that fsspec can write to, such as `s3://bucket/folder`.
+
+    Args:
+        address: A folder's path, a `file://` URL, or another URL.
+        work: For URLs, a local folder for what is being written and what was fetched. It has to be
+            the same after a restart, so that `sweep` finds what a crash left.
+
+    Raises:
+        ValidationError: The address is a URL that cannot be used, or `work` is missing.
+        CheckpointUnavailableError: The folder cannot be made.
+    """
+    text = str(address)
+    if isinstance(address, Path) or "://" not in text:
+        return FolderStore(Path(address).expanduser())
+    if text.startswith("file://"):
+        # As a folder, where renaming is one step, which fsspec does not promise.
+        return FolderStore(Path(urllib.parse.unquote(urllib.parse.urlsplit(text).path)))
+    raise ValidationError(f"{text} with {work}: stores at URLs are not there yet")
