@@ -194,10 +194,12 @@ def test_only_plain_files_can_be_committed(store: CheckpointStore, tmp_path: Pat
 def test_paths_of_a_run_and_snapshots_of_a_model(store: CheckpointStore) -> None:
     snapshots = [CheckpointPath.snapshot("s1:train:0", position) for position in (9, 10, 100)]
     strange = CheckpointPath("s1:train:0", "sampler_weights", "größe 1 (é)")
-    for path in [PATH, OTHER, strange, *reversed(snapshots)]:
+    sampler = CheckpointPath.sampler("s1:sample:0")
+    for path in [PATH, OTHER, strange, sampler, *reversed(snapshots)]:
         save(store, path)
 
-    assert set(store.paths()) == {PATH, OTHER, strange, *snapshots}
+    assert set(store.paths()) == {PATH, OTHER, strange, sampler, *snapshots}
+    assert all(CheckpointPath.parse(str(path)) == path for path in store.paths())
     assert set(store.paths("s1:train:0")) == {PATH, strange, *snapshots}
     assert store.snapshots("s1:train:0") == snapshots
     assert store.snapshots("s1:train:1") == []

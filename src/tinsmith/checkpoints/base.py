@@ -36,7 +36,7 @@ from types import TracebackType
 from typing import Self
 
 from tinsmith.checkpoints.manifest import Manifest
-from tinsmith.checkpoints.paths import CheckpointPath
+from tinsmith.checkpoints.paths import SNAPSHOTS, CheckpointPath
 from tinsmith.errors import CheckpointNotFoundError
 
 PIECE_BYTES = 1 << 20
@@ -169,7 +169,7 @@ class CheckpointStore(abc.ABC):
 
     @abc.abstractmethod
     def paths(self, run_id: str | None = None) -> Iterator[CheckpointPath]:
-        """All checkpoints that there are, of one run or of all; snapshots too. In no order."""
+        """All checkpoints that there are, of one run or of all; internal ones too. In no order."""
 
     @abc.abstractmethod
     def sweep(self) -> int:
@@ -197,7 +197,7 @@ class CheckpointStore(abc.ABC):
 
     def snapshots(self, model_id: str) -> list[CheckpointPath]:
         """The snapshots of a model, by position."""
-        found = [path for path in self.paths(model_id) if path.is_snapshot]
+        found = [path for path in self.paths(model_id) if path.kind == SNAPSHOTS]
         return sorted(found, key=lambda path: path.position)
 
     @abc.abstractmethod

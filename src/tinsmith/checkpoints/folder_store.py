@@ -2,7 +2,8 @@
 
     <root>/runs/<run>/<kind>/<name>/checkpoint.json      the manifest, which names the version
     <root>/runs/<run>/<kind>/<name>/<version>/…          the files
-    <root>/snapshots/<model>/<position>/…                the same, for snapshots
+    <root>/snapshots/<model>/<position>/…                the same, for snapshots of the scheduler
+    <root>/samplers/<sampler>/weights/…                  the same, for weights without a name
     <root>/staging/<token>/target                        which checkpoint is being changed
     <root>/staging/<token>/files/…                       what is being written
     <root>/staging/<token>/trash/…                       what is being deleted
@@ -41,7 +42,7 @@ from tinsmith.checkpoints.disk import (
     write_durably,
 )
 from tinsmith.checkpoints.manifest import MANIFEST, FileEntry, Manifest
-from tinsmith.checkpoints.paths import CheckpointPath
+from tinsmith.checkpoints.paths import PLACES, CheckpointPath
 from tinsmith.errors import (
     CheckpointDamagedError,
     CheckpointError,
@@ -153,7 +154,7 @@ class FolderStore(CheckpointStore):
     def paths(self, run_id: str | None = None) -> Iterator[CheckpointPath]:
         """`CheckpointStore.paths`."""
         with disk_errors("checkpoints cannot be listed"):
-            for pattern in ("runs/*/*/*", "snapshots/*/*"):
+            for pattern in PLACES:
                 for found in self.root.glob(f"{pattern}/{MANIFEST}"):
                     path = CheckpointPath.from_parts(found.parent.relative_to(self.root).parts)
                     if path is not None and run_id in (None, path.run_id):

@@ -23,8 +23,14 @@ LONGEST_ENCODED = 240
 KINDS = ("weights", "sampler_weights", "external_weights")
 """Kinds of checkpoints that a client can name."""
 SNAPSHOTS = "snapshots"
-"""The kind that the scheduler keeps for itself. A model's position is the name."""
+"""States of models, which the scheduler keeps for itself. The position is the name."""
+SAMPLERS = "samplers"
+"""Weights of samplers that were made without a name; the sampler stands in place of the run."""
 
+PLACES = ("runs/*/*/*", "snapshots/*/*", "samplers/*/*")
+"""Where checkpoints are inside a store, as patterns."""
+
+_INTERNAL = (SNAPSHOTS, SAMPLERS)
 _SCHEME = "tinker://"
 _LARGEST_POSITION = 2**63 - 1
 # Their meaning in a path, in a URL or in the encoding below would make two names of one.
@@ -36,8 +42,8 @@ _KEPT_AS_IT_IS = "._-:=@+,~"  # with letters and digits
 class CheckpointPath(msgspec.Struct, frozen=True, order=True):
     """What a checkpoint is called: its run, its kind, its name. Checked when made.
 
-    `str()` gives the form that `parse` reads: `tinker://<run>/<kind>/<name>`, and for snapshots
-    `snapshots/<model>/<position>`.
+    `str()` gives the form that `parse` reads: `tinker://<run>/<kind>/<name>`, and for what the
+    service keeps for itself `snapshots/<model>/<position>` and `samplers/<sampler>/weights`.
     """
 
     run_id: str
@@ -48,7 +54,7 @@ class CheckpointPath(msgspec.Struct, frozen=True, order=True):
         _check("run id", self.run_id)
         if self.kind == SNAPSHOTS:
             _check_position(self.name)
-        elif self.kind in KINDS:
+        elif self.kind in KINDS or (self.kind == SAMPLERS and self.name == KINDS[0]):
             _check("name", self.name)
         else:
             raise ValidationError(
@@ -62,12 +68,11 @@ class CheckpointPath(msgspec.Struct, frozen=True, order=True):
         Raises:
             ValidationError: It has another form, or a part of it is not allowed.
         """
-        if text.startswith(f"{SNAPSHOTS}/"):
-            kind, *parts = text.split("/")
-            if len(parts) == 2:
-                return cls(parts[0], kind, parts[1])
+        parts = text.split("/")
+        if len(parts) == 3 and parts[0] in _INTERNAL:
+            return cls(parts[1], parts[0], parts[2])
         parts = text.removeprefix(_SCHEME).split("/")
-        if not text.startswith(_SCHEME) or len(parts) != 3 or parts[1] == SNAPSHOTS:
+        if not text.startswith(_SCHEME) or len(parts) != 3 or parts[1] in _INTERNAL:
             raise ValidationError(
                 f"path {shown(text, 200)} is not a checkpoint's",
                 remedy="it has the form tinker://<training run>/<kind>/<name>",
@@ -84,27 +89,32 @@ class CheckpointPath(msgspec.Struct, frozen=True, order=True):
         """The state of a model before the command with this number."""
         return cls(model_id, SNAPSHOTS, str(position))
 
+    @classmethod
+    def sampler(cls, sampler_id: str) -> Self:
+        """The weights that a sampler was made with, if they have no name of their own."""
+        return cls(sampler_id, SAMPLERS, KINDS[0])
+
     @property
     def checkpoint_id(self) -> str:
         """The kind and the name, as listings show them."""
         return f"{self.kind}/{self.name}"
 
     @property
-    def is_snapshot(self) -> bool:
-        """Whether the scheduler keeps it, and no client can name it."""
-        return self.kind == SNAPSHOTS
+    def is_internal(self) -> bool:
+        """Whether the service keeps it for itself, and no client can name it."""
+        return self.kind in _INTERNAL
 
     @property
     def position(self) -> int:
         """Of a snapshot: the number of the first command that it does not hold."""
-        assert self.is_snapshot
+        assert self.kind == SNAPSHOTS
         return int(self.name)
 
     @property
     def parts(self) -> tuple[str, ...]:
         """Where it is inside a store, as names of folders."""
-        if self.is_snapshot:
-            return (SNAPSHOTS, _encoded(self.run_id), self.name)
+        if self.is_internal:
+            return (self.kind, _encoded(self.run_id), self.name)
         return ("runs", _encoded(self.run_id), self.kind, _encoded(self.name))
 
     @classmethod
@@ -113,7 +123,7 @@ class CheckpointPath(msgspec.Struct, frozen=True, order=True):
         try:
             decoded = [urllib.parse.unquote(part, errors="strict") for part in parts]
             if len(parts) == 3:
-                found = cls(decoded[1], SNAPSHOTS, decoded[2])
+                found = cls(decoded[1], decoded[0], decoded[2])
             elif len(parts) == 4:
                 found = cls(decoded[1], decoded[2], decoded[3])
             else:
@@ -123,8 +133,8 @@ class CheckpointPath(msgspec.Struct, frozen=True, order=True):
         return found if found.parts == parts else None
 
     def __str__(self) -> str:
-        if self.is_snapshot:
-            return f"{SNAPSHOTS}/{self.run_id}/{self.name}"
+        if self.is_internal:
+            return f"{self.kind}/{self.run_id}/{self.name}"
         return f"{_SCHEME}{self.run_id}/{self.kind}/{self.name}"
 
 
