@@ -13,7 +13,6 @@ import dataclasses
 import hashlib
 import inspect
 import math
-import re
 import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,6 +22,7 @@ from tinsmith.client.session import Session
 from tinsmith.errors import ValidationError
 from tinsmith.types.futures import UntypedAPIFuture
 from tinsmith.types.inputs import Datum
+from tinsmith.types.loss_operations import INPUT_NAME, LOGPROBS, METRIC_NAME, MOST_INPUTS
 from tinsmith.types.requests import CreateCustomLossRequest
 from tinsmith.types.training import (
     CreateCustomLossResponse,
@@ -36,11 +36,6 @@ if TYPE_CHECKING:
     import torch
     import torch.fx
 
-LOGPROBS = "logprobs"
-MOST_INPUTS = 16
-
-_INPUT_NAME = re.compile(r"[a-z_][a-z0-9_]{0,63}")
-_METRIC_NAME = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
 _LIBRARIES = frozenset({"torch", "math", "operator"})
 _LEAVES_TORCH = frozenset({"item", "numpy", "tolist"})
 
@@ -261,7 +256,7 @@ def _check_parameter(parameter: inspect.Parameter, name: str) -> None:
         raise _refused(name, f"has {parameter}, which is no plain positional parameter")
     if parameter.default is not parameter.empty:
         raise _refused(name, f"gives {parameter.name} a default; every datum must have it instead")
-    if not _INPUT_NAME.fullmatch(parameter.name):
+    if not INPUT_NAME.fullmatch(parameter.name):
         raise _refused(
             name,
             f"has a parameter {parameter.name!r}",
@@ -335,7 +330,7 @@ def _check_returned(returned: Any, name: str) -> None:
     if not isinstance(metrics, dict):
         raise _refused(name, f"must return its metrics as a dict, not {metrics!r:.80}")
     for metric, value in metrics.items():
-        if not isinstance(metric, str) or not _METRIC_NAME.fullmatch(metric):
+        if not isinstance(metric, str) or not METRIC_NAME.fullmatch(metric):
             raise _refused(
                 name,
                 f"has a metric {metric!r}",

@@ -8,7 +8,6 @@ import torch
 import torch.fx
 
 from tinsmith.client.losses.graph import (
-    MOST_INPUTS,
     LossHandle,
     TracedLosses,
     check_inputs,
@@ -16,6 +15,7 @@ from tinsmith.client.losses.graph import (
     trace,
 )
 from tinsmith.types import Datum, ModelInput
+from tinsmith.types.loss_operations import MOST_INPUTS
 
 
 def weighted(logprobs: Any, weights: Any) -> Any:
