@@ -1,4 +1,4 @@
-"""The generated tables of docs/serving.md: settings, metrics, log fields.
+"""The generated tables of docs/serving.md: settings, quotas, metrics, log fields.
 
 They are made from the code that they describe, and stand between marks in the page. A test compares
 them; `python scripts/serving_tables.py` writes them anew.
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tinsmith.serve.options import OPTIONS
+from tinsmith.server.keys import QUOTAS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "serving.md"
 
@@ -24,7 +25,13 @@ def settings_table() -> str:
     return "\n".join(rows)
 
 
-TABLES: dict[str, Callable[[], str]] = {"settings": settings_table}
+def quotas_table() -> str:
+    """What a tenant can be held to."""
+    rows = [f"| `{name}` | {what} |" for name, what in QUOTAS.items()]
+    return "\n".join(["| quota | of one tenant |", "|---|---|", *rows])
+
+
+TABLES: dict[str, Callable[[], str]] = {"settings": settings_table, "quotas": quotas_table}
 
 
 def with_tables(page: str) -> str:

@@ -32,6 +32,7 @@ NOUNS = {
     "auth": "sign in and out, and see who you are",
     "billing": "show what was used and what is stored",
     "serve": "run the service on this machine",
+    "key": "make, list and revoke keys of your own service",
     "completion": "print a script that completes commands in your shell",
     "version": "show the versions of tinsmith and of what it runs on",
 }

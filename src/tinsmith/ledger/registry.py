@@ -41,6 +41,27 @@ async def open_ledger(address: str, *, retention: Retention | None = None) -> Le
     )
 
 
+async def open_ledger_beside(address: str) -> Ledger:
+    """Open the ledger of a service that may be running, to look up and change entries alone.
+
+    Raises:
+        ValidationError: The address names no ledger that is known, or one that is gone with its
+            process.
+        LedgerError: It cannot be opened; the message says why and what to do.
+    """
+    scheme = urlsplit(address).scheme
+    if scheme == "memory":
+        raise ValidationError(
+            "a ledger in memory belongs to one process, and ends with it",
+            remedy="use sqlite:///path/to/folder or postgresql://user@host/database",
+        )
+    if scheme == "sqlite":
+        from tinsmith.ledger.sqlite import SqliteLedger
+
+        return await SqliteLedger.open_beside(_folder(address))
+    return await open_ledger(address)
+
+
 def _folder(address: str) -> Path:
     parts = urlsplit(address)
     if parts.netloc or not parts.path or parts.query:

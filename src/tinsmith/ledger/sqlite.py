@@ -2,7 +2,8 @@
 
 One connection writes, on a thread of its own (`group_commit.py`); others read. The file is in WAL
 mode with `synchronous=FULL`: a commit is on the disk when it returns. Large payloads are files in a
-folder beside it. A lock file keeps a second process out.
+folder beside it. A lock file keeps a second process out; only one that looks up and changes
+entries, such as a command that makes a key, may open the same file meanwhile (`open_beside`).
 
     <folder>/ledger.sqlite3     commands, results, entries, usage
     <folder>/ledger.lock        held while the ledger is open
@@ -12,10 +13,12 @@ folder beside it. A lock file keeps a second process out.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -46,6 +49,10 @@ PAGE_BYTES = 8192
 """Twice SQLite's own: payloads of a few kilobytes then share pages, and an append costs less."""
 LARGEST_LOG_PAGES = 4000
 """Under steady load the log is moved into the database at this length."""
+LOCK_WAIT_S = 1.0
+"""How long the lock is waited for: its owner may be just about to end."""
+MAKING_TRIES = 10
+"""How often the lock is waited for while another process makes a ledger."""
 CACHE_KIB = 64 * 1024
 """What the writer keeps of the database in memory, so that it reads no index from the log."""
 
@@ -67,6 +74,7 @@ class SqliteLedger(SqlLedger):
         self._opened: list[sqlite3.Connection] = []
         self._writer = GroupWriter(self._connect_writer, self._follow)
         self._is_closed = False
+        self._is_beside = False
 
     @classmethod
     async def open(
@@ -84,14 +92,43 @@ class SqliteLedger(SqlLedger):
             LedgerVersionError: The file is no ledger, or not one that this version can use.
         """
         ledger = cls(folder, retention or Retention(), clock or SteadyClock(), inline_bytes)
-        try:
-            await asyncio.to_thread(ledger._prepare)
-            await ledger._writer.start()
-            ledger._clock.start_after(await ledger._read(keeping_steps.latest_time))
-        except BaseException:
-            await ledger.close()
-            raise
+        await ledger._open()
         return ledger
+
+    @classmethod
+    async def open_beside(cls, folder: Path) -> Self:
+        """Open a ledger that another process may have open, for its entries alone.
+
+        SQLite itself lets several processes write in turn. What it cannot share is who claims
+        commands and who sweeps files, so neither is to be done here. A folder without a ledger of
+        this version is opened as by `open`, and then nobody else has it.
+
+        Raises:
+            LedgerUnavailableError: The folder cannot be used.
+            LedgerVersionError: The file is no ledger, or not one that this version can use.
+        """
+        tries = MAKING_TRIES
+        while True:
+            ledger = cls(folder, Retention(), SteadyClock(), INLINE_BYTES)
+            ledger._is_beside = await asyncio.to_thread(ledger._is_up_to_date)
+            try:
+                await ledger._open()
+            except LedgerUnavailableError:
+                tries -= 1
+                # Whoever has the lock may be making the ledger just now.
+                if ledger._is_beside or not tries:
+                    raise
+            else:
+                return ledger
+
+    async def _open(self) -> None:
+        try:
+            await asyncio.to_thread(self._prepare)
+            await self._writer.start()
+            self._clock.start_after(await self._read(keeping_steps.latest_time))
+        except BaseException:
+            await self.close()
+            raise
 
     async def close(self) -> None:
         """`Ledger.close`."""
@@ -188,6 +225,8 @@ class SqliteLedger(SqlLedger):
                 f"this Python has SQLite {sqlite3.sqlite_version}, which is too old",
                 remedy="use a Python with SQLite 3.37 or newer",
             )
+        if self._is_beside:
+            return
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._take_lock()
@@ -197,9 +236,11 @@ class SqliteLedger(SqlLedger):
 
     def _take_lock(self) -> None:
         lock = self._lock_path.open("a+", encoding="utf-8")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as exc:
+        deadline = time.monotonic() + LOCK_WAIT_S
+        while not _try_lock(lock):
+            if time.monotonic() < deadline:
+                time.sleep(LOCK_WAIT_S / 20)
+                continue
             lock.seek(0)
             owner = lock.read().strip() or "unknown"
             lock.close()
@@ -207,11 +248,25 @@ class SqliteLedger(SqlLedger):
                 f"{self._path} is in use by process {owner}",
                 remedy="end that process, give this one another data folder, "
                 "or share a PostgreSQL ledger between them",
-            ) from exc
+            )
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")
         lock.flush()
         self._lock = lock
+
+    def _is_up_to_date(self) -> bool:
+        """Whether there is a ledger that needs no change before it is used."""
+        if not self._path.exists():
+            return False
+        try:
+            connection = sqlite3.connect(
+                f"{self._path.resolve().as_uri()}?mode=ro", uri=True, timeout=BUSY_S
+            )
+            with contextlib.closing(connection):
+                applied = list(connection.execute(migrations.READ))
+        except sqlite3.Error:
+            return False  # whatever it is, opening it in full will tell
+        return not migrations.missing(known_migrations("sqlite"), applied, str(self._path))
 
     def _connect_writer(self) -> sqlite3.Connection:
         try:
@@ -285,6 +340,14 @@ def _statements(sql: str) -> list[str]:
             current = ""
     assert not current.strip(), "a migration ends with a semicolon"
     return found
+
+
+def _try_lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _size(path: Path) -> int:

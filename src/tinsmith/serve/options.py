@@ -101,16 +101,17 @@ OPTIONS = (
     ),
     Option("tls.cert", "FILE", "not set", "the certificate, with its chain, in PEM"),
     Option("tls.key", "FILE", "not set", "the private key of the certificate, in PEM"),
-    Option("limits.body_bytes", "N", "268435456", "the largest request body, unpacked"),
+    Option("limits.body_bytes", "N", "67108864", "the largest request body, as it is sent"),
+    Option("limits.decoded_bytes", "N", "268435456", "the most that a body may take once unpacked"),
     Option("limits.prompt_tokens", "N", "131072", "the longest prompt or training sequence"),
     Option("limits.batch_tokens", "N", "65536", "how many tokens the engine gets in one batch"),
-    Option("limits.in_flight", "N", "16384", "commands of one tenant that are not settled"),
+    Option("limits.in_flight", "N", "20000", "commands of one tenant that are not settled"),
     Option("limits.sessions", "N", "1024", "open sessions of one tenant"),
     Option("limits.models", "N", "256", "models of one tenant that are being trained"),
     Option("limits.rank", "N", "256", "the highest LoRA rank"),
     Option("long_poll_s", "SECONDS", "30.0", "how long a poll for a result is held"),
     Option(
-        "session_timeout_s", "SECONDS", "120.0", "a session that is silent for so long is ended"
+        "session_timeout_s", "SECONDS", "300.0", "a session that is silent for so long is ended"
     ),
     Option(
         "gap_wait_s",

@@ -91,10 +91,13 @@ class TlsSettings(Section, frozen=True, kw_only=True):
 class Limits(Section, frozen=True, kw_only=True):
     """Bounds that are checked before work is done. Those of a tenant may be lowered by a quota."""
 
-    body_bytes: Count = 256 * 1024 * 1024
+    body_bytes: Count = 64 * 1024 * 1024
+    """As it is sent."""
+    decoded_bytes: Count = 256 * 1024 * 1024
+    """Once it is unpacked, and again once it is read."""
     prompt_tokens: Count = 131_072
     batch_tokens: Count = 65_536
-    in_flight: Count = 16_384
+    in_flight: Count = 20_000
     """Of one tenant; beyond it a submission is answered with 429."""
     sessions: Count = 1024
     """Of one tenant."""
@@ -151,7 +154,7 @@ class ServiceSettings(Section, frozen=True, kw_only=True):
     tls: TlsSettings = TlsSettings()
     limits: Limits = Limits()
     long_poll_s: Waited = 30.0
-    session_timeout_s: Waited = 120.0
+    session_timeout_s: Waited = 300.0
     gap_wait_s: Seconds = 10.0
     drain_s: Seconds = 30.0
     snapshots: SnapshotSettings = SnapshotSettings()

@@ -1,0 +1,278 @@
+"""API keys and the tenants that they belong to.
+
+A key is 32 random bytes, shown once; the ledger keeps its digest, which is the id of its entry. A
+key is never deleted: revoked, it is known and refused. So a service that once had a key never again
+serves whoever comes, also when the last of them is revoked.
+
+While a service has no key at all there is one tenant, `DEFAULT_TENANT`, and every credential is
+its. A service that others can reach must not be started like that; that is for `serve/` to refuse.
+
+`KeyRing` is what a server asks. It remembers keys for `RECHECK_S`: by then it sees what another
+process changed, such as `tinsmith key revoke`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from tinsmith.errors import AuthenticationError, UnknownEntryError, ValidationError, shown
+from tinsmith.ledger.base import PAGE, Ledger
+from tinsmith.ledger.records import LARGEST_NUMBER, ApiKey, Tenant, TenantId
+
+PREFIX = "tml-"
+"""Official clients take no key that begins with anything else."""
+KEY_BYTES = 32
+SHOWN_CHARACTERS = len(PREFIX) + 4
+LONGEST_CREDENTIAL = 8192
+ID_CHARACTERS = 12
+"""Of the digest, by which people name a key."""
+RECHECK_S = 1.0
+MOST_REMEMBERED = 1024
+
+QUOTAS = {
+    "commands_in_flight": "commands that are not settled",
+    "tokens_per_hour": "tokens trained on, read and sampled within an hour",
+    "models": "models that are being trained",
+    "storage_bytes": "bytes of saved checkpoints",
+}
+"""What a tenant can be held to, by name; without one the service's own limits hold."""
+
+_TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+_LONGEST_KEY_NAME = 100
+_KEY_ID = re.compile(r"[0-9a-f]{6,64}")
+
+DEFAULT_TENANT = TenantId("default")
+
+
+def make_key() -> str:
+    """A new key. It is nowhere but in what this returns."""
+    return PREFIX + secrets.token_urlsafe(KEY_BYTES)
+
+
+def digest_of(key: str) -> str:
+    """What is kept of a key. One round is enough: nobody can guess 32 random bytes."""
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def key_id(key: ApiKey) -> str:
+    """What people call a key by, to revoke it."""
+    return key.id[:ID_CHARACTERS]
+
+
+class Holder(msgspec.Struct, frozen=True, kw_only=True):
+    """Who a credential belongs to."""
+
+    tenant: Tenant
+    key: ApiKey | None = None
+    """None while the service has no keys."""
+
+
+class KeyRing:
+    """Finds who a credential belongs to. For one event loop.
+
+    Args:
+        ledger: Where keys and tenants are.
+        recheck_s: How long something is remembered.
+        clock: Seconds that only run forward.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        *,
+        recheck_s: float = RECHECK_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ledger = ledger
+        self._recheck_s = recheck_s
+        self._clock = clock
+        self._remembered: OrderedDict[str, tuple[float, Holder]] = OrderedDict()
+        self._open_until: float | None = None
+        self._anybody: Holder | None = None
+        self._has_keys = False
+
+    async def has_keys(self) -> bool:
+        """Whether a key was ever made; from then on every call needs one."""
+        if self._has_keys:
+            return True
+        now = self._clock()
+        if self._open_until is not None and now < self._open_until:
+            return False
+        self._has_keys = await self._ledger.entries(ApiKey).count() > 0
+        self._anybody = None  # its quotas may have changed
+        self._open_until = now + self._recheck_s
+        return self._has_keys
+
+    async def holder(self, credential: str | None) -> Holder:
+        """Who a key belongs to; anybody is the default tenant while there are no keys.
+
+        Raises:
+            AuthenticationError: There is no such key, or it was revoked. The message does not say
+                which, and never holds the key.
+        """
+        if not await self.has_keys():
+            if self._anybody is None:
+                self._anybody = Holder(tenant=await default_tenant(self._ledger))
+            return self._anybody
+        if not credential:
+            raise AuthenticationError("there is no API key in the request")
+        if len(credential) > LONGEST_CREDENTIAL:
+            raise AuthenticationError("the API key is not valid")
+        return await self.holder_by_digest(digest_of(credential))
+
+    async def holder_by_digest(self, digest: str) -> Holder:
+        """As `holder`, for whoever has only the digest, such as a token made for a key."""
+        now = self._clock()
+        remembered = self._remembered.get(digest)
+        if remembered is not None and now < remembered[0]:
+            self._remembered.move_to_end(digest)
+            return remembered[1]
+        holder = await self._look_up(digest)
+        if holder is None:
+            self._remembered.pop(digest, None)
+            raise AuthenticationError("the API key is not valid")
+        self._remembered[digest] = (now + self._recheck_s, holder)
+        self._remembered.move_to_end(digest)
+        while len(self._remembered) > MOST_REMEMBERED:
+            self._remembered.popitem(last=False)
+        return holder
+
+    def forget(self) -> None:
+        """Look everything up anew; to be called where this process changed a key or a tenant."""
+        self._remembered.clear()
+        self._open_until = None
+
+    async def _look_up(self, digest: str) -> Holder | None:
+        key = await self._ledger.entries(ApiKey).get(digest)
+        # The database compares byte by byte. That tells nothing of a key, only of its digest, but
+        # the answer should not hang on how a database compares.
+        if key is None or not hmac.compare_digest(key.id, digest) or key.revoked_at is not None:
+            return None
+        tenant = await self._ledger.entries(Tenant).get(key.tenant_id)
+        return None if tenant is None else Holder(tenant=tenant, key=key)
+
+
+async def default_tenant(ledger: Ledger) -> Tenant:
+    """The tenant of a service without keys, and of keys that were given none."""
+    return await add_tenant(ledger, DEFAULT_TENANT)
+
+
+async def add_tenant(
+    ledger: Ledger, name: str, quotas: Mapping[str, int | None] | None = None
+) -> Tenant:
+    """The tenant of this name, made if there is none.
+
+    Args:
+        ledger: Where it is kept.
+        name: Its name, which is its id too.
+        quotas: Those to change; None takes one away. The others stay.
+
+    Raises:
+        ValidationError: The name or a quota cannot be used.
+    """
+    if not _TENANT_NAME.fullmatch(name):
+        raise ValidationError(
+            f"{shown(name)} cannot be a tenant's name",
+            remedy="use up to 64 of A-Z a-z 0-9 . _ @ -, a letter or digit first",
+        )
+    changes = dict(quotas or {})
+    _check_quotas(changes)
+    tenants, tenant_id = ledger.entries(Tenant), TenantId(name)
+    found = await tenants.get(name)
+    if found is None:
+        found = await tenants.add(
+            Tenant(id=name, tenant_id=tenant_id, created_at=ledger.now(), name=name)
+        )
+    if not changes:
+        return found
+
+    def changed(old: Tenant) -> Tenant:
+        merged = {**old.quotas, **changes}
+        kept = {name: value for name, value in merged.items() if value is not None}
+        return msgspec.structs.replace(old, quotas=kept)
+
+    return await tenants.change(name, changed)
+
+
+async def create_key(ledger: Ledger, tenant: Tenant, name: str) -> tuple[ApiKey, str]:
+    """Make a key; returns what is kept of it, and the key itself.
+
+    Raises:
+        ValidationError: The name cannot be used.
+    """
+    if len(name) > _LONGEST_KEY_NAME or not name.isprintable():
+        raise ValidationError(
+            f"{shown(name)} cannot be a key's name",
+            remedy=f"use up to {_LONGEST_KEY_NAME} characters that can be printed",
+        )
+    text = make_key()
+    key = ApiKey(
+        id=digest_of(text),
+        tenant_id=tenant.tenant_id,
+        created_at=ledger.now(),
+        name=name,
+        shown=text[:SHOWN_CHARACTERS],
+    )
+    return await ledger.entries(ApiKey).add(key), text
+
+
+async def list_keys(ledger: Ledger, tenant: str | None = None) -> list[ApiKey]:
+    """All keys, or a tenant's, revoked ones too; the newest first."""
+    found: list[ApiKey] = []
+    keys = ledger.entries(ApiKey)
+    while True:
+        if tenant is None:
+            page = await keys.all(offset=len(found))
+        else:
+            page = await keys.of_tenant(TenantId(tenant), offset=len(found))
+        found += page
+        if len(page) < PAGE:
+            return found
+
+
+async def revoke_key(ledger: Ledger, named: str) -> ApiKey:
+    """Refuse a key from now on; one that is revoked stays as it is.
+
+    Args:
+        ledger: Where it is kept.
+        named: Its id, or as much of the beginning as no other key has.
+
+    Raises:
+        ValidationError: That cannot be an id.
+        UnknownEntryError: No key has it, or several have.
+    """
+    if not _KEY_ID.fullmatch(named):
+        raise ValidationError(
+            "that is not the id of a key",  # and may be the key itself, so it is not shown
+            remedy="`tinsmith key list` shows the ids, of at least 6 hexadecimal digits",
+        )
+    found = [key for key in await list_keys(ledger) if key.id.startswith(named)]
+    if len(found) != 1:
+        many = "several keys have" if found else "no key has"
+        raise UnknownEntryError(
+            f"{many} the id {named}", remedy="`tinsmith key list` shows them all"
+        )
+    now = ledger.now()
+
+    def revoked(old: ApiKey) -> ApiKey:
+        return old if old.revoked_at else msgspec.structs.replace(old, revoked_at=now)
+
+    return await ledger.entries(ApiKey).change(found[0].id, revoked)
+
+
+def _check_quotas(quotas: Mapping[str, int | None]) -> None:
+    for name, value in quotas.items():
+        if name not in QUOTAS:
+            raise ValidationError(
+                f"there is no quota {shown(name)}", remedy=f"there are {', '.join(QUOTAS)}"
+            )
+        if value is not None and not 0 <= value <= LARGEST_NUMBER:
+            raise ValidationError(f"the quota {name} may be 0 to {LARGEST_NUMBER}")

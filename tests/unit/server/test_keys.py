@@ -1,0 +1,293 @@
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import pytest
+
+from tinsmith.errors import AuthenticationError, UnknownEntryError, ValidationError
+from tinsmith.ledger.memory import MemoryLedger
+from tinsmith.ledger.records import ApiKey, Tenant
+from tinsmith.server.keys import (
+    DEFAULT_TENANT,
+    MOST_REMEMBERED,
+    KeyRing,
+    add_tenant,
+    create_key,
+    digest_of,
+    key_id,
+    list_keys,
+    make_key,
+    revoke_key,
+)
+
+T = TypeVar("T")
+
+
+class Ticks:
+    """A clock that the test sets."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(work)
+
+
+def test_keys_are_long_random_and_of_the_form_that_clients_take() -> None:
+    keys = {make_key() for _ in range(100)}
+
+    assert len(keys) == 100
+    assert all(key.startswith("tml-") and len(key) == 47 and key.isascii() for key in keys)
+
+
+def test_only_the_digest_and_the_first_characters_of_a_key_are_kept() -> None:
+    async def work() -> None:
+        ledger = MemoryLedger()
+        tenant = await add_tenant(ledger, "acme")
+
+        entry, key = await create_key(ledger, tenant, "ci")
+
+        assert entry.id == hashlib.sha256(key.encode()).hexdigest()
+        assert entry.shown == key[:8]
+        kept = repr(await ledger.entries(ApiKey).all()) + repr(await ledger.entries(Tenant).all())
+        assert key not in kept
+        assert key[8:] not in kept
+
+    run(work())
+
+
+def test_a_key_finds_its_tenant_and_no_other() -> None:
+    async def work() -> None:
+        ledger = MemoryLedger()
+        ring = KeyRing(ledger)
+        _, of_a = await create_key(ledger, await add_tenant(ledger, "a"), "")
+        _, of_b = await create_key(ledger, await add_tenant(ledger, "b"), "")
+
+        assert (await ring.holder(of_a)).tenant.id == "a"
+        assert (await ring.holder(of_b)).tenant.id == "b"
+        assert (await ring.holder_by_digest(digest_of(of_b))).tenant.id == "b"
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    "credential",
+    [None, "", "tml-", "tml-wrong", "tml-\ud800", "tml-\0", "x" * 100_000, "tml-" + "é" * 43],
+)
+def test_what_is_no_key_is_refused_and_not_shown(credential: str | None) -> None:
+    async def work() -> None:
+        ledger = MemoryLedger()
+        _, key = await create_key(ledger, await add_tenant(ledger, "a"), "")
+        ring = KeyRing(ledger)
+
+        for wrong in (credential, key[:-1], key + " ", key.upper(), digest_of(key)):
+            with pytest.raises(AuthenticationError) as caught:
+                await ring.holder(wrong)
+            assert not wrong or wrong not in str(caught.value)
+
+    run(work())
+
+
+def test_without_any_key_everybody_is_the_default_tenant() -> None:
+    async def work() -> None:
+        ring = KeyRing(MemoryLedger())
+
+        holders = [await ring.holder(text) for text in (None, "", "tml-anything")]
+
+        assert {holder.tenant.id for holder in holders} == {DEFAULT_TENANT}
+        assert {holder.key for holder in holders} == {None}
+
+    run(work())
+
+
+def test_the_first_key_closes_a_running_service_within_the_time() -> None:
+    async def work() -> None:
+        ledger, ticks = MemoryLedger(), Ticks()
+        ring = KeyRing(ledger, recheck_s=1.0, clock=ticks)
+        await ring.holder(None)
+        _, key = await create_key(ledger, await add_tenant(ledger, "default"), "")
+
+        ticks.now += 1.0
+
+        with pytest.raises(AuthenticationError):
+            await ring.holder(None)
+        assert (await ring.holder(key)).tenant.id == DEFAULT_TENANT
+
+    run(work())
+
+
+def test_a_service_whose_last_key_is_revoked_stays_closed() -> None:
+    async def work() -> None:
+        ledger = MemoryLedger()
+        entry, key = await create_key(ledger, await add_tenant(ledger, "a"), "")
+        await revoke_key(ledger, key_id(entry))
+
+        for ring in (KeyRing(ledger), KeyRing(ledger)):
+            for credential in (None, key, "tml-other"):
+                with pytest.raises(AuthenticationError):
+                    await ring.holder(credential)
+
+    run(work())
+
+
+def test_a_revocation_is_seen_at_once_if_told_and_within_the_time_if_not() -> None:
+    async def work() -> None:
+        ledger, ticks = MemoryLedger(), Ticks()
+        entry, key = await create_key(ledger, await add_tenant(ledger, "a"), "")
+        told = KeyRing(ledger, recheck_s=1.0, clock=ticks)
+        untold = KeyRing(ledger, recheck_s=1.0, clock=ticks)
+        for ring in (told, untold):
+            await ring.holder(key)
+
+        await revoke_key(ledger, key_id(entry))
+        told.forget()
+
+        with pytest.raises(AuthenticationError):
+            await told.holder(key)
+        assert (await untold.holder(key)).tenant.id == "a"
+        ticks.now += 1.0
+        with pytest.raises(AuthenticationError):
+            await untold.holder(key)
+
+    run(work())
+
+
+def test_a_changed_quota_is_seen_within_the_time() -> None:
+    async def work() -> None:
+        ledger, ticks = MemoryLedger(), Ticks()
+        _, key = await create_key(ledger, await add_tenant(ledger, "a", {"models": 1}), "")
+        ring = KeyRing(ledger, clock=ticks)
+        assert (await ring.holder(key)).tenant.quotas == {"models": 1}
+
+        await add_tenant(ledger, "a", {"models": None, "storage_bytes": 7})
+        ticks.now += 1.0
+
+        assert (await ring.holder(key)).tenant.quotas == {"storage_bytes": 7}
+
+    run(work())
+
+
+def test_what_is_remembered_has_a_bound() -> None:
+    async def work() -> None:
+        ledger = MemoryLedger()
+        tenant = await add_tenant(ledger, "a")
+        ring = KeyRing(ledger)
+        for _ in range(MOST_REMEMBERED + 10):
+            _, key = await create_key(ledger, tenant, "")
+            await ring.holder(key)
+
+        assert len(ring._remembered) == MOST_REMEMBERED
+
+    run(work())
+
+
+def test_keys_that_do_not_exist_are_not_remembered() -> None:
+    async def work() -> None:
+        ledger = MemoryLedger()
+        await create_key(ledger, await add_tenant(ledger, "a"), "")
+        ring = KeyRing(ledger)
+        for number in range(50):
+            with pytest.raises(AuthenticationError):
+                await ring.holder(f"tml-{number}")
+
+        assert len(ring._remembered) == 0
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "../x", "a/b", "a b", "-x", "a\n", "ä", "x" * 65, "a\0", "\x1b[2J"]
+)
+def test_a_hostile_tenant_name_is_refused(name: str) -> None:
+    with pytest.raises(ValidationError, match="tenant's name") as caught:
+        run(add_tenant(MemoryLedger(), name))
+
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("name", ["a\nb", "\x1b[2J", "x" * 101, "\ud800", "a\0"])
+def test_a_hostile_key_name_is_refused(name: str) -> None:
+    async def work() -> None:
+        ledger = MemoryLedger()
+        await create_key(ledger, await add_tenant(ledger, "a"), name)
+
+    with pytest.raises(ValidationError, match="key's name"):
+        run(work())
+
+
+@pytest.mark.parametrize(
+    "quotas", [{"modles": 1}, {"models": -1}, {"models": 2**63}, {"models": 1, "x": None}]
+)
+def test_a_wrong_quota_changes_nothing(quotas: dict[str, int | None]) -> None:
+    async def work() -> None:
+        ledger = MemoryLedger()
+        await add_tenant(ledger, "a", {"models": 5})
+
+        with pytest.raises(ValidationError, match="quota"):
+            await add_tenant(ledger, "a", quotas)
+
+        assert (await add_tenant(ledger, "a")).quotas == {"models": 5}
+
+    run(work())
+
+
+def test_a_key_is_revoked_by_the_beginning_of_its_id_if_that_is_clear() -> None:
+    async def work() -> None:
+        ledger = MemoryLedger()
+        tenant = await add_tenant(ledger, "a")
+        alike = [
+            ApiKey(
+                id=f"abcdef{n}" + "0" * 57,
+                tenant_id=tenant.tenant_id,
+                created_at=0.0,
+                name="",
+                shown="",
+            )
+            for n in range(2)
+        ]
+        for key in alike:
+            await ledger.entries(ApiKey).add(key)
+
+        with pytest.raises(UnknownEntryError, match="several"):
+            await revoke_key(ledger, "abcdef")
+        with pytest.raises(UnknownEntryError, match="no key"):
+            await revoke_key(ledger, "abcdee")
+        first = await revoke_key(ledger, "abcdef1")
+        again = await revoke_key(ledger, "abcdef1")
+
+        assert first.id == alike[1].id
+        assert again.revoked_at == first.revoked_at is not None
+        assert {key.id: key.revoked_at for key in await list_keys(ledger)}[alike[0].id] is None
+
+    run(work())
+
+
+@pytest.mark.parametrize("named", ["", "abc", "ABCDEF", "tml-secret-of-mine", "%", "abcdef\n"])
+def test_what_cannot_be_an_id_is_refused_and_not_shown(named: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        run(revoke_key(MemoryLedger(), named))
+
+    assert "secret" not in str(caught.value)
+
+
+def test_listings_go_beyond_one_page_and_keep_to_a_tenant() -> None:
+    async def work() -> None:
+        ledger = MemoryLedger()
+        a, b = await add_tenant(ledger, "a"), await add_tenant(ledger, "b")
+        for number in range(1005):
+            await create_key(ledger, a, str(number))
+        await create_key(ledger, b, "b")
+
+        assert len(await list_keys(ledger)) == 1006
+        assert len(await list_keys(ledger, "a")) == 1005
+        assert [key.name for key in await list_keys(ledger, "b")] == ["b"]
+        assert await list_keys(ledger, "\0") == []
+
+    run(work())
