@@ -117,6 +117,7 @@ class Connection(asyncio.Protocol):
         self.parser = httptools.HttpRequestParser(self)
         self.path = b""
         self.encoding: str | None = None
+        self.content_type: str | None = None
         self.pieces: list[bytes] = []
         self.body = b""
 
@@ -133,6 +134,8 @@ class Connection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         if name.lower() == b"content-encoding":
             self.encoding = value.decode()
+        elif name.lower() == b"content-type":
+            self.content_type = value.decode()
 
     def on_body(self, body: bytes) -> None:
         self.pieces.append(body)
@@ -177,7 +180,10 @@ def _submitted(bench: Bench) -> str:
 
 
 def _sample_many(connection: Connection) -> None:
-    count = connection.body.count(b'"seq_id":')
+    text = memoryview(connection.body)
+    if content.is_packed(connection.content_type):
+        text = text[4 : 4 + int.from_bytes(text[:4], "little")]
+    count = bytes(text).count(b'"seq_id":')
     items = ",".join(_submitted(connection.bench) for _ in range(count))
     connection.reply(f'{{"items":[{items}]}}'.encode())
 
@@ -246,7 +252,11 @@ def main() -> None:
     arguments = parser.parse_args()
     flags: dict[str, Any] = {"sample_use_retrieve_futures": True, "parallel_fwdbwd_chunks": True}
     if not arguments.plain:
-        flags |= {"tinsmith_batch_items": 64, "tinsmith_inline_bytes": 65_536}
+        flags |= {
+            "tinsmith_batch_items": 64,
+            "tinsmith_inline_bytes": 65_536,
+            "tinsmith_packed_prompts": True,
+        }
     uvloop.run(serve(arguments.delay_ms / 1000, flags))
 
 

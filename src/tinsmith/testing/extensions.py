@@ -34,6 +34,7 @@ from tinsmith.types.futures import FutureCompletion, FutureFailed, RequestFailed
 from tinsmith.types.requests import SampleRequest
 from tinsmith.types.sampling import SampleResponse
 from tinsmith.wire import json_format
+from tinsmith.wire.content import is_packed
 from tinsmith.wire.endpoints import ENDPOINTS
 from tinsmith.wire.exchange import request_from_fields
 from tinsmith.wire.failures import status_of
@@ -69,6 +70,11 @@ class Extensions:
             "fetch_results": self.fetch,
             "asample_stream": self.stream,
         }
+
+    def check_form(self, content_type: str | None) -> None:
+        """Refuse a packed body with 415 where none was offered."""
+        if is_packed(content_type) and not self._flags.get("tinsmith_packed_prompts"):
+            raise APIStatusError("this service takes no packed bodies", status_code=415)
 
     # Many samples in one request
 

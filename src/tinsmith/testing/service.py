@@ -73,15 +73,16 @@ class ScriptedService:
         shared = (self.settings, self.sessions, self._commands, store)
         samplers = Samplers(*shared, usage)
         self._models = Models(*shared, samplers, usage)
+        self._extensions = Extensions(
+            self.settings, self.account.flags, self._commands, samplers, self.faults
+        )
         self._handlers: dict[str, Callable[[ReceivedRequest], Any]] = {
             **self.account.handlers(),
             **self.sessions.handlers(),
             **self._models.handlers(),
             **samplers.handlers(),
             **Polls(self.settings, self._commands, samplers).handlers(),
-            **Extensions(
-                self.settings, self.account.flags, self._commands, samplers, self.faults
-            ).handlers(),
+            **self._extensions.handlers(),
             **Checkpoints(self.settings, store, audit, self.downloads).handlers(),
             "get_billing_usage": usage.show,
             "get_audit_log": AuditLog(self.settings, audit, self.downloads).show,
@@ -264,6 +265,7 @@ class ScriptedService:
         """Put the decoded request into the record; returns why it was not possible."""
         headers = incoming.headers
         try:
+            self._extensions.check_form(headers.get("content-type"))
             body = decompress(incoming.body, headers.get("content-encoding"), self._limits)
             received.request = read_request(
                 endpoint, path_fields, incoming.query, headers, body, self._limits

@@ -29,6 +29,7 @@ class ServiceFlags(ClientConfigResponse):
     tinsmith_batch_bytes: int = DEFAULT_BATCH_BYTES
     tinsmith_inline_bytes: int = 0
     tinsmith_stream: bool = False
+    tinsmith_packed_prompts: bool = False
 
 
 # Many samples in one request
@@ -37,7 +38,7 @@ class ServiceFlags(ClientConfigResponse):
 class SampleManyRequest(Request):
     """Sample from many prompts. Each item is read by itself, so that one bad one spoils no other.
 
-    Made from bodies of `SampleRequest`s that are already written; see `client/sample_sending.py`.
+    Made from bodies of `SampleRequest`s that are already written; see `client/samples/sender.py`.
     """
 
     samples: list[dict[str, Any]]

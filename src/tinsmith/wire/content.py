@@ -1,8 +1,8 @@
 """Which format a body has, which one the other side takes, and how a body is packed for the road.
 
 `server/` and `client/` ask here about `content-type` and `accept`, pack large bodies with
-`compress`, and open what arrives with `decompress`, whose result goes on to `json_format.py` or
-`proto_format.py`.
+`compress`, and open what arrives with `decompress`, whose result goes on to `json_format.py`,
+`proto_format.py` or `packed_format.py`.
 
 Unpacking is where a small hostile body could take all memory, so it goes piece by piece and stops
 at the limit; nothing that a body says of its own size is believed, except that it is too large.
@@ -22,6 +22,7 @@ from tinsmith.wire.limits import DEFAULT_LIMITS, DecodeLimits
 
 JSON_TYPE: Final = "application/json"
 PROTOBUF_TYPE: Final = "application/x-protobuf"
+PACKED_TYPE: Final = "application/x-tinsmith-packed"
 EVENT_STREAM_TYPE: Final = "text/event-stream"
 
 DEFAULT_LEVEL: Final = 1
@@ -53,6 +54,11 @@ def is_protobuf(content_type: str | None) -> bool:
 def is_json(content_type: str | None) -> bool:
     """Whether a `content-type` header says JSON, with or without parameters."""
     return _media_type(content_type) == JSON_TYPE
+
+
+def is_packed(content_type: str | None) -> bool:
+    """Whether a `content-type` header says that token ids lie behind the JSON text."""
+    return _media_type(content_type) == PACKED_TYPE
 
 
 def accepts_protobuf(accept: str | None) -> bool:

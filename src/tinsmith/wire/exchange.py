@@ -17,11 +17,12 @@ from msgspec.structs import fields as fields_of
 
 from tinsmith.errors import DecodeError, ValidationError, shown
 from tinsmith.types.buffers import Memory
+from tinsmith.types.extensions import SampleManyRequest
 from tinsmith.types.record import Frozen, Record, convert_custom, nullable_fields, to_plain
-from tinsmith.types.requests import ForwardBackwardRequest
+from tinsmith.types.requests import ForwardBackwardRequest, SampleRequest
 from tinsmith.types.sampling import SampleResponse
 from tinsmith.types.training import ForwardBackwardOutput
-from tinsmith.wire import content, json_format, proto_format
+from tinsmith.wire import content, json_format, packed_format, proto_format
 from tinsmith.wire.endpoints import Answer, Endpoint, Format
 from tinsmith.wire.limits import DEFAULT_LIMITS, DecodeLimits
 from tinsmith.wire.protobuf import Parts
@@ -98,14 +99,19 @@ def _is_flat(endpoint_path: str, cls: type[Record]) -> bool:
     return "{" not in endpoint_path and all(field.type in flat for field in fields_of(cls))
 
 
-def json_request(endpoint: Endpoint, parts: Parts) -> HttpRequest:
+def json_request(
+    endpoint: Endpoint, parts: Parts, content_type: str = content.JSON_TYPE
+) -> HttpRequest:
     """What to send to a route without fields in its path, for a JSON body that is made already."""
-    headers = {
-        "Accept": Format.JSON.value,
-        **endpoint.headers,
-        "Content-Type": Format.JSON.value,
-    }
+    headers = {"Accept": Format.JSON.value, **endpoint.headers, "Content-Type": content_type}
     return HttpRequest(endpoint.method, endpoint.path, {}, headers, parts)
+
+
+def packed_request(endpoint: Endpoint, packed: packed_format.PackedText) -> HttpRequest:
+    """What to send to a route that takes samples; JSON if there is nothing to pack."""
+    if not packed.arrays:
+        return json_request(endpoint, packed.text)
+    return json_request(endpoint, packed.body(), content.PACKED_TYPE)
 
 
 def _json_request(endpoint: Endpoint, request: Record, headers: dict[str, str]) -> HttpRequest:
@@ -152,13 +158,14 @@ def read_request(
     Raises:
         DecodeError: It is not such a request.
     """
-    if content.is_protobuf(headers.get("content-type", "")):
+    content_type = headers.get("content-type", "")
+    if content.is_protobuf(content_type):
         return decode_body(body, endpoint.request, Format.PROTOBUF, limits)
     if issubclass(endpoint.request, Frozen):
         return json_format.decode(body, endpoint.request, limits)
     fields: dict[str, Any] = dict(query)
     if len(body):
-        given = json_format.decode_any(body, limits)
+        given = _decode_fields(endpoint, content_type, body, limits)
         if not isinstance(given, dict):
             raise DecodeError(f"{endpoint.name}: the body must be a JSON object")
         fields = given
@@ -167,6 +174,16 @@ def read_request(
             fields[name] = headers[header.lower()]
     fields.update(path_fields)
     return request_from_fields(endpoint, fields)
+
+
+def _decode_fields(
+    endpoint: Endpoint, content_type: str, body: Memory, limits: DecodeLimits
+) -> Any:
+    if not content.is_packed(content_type):
+        return json_format.decode_any(body, limits)
+    if endpoint.request not in (SampleRequest, SampleManyRequest):
+        raise DecodeError(f"{endpoint.name} takes no packed body; samples may be packed")
+    return packed_format.decode(body, limits)
 
 
 def request_from_fields(endpoint: Endpoint, fields: dict[str, Any]) -> Any:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.integration.testing.caller import Caller, asample, calling
+from tests.integration.testing.caller import Caller, Reply, asample, calling
 from tinsmith import types as t
 from tinsmith.types import extensions as x
 from tinsmith.types import requests as r
 from tinsmith.types.record import to_plain
 from tinsmith.wire import json_format, proto_format
+from tinsmith.wire.endpoints import ENDPOINTS
 from tinsmith.wire.sse import Event, EventDecoder
 
 FLAGS: dict[str, Any] = {
@@ -204,3 +206,53 @@ def test_a_sample_without_an_identity_cannot_be_streamed(caller: Caller) -> None
     request = asample(caller.new_sampler(), 0).model_copy(update={"seq_id": None})
 
     assert caller.call("asample_stream", request).status == 400
+
+
+# Prompts as memory
+
+
+def packed(caller: Caller, endpoint: str, text: bytes, arrays: bytes = b"") -> Reply:
+    body = len(text).to_bytes(4, "little") + text + arrays
+    headers = {"Content-Type": "application/x-tinsmith-packed"}
+    return caller.send("POST", ENDPOINTS[endpoint].path, body, headers)
+
+
+def packed_sample(sampler: str, number: int, tokens: int) -> bytes:
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": {"packed": tokens}}]}
+    plain = to_plain(asample(sampler, number))
+    return json_format.encode({**plain, "prompt": prompt})
+
+
+def test_a_packed_sample_is_the_sample_that_it_is_as_text() -> None:
+    tokens = struct.pack("<3i", 1, 2, 3)
+    with calling(**FLAGS, tinsmith_packed_prompts=True) as caller:
+        sampler = caller.new_sampler()
+        first = packed(caller, "asample", packed_sample(sampler, 0, 3), tokens)
+        text = b'{"samples":[%b]}' % packed_sample(sampler, 0, 3)
+        again = packed(caller, "asample_many", text, tokens)
+
+        as_text = caller.ask("asample", asample(sampler, 0, prompt=[1, 2, 3]))
+        other = caller.call("asample", asample(sampler, 0, prompt=[1, 2, 4]))
+
+    assert first.plain["request_id"] == as_text.request_id
+    assert again.plain["items"][0]["request_id"] == as_text.request_id
+    assert other.status == 400
+
+
+@pytest.mark.parametrize("endpoint", ["asample", "asample_many", "asample_stream"])
+def test_a_packed_body_that_was_not_offered_is_refused_with_415(
+    caller: Caller, endpoint: str
+) -> None:
+    assert packed(caller, endpoint, b"{}").status == 415
+
+
+def test_a_packed_body_that_lies_is_refused_with_400_and_does_nothing() -> None:
+    with calling(**FLAGS, tinsmith_packed_prompts=True) as caller:
+        sampler = caller.new_sampler()
+        samples = b",".join(packed_sample(sampler, number, 3) for number in range(2))
+        reply = packed(caller, "asample_many", b'{"samples":[%b]}' % samples, bytes(20))
+        taken = caller.ask("asample", asample(sampler, 0, prompt=[9]))
+
+    assert reply.status == 400
+    assert "past the end" in reply.plain["detail"]
+    assert taken.request_id

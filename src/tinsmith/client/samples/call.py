@@ -17,8 +17,8 @@ from tinsmith.errors import APIResponseValidationError, APITimeoutError, DecodeE
 from tinsmith.types.inputs import DmelChunk, ImageChunk, ModelInputChunk
 from tinsmith.types.requests import SampleRequest
 from tinsmith.types.sampling import SampleResponse
-from tinsmith.wire import json_format, proto_format
-from tinsmith.wire.protobuf import Parts
+from tinsmith.wire import json_format, packed_format, proto_format
+from tinsmith.wire.packed_format import PackedText
 
 _ABOUT_BYTES = 512
 """What a request takes beside its prompt."""
@@ -34,7 +34,6 @@ class SampleCall:
         "_on_end",
         "_timer",
         "began",
-        "body",
         "failing_since",
         "failures",
         "future",
@@ -52,6 +51,7 @@ class SampleCall:
         "submit_s",
         "task",
         "timeout_s",
+        "written",
     )
 
     def __init__(
@@ -68,7 +68,7 @@ class SampleCall:
         self.future = future
         self.timeout_s = timeout_s
         self.seq_id = seq_id
-        self.body: Parts | None = None
+        self.written: PackedText | None = None
         self._about_bytes = _ABOUT_BYTES + sum(map(_about_bytes, request.prompt.chunks))
         self.request_id: str | None = None
         self.sequence_ids: list[str] = []
@@ -77,7 +77,7 @@ class SampleCall:
         self.submit_s = 0.0
         """How long its submission took."""
         self.goes_alone = False
-        """Whether it must not share a request with others."""
+        """Whether it must not share a request with others, and is sent as plain JSON."""
         self.resubmissions = 0
         self.failures = 0
         self.failing_since: float | None = None
@@ -100,23 +100,36 @@ class SampleCall:
         if self.timeout_s is not None:
             self._timer = loop.call_later(self.timeout_s, self._expire)
 
-    # The request in JSON. It is written when it leaves and dropped when it has arrived: thousands
-    # that wait for their turn or for their results would take gigabytes.
+    # The request as it is sent. It is written when it leaves and dropped when it has arrived:
+    # thousands that wait for their turn or for their results would take gigabytes.
 
-    def write(self) -> None:
+    def write(self, *, packs: bool) -> None:
         """Write the request, under its number.
+
+        Args:
+            packs: Whether token ids may be sent as memory.
 
         Raises:
             ValidationError: It holds something that cannot be sent.
         """
         assert self.seq_id is not None
-        first, *rest = json_format.encode_parts(self.request)
-        self.body = [b'{"seq_id":%d,' % self.seq_id, memoryview(first)[1:], *rest]
+        if packs:
+            made = packed_format.encode(self.request)
+        else:
+            made = PackedText(json_format.encode_parts(self.request), [])
+        first, *rest = made.text
+        numbered = [b'{"seq_id":%d,' % self.seq_id, memoryview(first)[1:], *rest]
+        self.written = PackedText(numbered, made.arrays)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether it was written with token ids as memory."""
+        return self.written is not None and bool(self.written.arrays)
 
     @property
     def size(self) -> int:
-        """How many bytes the request takes; about so many while it is not written."""
-        return self._about_bytes if self.body is None else sum(map(len, self.body))
+        """How many bytes the request takes; at most about so many while it is not written."""
+        return self._about_bytes if self.written is None else self.written.size
 
     # The end
 

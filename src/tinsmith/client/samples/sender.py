@@ -37,8 +37,9 @@ from tinsmith.types.extensions import SampleManyItem, SampleManyResponse
 from tinsmith.types.futures import UntypedAPIFuture
 from tinsmith.types.inputs import EncodedTextChunk, ModelInput
 from tinsmith.wire.endpoints import ENDPOINTS
-from tinsmith.wire.exchange import json_request
+from tinsmith.wire.exchange import packed_request
 from tinsmith.wire.failures import status_class
+from tinsmith.wire.packed_format import PackedText
 from tinsmith.wire.protobuf import Parts
 
 _log = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ SMALL_PAUSE_S, LARGE_PAUSE_S = 1.0, 5.0
 MOST_REQUESTS = 400
 """How many submissions may be on their way at once; waiting for results is free."""
 NOT_OFFERED = (404, 405)
+UNKNOWN_FORM = 415
 _BYTES_PER_TOKEN = 10
 _WRAP_BYTES = 64
 
@@ -102,6 +104,7 @@ class SampleSender:
         self._is_running = False
         self._changed: asyncio.Future[None] | None = None
         self._takes_many = True
+        self._takes_packed = True
 
     @property
     def in_flight(self) -> int:
@@ -119,7 +122,7 @@ class SampleSender:
     def put_back(self, calls: Sequence[SampleCall]) -> None:
         """Send samples again, before all others."""
         for call in calls:
-            call.body = None
+            call.written = None
             self._in_flight.discard(call)
         self._line.extendleft(call for call in reversed(calls) if not call.is_over)
         self._run()
@@ -209,10 +212,12 @@ class SampleSender:
         """Send a request with the next samples, at most so many."""
         group = self._next_group(count)
         self._session.limiter.unused(count - len(group))
-        now = asyncio.get_running_loop().time()
-        group = [call for call in group if not call.is_over and self._written(call, now)]
         if not group:
             return
+        now = asyncio.get_running_loop().time()
+        for call in group:
+            call.sent_at = now
+            self._in_flight.add(call)
         if self._stuck_after_s is not None and self._watch is None:
             self._progress_at = now
             self._look_later(self._stuck_after_s)
@@ -242,39 +247,41 @@ class SampleSender:
         finally:
             self._hold(1, size)
 
-    def _written(self, call: SampleCall, now: float) -> bool:
-        """Make a sample ready to leave; False if it cannot be sent at all."""
-        if call.seq_id is None:
-            call.seq_id = self._next_seq_id()
-        try:
-            call.write()
-        except TinkerError as error:
-            call.fail(error)
-            return False
-        call.sent_at = now
-        self._in_flight.add(call)
-        return True
-
     def _next_group(self, count: int) -> list[SampleCall]:
-        """The next samples that fit into one request."""
+        """The next samples that fit into one request, written; none if none can be sent."""
         flags = self._session.flags
-        first = self._line.popleft()
-        group = [first]
-        most_items = min(count, flags.tinsmith_batch_items) if self._takes_many else 1
-        if first.goes_alone or most_items <= 1:
-            return group
+        most_items = max(1, min(count, flags.tinsmith_batch_items if self._takes_many else 1))
         left_bytes = min(
             flags.tinsmith_batch_bytes - _WRAP_BYTES,
             flags.sample_dispatch_bytes_semaphore_size - self._bytes,
         )
-        left_bytes -= first.size
-        while len(group) < most_items and self._line:
+        group: list[SampleCall] = []
+        while self._line and len(group) < most_items:
             call = self._line[0]
-            left_bytes -= call.size
-            if left_bytes < 0 or call.goes_alone:
-                break
+            if call.is_over or not self._is_written(call):
+                self._line.popleft()
+                continue
+            left_bytes -= call.size + 1  # and a comma
+            if group and (call.goes_alone or left_bytes < 0):
+                break  # it stays written: it is the next to leave
             group.append(self._line.popleft())
+            if call.goes_alone:
+                break
         return group
+
+    def _is_written(self, call: SampleCall) -> bool:
+        """Make a sample ready to leave; False if it cannot be sent at all."""
+        if call.written is not None:
+            return True
+        if call.seq_id is None:
+            call.seq_id = self._next_seq_id()
+        packs = self._session.flags.tinsmith_packed_prompts and self._takes_packed
+        try:
+            call.write(packs=packs and not call.goes_alone)
+        except TinkerError as error:
+            call.fail(error)
+            return False
+        return True
 
     async def _wait_change(self) -> None:
         if self._changed is None:
@@ -303,8 +310,8 @@ class SampleSender:
 
     async def _send_one(self, call: SampleCall, asleep: Asleep) -> None:
         endpoint = ENDPOINTS["asample"]
-        assert call.body is not None
-        sent = json_request(endpoint, call.body)
+        assert call.written is not None
+        sent = packed_request(endpoint, call.written)
         accepted: UntypedAPIFuture = await self._session.call_with(
             endpoint, sent, retrier=self._retrier, asleep=asleep
         )
@@ -312,12 +319,14 @@ class SampleSender:
 
     async def _send_many(self, group: list[SampleCall], asleep: Asleep) -> None:
         endpoint = ENDPOINTS["asample_many"]
-        body: Parts = [b'{"samples":[']
+        text: Parts = [b'{"samples":[']
+        arrays: Parts = []
         for call in group:
-            assert call.body is not None
-            body += [*call.body, b","]
-        body[-1] = b"]}"
-        sent = json_request(endpoint, body)
+            assert call.written is not None
+            text += [*call.written.text, b","]
+            arrays += call.written.arrays
+        text[-1] = b"]}"
+        sent = packed_request(endpoint, PackedText(text, arrays))
         answer: SampleManyResponse = await self._session.call_with(
             endpoint, sent, retrier=self._retrier, asleep=asleep
         )
@@ -338,7 +347,7 @@ class SampleSender:
             self.put_back(refused)
 
     def _accept(self, call: SampleCall, request_id: str, sequence_ids: list[str] | None) -> None:
-        call.body = None
+        call.written = None
         call.request_id = request_id
         call.sequence_ids = sequence_ids or []
         call.failures, call.failing_since = 0, None
@@ -377,17 +386,20 @@ class SampleSender:
 
     def _after_refusal(self, group: list[SampleCall], error: TinkerError) -> None:
         """A whole request was refused, for good."""
-        if len(group) == 1:
-            group[0].fail(error)
-            return
         status = error.status_code if isinstance(error, APIStatusError) else None
-        if status in NOT_OFFERED:
+        is_packed = any(call.is_packed for call in group)
+        if status == UNKNOWN_FORM and is_packed:
+            _log.warning("prompts are sent as text from now on: %s", error)
+            self._takes_packed = False
+            self.put_back(group)
+            return
+        if status in NOT_OFFERED and len(group) > 1:
             _log.warning("samples are sent one by one from now on: %s", error)
             self._takes_many = False
-        elif status not in (400, 413, 422):
+        elif status not in (400, 413, 422) or (len(group) == 1 and not is_packed):
             _fail_all(group, error)
             return
-        # By themselves they go through, or each is told its own fault.
+        # By themselves and as text they go through, or each is told its own fault.
         for call in group:
             call.goes_alone = True
         self.put_back(group)

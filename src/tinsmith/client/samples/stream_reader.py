@@ -36,9 +36,9 @@ from tinsmith.types import extensions as x
 from tinsmith.types.futures import UntypedAPIFuture
 from tinsmith.types.requests import SampleRequest
 from tinsmith.types.sampling import SampleResponse, StopReason
-from tinsmith.wire import json_format, proto_format
+from tinsmith.wire import json_format, packed_format, proto_format
 from tinsmith.wire.endpoints import ENDPOINTS
-from tinsmith.wire.exchange import to_http
+from tinsmith.wire.exchange import packed_request, to_http
 from tinsmith.wire.failures import error_from_failed
 from tinsmith.wire.sse import Event, EventDecoder
 
@@ -48,6 +48,7 @@ IDLE_S = 45.0
 """A stream that is silent for so long is taken for lost; services send comments in between."""
 GONE = 410
 NOT_OFFERED = (404, 405)
+PERHAPS_THE_FORM = (400, 415, 422)
 MOST_RESUBMISSIONS = 3
 
 
@@ -94,6 +95,7 @@ class StreamReader:
         self._failures = 0
         self._resubmissions = 0
         self._is_sent = False
+        self._takes_packed = True
         self._is_over = False
         self._use = asyncio.Lock()  # a read that is being cancelled ends before the closing begins
         self._error: TinkerError | None = None
@@ -158,10 +160,13 @@ class StreamReader:
             self._sampler.pause_after(error, self._request.prompt)
         except APIError as error:
             await self._disconnect()
-            if isinstance(error, APIStatusError) and error.status_code in NOT_OFFERED:
+            status = error.status_code if isinstance(error, APIStatusError) else None
+            if status in NOT_OFFERED:
                 return await self._read_unoffered(error)
-            if isinstance(error, APIStatusError) and error.status_code == GONE:
+            if isinstance(error, APIStatusError) and status == GONE:
                 self._begin_anew(error)
+            elif status in PERHAPS_THE_FORM and self._is_packed:
+                self._takes_packed = False  # as text it goes through, or is told its fault
             else:
                 await self._after_loss(error)
         return []
@@ -203,13 +208,20 @@ class StreamReader:
             headers["Last-Event-ID"] = ".".join(map(str, self._counts))
         self._decoder = EventDecoder()
         self._is_sent = True
+        if self._is_packed:
+            sent = packed_request(endpoint, packed_format.encode(self._request))
+        else:
+            sent = to_http(endpoint, self._request)
         connection = contextlib.AsyncExitStack()
         self._pieces = await connection.enter_async_context(
-            self._session.stream(
-                endpoint, to_http(endpoint, self._request), headers=headers, idle_s=IDLE_S
-            )
+            self._session.stream(endpoint, sent, headers=headers, idle_s=IDLE_S)
         )
         self._connection = connection
+
+    @property
+    def _is_packed(self) -> bool:
+        """Whether token ids are sent as memory."""
+        return self._session.flags.tinsmith_packed_prompts and self._takes_packed
 
     async def _disconnect(self) -> None:
         connection, self._connection, self._pieces = self._connection, None, None
