@@ -19,6 +19,7 @@ COMMANDS = [
         ".ci/run",
         "scripts/bench",
         "scripts/check",
+        "scripts/compatibility",
         "scripts/demo",
         "scripts/docs",
         "scripts/public-names",

@@ -1,0 +1,30 @@
+"""Every public method of every SDK works against a running service, and the page says so."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.compatibility import page
+from tests.compatibility.measure import CLIENTS, failures, measure
+from tests.compatibility.outcomes import Run
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[Run]:
+    return measure()
+
+
+def test_every_call_of_every_sdk_succeeds_or_is_explained(runs: list[Run]) -> None:
+    assert failures(runs) == []
+
+
+def test_every_sdk_was_called_in_full(runs: list[Run]) -> None:
+    """So that a driver that stops early cannot pass for one that found nothing wrong."""
+    assert [run.title for run in runs] == [client.title for client in CLIENTS]
+    assert min(len(run.outcomes) for run in runs) >= 70
+    newest = next(run for run in runs if run.title == "0.36.0")
+    assert len(newest.outcomes) >= 130
+
+
+def test_the_page_says_what_was_measured(runs: list[Run]) -> None:
+    assert page.is_current(page.rendered(runs)), "run scripts/compatibility --write"
