@@ -11,6 +11,7 @@ from tinsmith.checkpoints.base import CheckpointStore
 from tinsmith.checkpoints.manifest import Manifest
 from tinsmith.checkpoints.paths import CheckpointPath
 from tinsmith.checkpoints.registry import open_store
+from tinsmith.checkpoints.url_store import UrlStore
 from tinsmith.errors import CheckpointExistsError, CheckpointNotFoundError, ValidationError
 
 PATH = CheckpointPath.parse("tinker://s1:train:0/weights/first")
@@ -19,10 +20,16 @@ OTHER = CheckpointPath.parse("tinker://s1:train:1/weights/second")
 Open = Callable[[], CheckpointStore]
 
 
-@pytest.fixture(params=["folder", "file"])
+@pytest.fixture(params=["folder", "file", "memory", "memory at once"])
 def open_again(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
     """Opens the same store, as a restarted service does."""
-    addresses = {"folder": str(tmp_path / "kept"), "file": f"file://{tmp_path}/kept"}
+    if request.param == "memory at once":  # without the hour in which readers may go on
+        return lambda: UrlStore(f"memory://{tmp_path}/kept", tmp_path / "work", grace_s=0.0)
+    addresses = {
+        "folder": str(tmp_path / "kept"),
+        "file": f"file://{tmp_path}/kept",
+        "memory": f"memory://{tmp_path}/kept",
+    }
     return lambda: open_store(addresses[request.param], work=tmp_path / "work")
 
 

@@ -19,8 +19,8 @@ True of every store:
 - **Twice is once.** A commit whose `origin` equals that of the checkpoint in place gives that one,
   so that a command that is run again after a crash does not trip over its own first run.
 - **Errors.** A disk that is full is a `StorageFullError`, one that does not answer or refuses a
-  `CheckpointUnavailableError`; nothing was changed, and the same call may be made again. Bytes that
-  are not those that were written are a `CheckpointDamagedError`.
+  `CheckpointUnavailableError`; nothing was changed, or all of it, which `origin` tells. Bytes
+  that are not those that were written are a `CheckpointDamagedError`.
 
 All methods block, for as long as the disk or the network takes, and may be called from any thread.
 A coroutine calls them with `asyncio.to_thread`; there is no second, async face. Several processes
@@ -59,7 +59,8 @@ class Staging(abc.ABC):
     def commit(self, *, overwrite: bool = False) -> Manifest:
         """Make the files the checkpoint; when it returns they are durable and can be opened.
 
-        Nobody may write to the folder any more, and it is gone afterwards.
+        Nobody may write to the folder any more. Afterwards, whether it went well or not, it is
+        gone: to try again, begin again.
 
         Raises:
             CheckpointExistsError: The path is taken, by another origin, and `overwrite` is false.

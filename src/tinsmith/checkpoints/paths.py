@@ -7,6 +7,7 @@ system and every URL.
 
 from __future__ import annotations
 
+import glob
 import re
 import urllib.parse
 from typing import Self
@@ -26,9 +27,6 @@ SNAPSHOTS = "snapshots"
 """States of models, which the scheduler keeps for itself. The position is the name."""
 SAMPLERS = "samplers"
 """Weights of samplers that were made without a name; the sampler stands in place of the run."""
-
-PLACES = ("runs/*/*/*", "snapshots/*/*", "samplers/*/*")
-"""Where checkpoints are inside a store, as patterns."""
 
 _INTERNAL = (SNAPSHOTS, SAMPLERS)
 _SCHEME = "tinker://"
@@ -136,6 +134,12 @@ class CheckpointPath(msgspec.Struct, frozen=True, order=True):
         if self.is_internal:
             return f"{self.kind}/{self.run_id}/{self.name}"
         return f"{_SCHEME}{self.run_id}/{self.kind}/{self.name}"
+
+
+def places(run_id: str | None = None) -> tuple[str, ...]:
+    """Where checkpoints are inside a store, of one run or of all, as patterns of folders."""
+    run = "*" if run_id is None else glob.escape(_encoded(run_id))
+    return (f"runs/{run}/*/*", f"{SNAPSHOTS}/{run}/*", f"{SAMPLERS}/{run}/*")
 
 
 def _check(field: str, text: str) -> None:

@@ -28,4 +28,8 @@ def open_store(address: str | Path, *, work: Path | None = None) -> CheckpointSt
     if text.startswith("file://"):
         # As a folder, where renaming is one step, which fsspec does not promise.
         return FolderStore(Path(urllib.parse.unquote(urllib.parse.urlsplit(text).path)))
-    raise ValidationError(f"{text} with {work}: stores at URLs are not there yet")
+    if work is None:
+        raise ValidationError(f"{text} needs a local folder, `work`, beside it")
+    from tinsmith.checkpoints.url_store import UrlStore
+
+    return UrlStore(text, work)

@@ -1,0 +1,420 @@
+"""Checkpoints at a URL that fsspec can write to: S3, Google Cloud Storage, Azure and the like.
+
+    <url>/runs/<run>/<kind>/<name>/checkpoint.json       as in `folder_store.py`
+    <url>/runs/<run>/<kind>/<name>/<version>/…
+    <work>/staging/<token>/target.json                   local: which versions may have to go
+    <work>/staging/<token>/files/…                       local: what is being written
+    <work>/fetched/<version>/…                           local: what was fetched, for the next time
+
+Files are uploaded under a new version, then the manifest, whose arrival is the commit: object
+stores replace one object in one step. Three things differ from a folder:
+
+- Readers elsewhere cannot be seen, so a version that was overwritten or deleted goes by the first
+  `sweep` after `GRACE_S`. A reader that takes longer for one checkpoint may find it gone.
+- If two processes commit to one path at the same moment without `overwrite`, the later one stays
+  and neither is told. The service has one writer for each path.
+- What a crash left is known to the machine that made it. If its `work` folder is lost, some objects
+  that nothing names stay at the URL.
+
+fsspec is loaded when a store is opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tinsmith.checkpoints import manifest as manifests
+from tinsmith.checkpoints.base import PIECE_BYTES, CheckpointStore, Staging
+from tinsmith.checkpoints.checks import (
+    already_there,
+    check_digests,
+    check_sizes,
+    checked_range,
+    not_found,
+)
+from tinsmith.checkpoints.disk import (
+    disk_error,
+    make_folders,
+    new_token,
+    remove_tree,
+    try_lock,
+)
+from tinsmith.checkpoints.local_reading import LockedReading
+from tinsmith.checkpoints.manifest import MANIFEST, FileEntry, Manifest
+from tinsmith.checkpoints.paths import CheckpointPath, places
+from tinsmith.checkpoints.staging_area import StagedFolder, StagingArea
+from tinsmith.errors import (
+    CheckpointDamagedError,
+    CheckpointUnavailableError,
+    TinkerError,
+    ValidationError,
+)
+
+GRACE_S = 3600.0
+"""How long a version that is no checkpoint's any more can still be read."""
+CACHE_BYTES = 50 << 30
+"""How much of what was fetched is kept, unless told otherwise. What is being read stays."""
+_RANGE_BYTES = 8 << 20  # of one request for part of a file
+_TARGET = "target.json"
+_FILES = "files"
+
+
+Upload = Callable[[FileEntry, str], None]
+"""Puts a file at an address."""
+
+
+class _Target(msgspec.Struct):
+    """What a change may leave behind at the URL."""
+
+    path: str
+    versions: list[str]
+
+
+class UrlStore(CheckpointStore):
+    """A store at a URL.
+
+    Args:
+        url: The folder at which it is, in fsspec's form.
+        work: A local folder of its own, the same after a restart.
+        cache_bytes: How much of what was fetched is kept.
+        grace_s: See `GRACE_S`.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        work: Path,
+        *,
+        cache_bytes: int = CACHE_BYTES,
+        grace_s: float = GRACE_S,
+    ) -> None:
+        self.url = url
+        self._fs, self._root = _open_url(url)
+        self._cache_bytes = cache_bytes
+        self._grace_s = grace_s
+        with _errors(f"{work} cannot be used"):
+            self._staging = StagingArea(work.absolute() / "staging")
+            self._fetched = work.absolute() / "fetched"
+            make_folders(self._fetched)
+
+    def begin(self, path: CheckpointPath, *, origin: str = "") -> UrlStaging:
+        """`CheckpointStore.begin`."""
+        with _errors(f"{path} cannot be begun"):
+            return UrlStaging(self, path, origin, self._staging.make())
+
+    def info(self, path: CheckpointPath) -> Manifest:
+        """`CheckpointStore.info`."""
+        with _errors(f"{path} cannot be read"):
+            found = self.manifest_at(path)
+        if found is None:
+            raise not_found(path)
+        return found
+
+    def open(self, path: CheckpointPath) -> LockedReading:
+        """`CheckpointStore.open`."""
+        with _errors(f"{path} cannot be opened"):
+            manifest = self.info(path)
+            folder = self._fetched / manifest.version
+            while (reading := LockedReading.try_open(manifest, folder)) is None:
+                if not folder.exists():
+                    self._fetch(path, manifest, folder)
+            os.utime(folder)  # the one unused for longest goes first
+            try:
+                check_sizes(path, folder, manifest)
+            except BaseException:
+                reading.close()
+                raise
+            self._make_room()
+            return reading
+
+    def _fetch(self, path: CheckpointPath, manifest: Manifest, folder: Path) -> None:
+        staged = self._staging.make()
+        try:
+            files = staged.folder / _FILES
+            files.mkdir()
+            for file in manifest.files:
+                source = self.address(path, manifest.version, file.name)
+                try:
+                    self._fs.get_file(source, str(files / file.name))
+                except FileNotFoundError as exc:
+                    raise CheckpointDamagedError(f"{path}: there is no {source}") from exc
+            check_digests(path, files, manifest)
+            with contextlib.suppress(OSError):  # somebody else has fetched it too
+                files.rename(folder)
+        finally:
+            staged.remove()
+
+    def read(
+        self, path: CheckpointPath, file: str, start: int = 0, stop: int | None = None
+    ) -> Iterator[bytes]:
+        """`CheckpointStore.read`."""
+        manifest = self.info(path)
+        stop = checked_range(path, manifest, file, start, stop)
+        return self._pieces(self.address(path, manifest.version, file), start, stop)
+
+    def _pieces(self, address: str, start: int, stop: int) -> Iterator[bytes]:
+        while start < stop:
+            with _errors(f"{address} cannot be read"):
+                content = self._fs.cat_file(address, start, min(start + _RANGE_BYTES, stop))
+            if not content:
+                raise CheckpointDamagedError(f"{address} is shorter than it was")
+            for place in range(0, len(content), PIECE_BYTES):
+                yield content[place : place + PIECE_BYTES]
+            start += len(content)
+
+    def delete(self, path: CheckpointPath) -> bool:
+        """`CheckpointStore.delete`."""
+        with _errors(f"{path} cannot be deleted"):
+            version = None
+            with contextlib.suppress(CheckpointDamagedError):
+                manifest = self.manifest_at(path)
+                if manifest is None:
+                    return False
+                version = manifest.version
+            if version is not None:
+                self.note(self._staging.make(), path, [version]).leave()
+            try:
+                self._fs.rm_file(self.address(path, MANIFEST))
+            except FileNotFoundError:
+                return False
+            if version is not None:
+                self._forget(self._fetched / version)
+            return True
+
+    def copy(self, source: CheckpointPath, target: CheckpointPath, *, origin: str = "") -> Manifest:
+        """`CheckpointStore.copy`."""
+        with _errors(f"{source} cannot be copied to {target}"):
+            from_ = self.info(source)
+            staged = self._staging.make()
+            with UrlStaging(self, target, origin, staged) as staging:
+
+                def upload(file: FileEntry, address: str) -> None:
+                    self._fs.cp_file(self.address(source, from_.version, file.name), address)
+
+                return staging.put(from_.files, upload, overwrite=False)
+
+    def verify(self, path: CheckpointPath) -> Manifest:
+        """`CheckpointStore.verify`."""
+        with _errors(f"{path} cannot be read"):
+            manifest = self.info(path)
+            self._forget(self._fetched / manifest.version)  # what is at the URL is to be looked at
+            with self.open(path) as reading:
+                check_digests(path, reading.folder, reading.manifest)
+                return reading.manifest
+
+    def paths(self, run_id: str | None = None) -> Iterator[CheckpointPath]:
+        """`CheckpointStore.paths`."""
+        with _errors("checkpoints cannot be listed"):
+            self._fs.invalidate_cache()
+            for place in places(run_id):
+                for found in self._fs.glob(f"{self._root}/{place}/{MANIFEST}"):
+                    parts = found.removeprefix(self._root).strip("/").split("/")[:-1]
+                    path = CheckpointPath.from_parts(tuple(parts))
+                    if path is not None:
+                        yield path
+
+    def sweep(self) -> int:
+        """`CheckpointStore.sweep`."""
+        with _errors(f"{self.url} cannot be swept"):
+            removed = 0
+            for staged in self._staging.left_behind():
+                age_s = time.time() - staged.folder.stat().st_mtime
+                target = _read_target(staged)
+                if target is None or age_s >= self._grace_s:
+                    if target is not None:
+                        self._remove_versions(target)
+                    staged.remove()
+                    removed += 1
+                else:
+                    remove_tree(staged.folder / _FILES)
+                    os.utime(staged.folder, (time.time() - age_s,) * 2)  # its age is as before
+                    staged.leave()
+            return removed
+
+    def _remove_versions(self, target: _Target) -> None:
+        path = CheckpointPath.parse(target.path)
+        current = self.manifest_at(path)
+        for version in target.versions:
+            if current is None or version != current.version:
+                with contextlib.suppress(FileNotFoundError):
+                    self._fs.rm(self.address(path, version), recursive=True)
+
+    def close(self) -> None:
+        """`CheckpointStore.close`."""
+
+    def address(self, path: CheckpointPath, *more: str) -> str:
+        """Where something of a checkpoint is, as the file system calls it."""
+        return "/".join([self._root, *path.parts, *more])
+
+    def manifest_at(self, path: CheckpointPath) -> Manifest | None:
+        """What is there now, if anything is."""
+        try:
+            content = self._fs.cat_file(
+                self.address(path, MANIFEST), 0, manifests.MANIFEST_BYTES_MAX
+            )
+        except FileNotFoundError:
+            return None
+        return manifests.decode(content, path)
+
+    def put_file(self, local: Path, address: str) -> None:
+        """Upload a file."""
+        self._fs.put_file(str(local), address)
+
+    def put_manifest(self, manifest: Manifest, path: CheckpointPath) -> None:
+        """Make it the one that is there, in one step."""
+        self._fs.pipe_file(self.address(path, MANIFEST), manifest.encode())
+
+    def note(self, staged: StagedFolder, path: CheckpointPath, versions: list[str]) -> StagedFolder:
+        """Write down which versions a later sweep has to look at."""
+        new = staged.folder / f"{_TARGET}.new"
+        new.write_bytes(msgspec.json.encode(_Target(str(path), versions)))
+        new.replace(staged.folder / _TARGET)
+        return staged
+
+    def _make_room(self) -> None:
+        """Forget what was fetched and not used for longest, down to the limit."""
+        folders = []
+        for folder in self._fetched.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                size_bytes = sum(file.stat().st_size for file in folder.iterdir())
+                folders.append((folder.stat().st_mtime, size_bytes, folder))
+        total = sum(size_bytes for _, size_bytes, _ in folders)
+        for _, size_bytes, folder in sorted(folders):
+            if total <= self._cache_bytes:
+                return
+            if self._forget(folder):
+                total -= size_bytes
+
+    def _forget(self, folder: Path) -> bool:
+        """Delete what was fetched, unless somebody reads it."""
+        with contextlib.suppress(FileNotFoundError):
+            held = try_lock(folder)
+            if held is not None:
+                with held:
+                    remove_tree(folder)
+                return True
+        return False
+
+
+class UrlStaging(Staging):
+    """A checkpoint that is being written into `<work>/staging/`."""
+
+    def __init__(
+        self, store: UrlStore, path: CheckpointPath, origin: str, staged: StagedFolder
+    ) -> None:
+        self.path = path
+        self.folder = staged.folder / _FILES
+        self._store = store
+        self._origin = origin
+        self._staged = staged
+        self._is_over = False
+        try:
+            self.folder.mkdir(mode=0o700)
+        except BaseException:
+            staged.remove()
+            raise
+
+    def commit(self, *, overwrite: bool = False) -> Manifest:
+        """`Staging.commit`."""
+        if self._is_over:
+            raise ValidationError(f"{self.path}: this staging was committed or discarded")
+
+        def upload(file: FileEntry, address: str) -> None:
+            self._store.put_file(self.folder / file.name, address)
+
+        with _errors(f"{self.path} cannot be saved"):
+            try:
+                files = manifests.survey(self.folder, sync=False)
+                return self.put(files, upload, overwrite=overwrite)
+            finally:
+                self.discard()
+
+    def put(self, files: tuple[FileEntry, ...], upload: Upload, *, overwrite: bool) -> Manifest:
+        """Upload the files, then the manifest."""
+        store, path = self._store, self.path
+        current = self._current(overwrite=overwrite)
+        there = already_there(path, current, self._origin, overwrite=overwrite)
+        if there is not None:
+            return there
+        manifest = Manifest(
+            format_version=manifests.FORMAT_VERSION,
+            path=str(path),
+            version=new_token(),
+            origin=self._origin,
+            files=files,
+        )
+        old = [current.version] if current else []
+        store.note(self._staged, path, [manifest.version, *old])
+        # If this fails, or there was an old version, the note stays for a sweep.
+        self._is_over = True
+        is_note_needed = True
+        try:
+            for file in files:
+                upload(file, store.address(path, manifest.version, file.name))
+            store.put_manifest(manifest, path)
+            is_note_needed = bool(old)
+        finally:
+            remove_tree(self.folder)
+            (self._staged.leave if is_note_needed else self._staged.remove)()
+        return manifest
+
+    def _current(self, *, overwrite: bool) -> Manifest | None:
+        try:
+            return self._store.manifest_at(self.path)
+        except CheckpointDamagedError:
+            if overwrite:
+                return None
+            raise
+
+    def discard(self) -> None:
+        """`Staging.discard`."""
+        if not self._is_over:
+            self._is_over = True
+            self._staged.remove()
+
+
+def _read_target(staged: StagedFolder) -> _Target | None:
+    try:
+        return msgspec.json.decode((staged.folder / _TARGET).read_bytes(), type=_Target)
+    except (OSError, msgspec.MsgspecError):  # it got no further than to files
+        return None
+
+
+def _open_url(url: str) -> tuple[Any, str]:
+    try:
+        import fsspec
+    except ImportError as exc:
+        raise ValidationError(
+            f"{url} needs the package fsspec", remedy="pip install 'tinsmith[s3]'"
+        ) from exc
+    try:
+        fs, root = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as exc:
+        raise ValidationError(
+            f"{url} cannot be used for checkpoints: {exc}",
+            remedy="install what fsspec asks for, or give a local folder",
+        ) from exc
+    return fs, root.rstrip("/")
+
+
+@contextlib.contextmanager
+def _errors(what: str) -> Iterator[None]:
+    """Turn errors of the disk and of the other side into ours."""
+    try:
+        yield
+    except TinkerError:
+        raise
+    except OSError as exc:
+        raise disk_error(what, exc) from exc
+    except Exception as exc:  # each of fsspec's file systems has its own
+        raise CheckpointUnavailableError(
+            f"{what}: {type(exc).__name__}: {exc}",
+            remedy="see that the service behind the URL answers and takes our credentials",
+        ) from exc
