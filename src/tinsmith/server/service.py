@@ -5,8 +5,12 @@ from __future__ import annotations
 import dataclasses
 import secrets
 
+from tinsmith.server.admission import Admission
+from tinsmith.server.auth import Credentials
+from tinsmith.server.longpoll import Waits
 from tinsmith.server.lookups import Lookups
 from tinsmith.server.parts import Parts
+from tinsmith.server.sessions import Sessions
 
 
 class Service:
@@ -17,3 +21,11 @@ class Service:
             parts = dataclasses.replace(parts, secret=secrets.token_bytes(32))
         self.parts = parts
         self.lookups = Lookups(parts.ledger)
+        self.credentials = Credentials(parts.ledger, parts.secret)
+        self.admission = Admission(parts.ledger, parts.settings)
+        self.sessions = Sessions(parts.ledger, self.lookups, parts.settings.session_timeout_s)
+        self.waits = Waits()
+
+    def end_waits(self) -> None:
+        """Answer all that wait, and let nobody wait from now on. To be called before a stop."""
+        self.waits.close()

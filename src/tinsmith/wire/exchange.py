@@ -144,6 +144,8 @@ def read_request(
     headers: Mapping[str, str],
     body: Memory,
     limits: DecodeLimits = DEFAULT_LIMITS,
+    *,
+    on_unknown: Callable[[set[str]], None] | None = None,
 ) -> Any:
     """The request that was sent to an endpoint, by any SDK from 0.3 on.
 
@@ -154,6 +156,7 @@ def read_request(
         headers: Header names in lower case.
         body: The body, decompressed.
         limits: How much memory decoding may take.
+        on_unknown: Told which fields, if any, are ignored because nobody knows them.
 
     Raises:
         DecodeError: It is not such a request.
@@ -173,6 +176,8 @@ def read_request(
         if header.lower() in headers:
             fields[name] = headers[header.lower()]
     fields.update(path_fields)
+    if on_unknown is not None and not fields.keys() <= _known_fields(endpoint.request):
+        on_unknown(fields.keys() - _known_fields(endpoint.request))
     return request_from_fields(endpoint, fields)
 
 
@@ -184,6 +189,11 @@ def _decode_fields(
     if endpoint.request not in (SampleRequest, SampleManyRequest):
         raise DecodeError(f"{endpoint.name} takes no packed body; samples may be packed")
     return packed_format.decode(body, limits)
+
+
+@functools.cache
+def _known_fields(cls: type[Record]) -> frozenset[str]:
+    return frozenset(cls.__struct_fields__)
 
 
 def request_from_fields(endpoint: Endpoint, fields: dict[str, Any]) -> Any:

@@ -35,7 +35,15 @@ _STATUSES: dict[type[e.TinkerError], int] = {
     e.BodyTooLargeError: 413,
     e.DecodeError: 400,
     e.ValidationError: 422,
+    # Of the ledger. None of the permanent ones is retried; see `is_retried`.
+    e.CommandConflictError: 400,
+    e.CommandPassedError: 400,
+    e.UnknownEntryError: 404,
+    e.ResultGoneError: 410,
+    e.LedgerUnavailableError: 503,
 }
+_RETRY_AFTER_S: dict[type[BaseException], float] = {e.LedgerUnavailableError: 1.0}
+"""When to come back after an error that does not say so itself."""
 _RETRIED = frozenset({408, 409, 429})
 
 
@@ -118,7 +126,7 @@ def reply_from_error(error: BaseException) -> HttpReply:
     is_ours = isinstance(error, e.TinkerError)
     detail = _sendable(str(error)) if is_ours else "internal server error"
     headers = {"Content-Type": "application/json"}
-    delay_s = getattr(error, "retry_after_s", None)
+    delay_s = getattr(error, "retry_after_s", _RETRY_AFTER_S.get(type(error)))
     if delay_s is not None:
         headers.update(format_retry_after(delay_s))
     body = json_format.encode({"detail": detail or type(error).__name__})

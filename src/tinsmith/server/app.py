@@ -1,0 +1,342 @@
+"""The server as an ASGI application: from bytes to a typed request, and from an answer to bytes.
+
+One exchange: its endpoint is found by method and path, the credential is checked, the body is read
+within bounds and unpacked, `wire/` makes a typed request of it, the endpoint's handler answers, and
+the answer is written. Whatever goes wrong on the way becomes a reply with a body.
+
+The table of endpoints is `wire/endpoints.py`, the handlers are in `routes/`. There is no framework
+in between: the table is the router, and what is left is this page.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeAlias
+from urllib.parse import parse_qsl, quote
+
+from tinsmith.errors import APIStatusError, BadRequestError, NotFoundError, TinkerError
+from tinsmith.ledger.records import TenantId
+from tinsmith.server.bodies import BodyReader, ClientLeftError, Message, Receive, packed
+from tinsmith.server.call import Answer, Call, Handler, StreamedReply
+from tinsmith.server.exchanges import ExchangeReport, Observer, log_exchange
+from tinsmith.server.parts import Parts
+from tinsmith.server.routes import collect
+from tinsmith.server.service import Service
+from tinsmith.types.buffers import Memory
+from tinsmith.wire.content import decompress, is_protobuf
+from tinsmith.wire.endpoints import Endpoint, Format
+from tinsmith.wire.exchange import HttpReply, read_request, to_reply
+from tinsmith.wire.failures import reply_from_error
+from tinsmith.wire.limits import DecodeLimits
+from tinsmith.wire.routes import Router
+
+_log = logging.getLogger(__name__)
+
+Send: TypeAlias = Callable[[Message], Awaitable[None]]
+
+_MOST_HEADER_BYTES = 64 * 1024
+_HEADERS_TOO_LARGE = 431
+_MOST_QUERY_FIELDS = 64
+_UNREAD = frozenset({"telemetry"})
+"""What is accepted whatever it holds: clients send it again for ever if it is refused."""
+_DECODE_ASIDE_BYTES = 512 * 1024
+"""Larger bodies are decoded on a thread, so that others are answered meanwhile."""
+
+
+def make_app(parts: Parts, *, observer: Observer = log_exchange) -> App:
+    """A server over these parts, to be run by any ASGI server or called in the process.
+
+    Args:
+        parts: What it works with; they stay the caller's to close.
+        observer: Told of every exchange when it is over.
+
+    Raises:
+        ValidationError: An endpoint has no handler, or more than one.
+    """
+    return App(Service(parts), observer)
+
+
+class App:
+    """The ASGI application. For one event loop."""
+
+    def __init__(self, service: Service, observer: Observer) -> None:
+        self.service = service
+        self._observer = observer
+        routes = collect()
+        self._handlers = routes.handlers
+        self._open = routes.open
+        self._router = Router(routes.endpoints)
+        self._bodies = BodyReader(service.parts.settings)
+        self._limits = DecodeLimits(memory_bytes=service.parts.settings.decoded_bytes)
+        self._prefix = service.parts.settings.path_prefix
+        self._told_fields: set[tuple[str, str]] = set()
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """`scope`, `receive` and `send` as ASGI has them."""
+        if scope["type"] == "http":
+            await self._http(scope, receive, send)
+        elif scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+        else:
+            await send({"type": "websocket.close", "code": 1003})
+
+    # One exchange
+
+    async def _http(self, scope: Message, receive: Receive, send: Send) -> None:
+        report = ExchangeReport(
+            call_id=secrets.token_hex(8), method=scope["method"], started_s=time.perf_counter()
+        )
+        try:
+            reply = await self._reply(scope, receive, report)
+            report.status = reply.status
+            if isinstance(reply, StreamedReply):
+                await _send_stream(reply, report, receive, send)
+            else:
+                report.reply_bytes = await _send_whole(reply, report, send)
+        except ClientLeftError:
+            report.client_left = True
+        finally:
+            report.ended_s = time.perf_counter()
+            self._observer(report)
+
+    async def _reply(
+        self, scope: Message, receive: Receive, report: ExchangeReport
+    ) -> HttpReply | StreamedReply:
+        """What to answer; whatever goes wrong is made a reply here."""
+        try:
+            headers = _headers(scope)
+            endpoint, fields = self._find(scope, report)
+            report.endpoint = endpoint.name
+            tenant_id = await self._tenant(endpoint, headers, report)
+            raw = await self._bodies.read(receive, headers)
+            report.body_bytes = len(raw)
+            request, body = await self._decode(endpoint, fields, scope, headers, raw)
+            call = Call(
+                service=self.service,
+                endpoint=endpoint,
+                request=request,
+                tenant_id=tenant_id,
+                headers=headers,
+                body=body,
+                format=_format(headers),
+                call_id=report.call_id,
+                base_url=self._base_url(scope, headers),
+                left=lambda: _wait_left(receive),
+            )
+            answer = await self._handlers[endpoint.name](call)
+            return await self._written(answer, headers)
+        except ClientLeftError:
+            raise
+        except TinkerError as exc:
+            report.error = exc
+            return _refusal(exc)
+        except Exception as exc:  # noqa: BLE001 - the outer edge; told in full in the log
+            _log.exception("%s (%s) failed", report.endpoint or "a request", report.call_id)
+            report.error = exc
+            return reply_from_error(exc)
+
+    def _find(self, scope: Message, report: ExchangeReport) -> tuple[Endpoint, dict[str, str]]:
+        raw = scope.get("raw_path")
+        path = quote(scope["path"], safe="/:~%") if raw is None else raw.decode("latin-1")
+        path = path.partition("?")[0]
+        report.path = path
+        if self._prefix and not path.startswith(self._prefix + "/"):
+            raise NotFoundError(f"there is no {scope['method']} {path[:200]}")
+        path = path[len(self._prefix) :]
+        found = self._router.find(scope["method"], path)
+        if found is None:
+            methods = self._router.methods(path)
+            if methods:
+                raise _WrongMethodError(scope["method"], path, methods)
+            raise NotFoundError(f"there is no {scope['method']} {path[:200]}")
+        return found
+
+    async def _tenant(
+        self, endpoint: Endpoint, headers: Mapping[str, str], report: ExchangeReport
+    ) -> TenantId:
+        if endpoint.name in self._open:
+            return TenantId("")
+        caller = await self.service.credentials.caller(headers.get("x-api-key"))
+        report.tenant_id = caller.tenant_id
+        return caller.tenant_id
+
+    async def _decode(
+        self,
+        endpoint: Endpoint,
+        fields: dict[str, str],
+        scope: Message,
+        headers: Mapping[str, str],
+        raw: Memory,
+    ) -> tuple[Any, Memory]:
+        if endpoint.name in _UNREAD:
+            return None, b""
+        query = _query(scope)
+
+        def decode() -> tuple[Any, Memory]:
+            body = decompress(raw, headers.get("content-encoding"), self._limits)
+            return self._read(endpoint, fields, query, headers, body), body
+
+        if len(raw) < _DECODE_ASIDE_BYTES:
+            return decode()
+        return await asyncio.to_thread(decode)
+
+    def _read(
+        self,
+        endpoint: Endpoint,
+        fields: dict[str, str],
+        query: dict[str, str],
+        headers: Mapping[str, str],
+        body: Memory,
+    ) -> Any:
+        return read_request(
+            endpoint,
+            fields,
+            query,
+            headers,
+            body,
+            self._limits,
+            on_unknown=lambda names: self._tell_unknown(endpoint, names),
+        )
+
+    def _tell_unknown(self, endpoint: Endpoint, names: set[str]) -> None:
+        """Log a field that we do not know, once: a newer client may mean something by it."""
+        for name in sorted(names):
+            key = (endpoint.name, name[:80])
+            if key not in self._told_fields and len(self._told_fields) < 1000:
+                self._told_fields.add(key)
+                _log.info("%s: the request's field %r is not known and is ignored", *key)
+
+    async def _written(
+        self, answer: Answer, headers: Mapping[str, str]
+    ) -> HttpReply | StreamedReply:
+        if isinstance(answer, StreamedReply):
+            return answer
+        reply = answer if isinstance(answer, HttpReply) else to_reply(answer)
+        return await packed(reply, headers.get("accept-encoding", ""), self.service.parts.settings)
+
+    def _base_url(self, scope: Message, headers: Mapping[str, str]) -> str:
+        given = self.service.parts.settings.public_url
+        if given is not None:
+            return given.rstrip("/")
+        host = headers.get("host", "localhost")
+        return f"{scope.get('scheme', 'http')}://{host}{self._prefix}"
+
+
+class _WrongMethodError(APIStatusError):
+    """405: the path is there, for other methods."""
+
+    def __init__(self, method: str, path: str, methods: list[str]) -> None:
+        super().__init__(f"{path[:200]} takes {', '.join(methods)}, not {method}", status_code=405)
+        self.allow = ", ".join(methods)
+
+
+def _refusal(error: TinkerError) -> HttpReply:
+    reply = reply_from_error(error)
+    headers = dict(reply.headers)
+    if isinstance(error, _WrongMethodError):
+        headers["Allow"] = error.allow
+    if reply.status in (408, 413, 431):
+        headers["Connection"] = "close"  # the rest of the body may still be on its way
+    return HttpReply(reply.status, headers, reply.parts)
+
+
+def _headers(scope: Message) -> dict[str, str]:
+    headers: dict[str, str] = {}
+    size = 0
+    for name, value in scope["headers"]:
+        size += len(name) + len(value)
+        headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+    if size > _MOST_HEADER_BYTES:
+        raise APIStatusError(
+            f"the headers are larger than {_MOST_HEADER_BYTES} bytes",
+            status_code=_HEADERS_TOO_LARGE,
+        )
+    return headers
+
+
+def _query(scope: Message) -> dict[str, str]:
+    text = scope.get("query_string", b"")
+    if not text:
+        return {}
+    try:
+        pairs = parse_qsl(
+            text.decode("latin-1"), keep_blank_values=True, max_num_fields=_MOST_QUERY_FIELDS
+        )
+    except ValueError as exc:
+        raise BadRequestError(f"the query has more than {_MOST_QUERY_FIELDS} fields") from exc
+    return dict(pairs)
+
+
+def _format(headers: Mapping[str, str]) -> Format:
+    return Format.PROTOBUF if is_protobuf(headers.get("content-type")) else Format.JSON
+
+
+async def _wait_left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+# Sending
+
+
+def _start(reply: HttpReply | StreamedReply, report: ExchangeReport) -> Message:
+    headers = [(name.lower().encode(), value.encode()) for name, value in reply.headers.items()]
+    headers.append((b"x-request-id", report.call_id.encode()))
+    return {"type": "http.response.start", "status": reply.status, "headers": headers}
+
+
+async def _send_whole(reply: HttpReply, report: ExchangeReport, send: Send) -> int:
+    body = b"".join(reply.parts)
+    if reply.status != 204 and "Content-Length" not in reply.headers:
+        headers = {**reply.headers, "Content-Length": str(len(body))}
+        reply = HttpReply(reply.status, headers, reply.parts)
+    await send(_start(reply, report))
+    await send({"type": "http.response.body", "body": body})
+    return len(body)
+
+
+async def _send_stream(
+    reply: StreamedReply, report: ExchangeReport, receive: Receive, send: Send
+) -> None:
+    """Send the pieces as they come, until the last or until the client leaves."""
+    sending = asyncio.create_task(_send_pieces(reply, report, send))
+    left = asyncio.create_task(_wait_left(receive))
+    try:
+        await asyncio.wait((sending, left), return_when=asyncio.FIRST_COMPLETED)
+        report.client_left = not sending.done()
+    finally:
+        left.cancel()
+        sending.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await sending
+
+
+async def _send_pieces(reply: StreamedReply, report: ExchangeReport, send: Send) -> None:
+    try:
+        await send(_start(reply, report))
+        async for piece in reply.pieces:
+            report.reply_bytes += len(piece)
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+    finally:
+        close = getattr(reply.pieces, "aclose", None)
+        if close is not None:
+            await close()
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    while True:
+        message = await receive()
+        if message["type"] == "lifespan.startup":
+            await send({"type": "lifespan.startup.complete"})
+        elif message["type"] == "lifespan.shutdown":
+            await send({"type": "lifespan.shutdown.complete"})
+            return
+
+
+__all__ = ["App", "Handler", "make_app"]

@@ -1,0 +1,91 @@
+"""Submissions: checked, appended, answered with a request id.
+
+An answer is given only when the command is durable. The same submission again gets the first
+answer again, whatever has become of the command or its session meanwhile. A number that is refused
+for good is noted as spent, so that what comes after it need not wait for it.
+"""
+
+from __future__ import annotations
+
+from tinsmith.errors import CommandConflictError, TinkerError, UnknownEntryError
+from tinsmith.ledger.records import (
+    LARGEST_NUMBER,
+    Appended,
+    LineId,
+    Model,
+    SessionId,
+    Submission,
+    request_id,
+)
+from tinsmith.server.call import Call
+from tinsmith.types.futures import UntypedAPIFuture
+from tinsmith.wire.failures import is_retried, status_of
+from tinsmith.wire.stored import fingerprint, stored_body
+
+CLONE_NUMBERS = 10**9
+"""A clone's samples are numbered from its own number times this."""
+
+
+def submission(
+    call: Call,
+    line: str,
+    seq_id: int | None,
+    session_id: str,
+    *,
+    kind: str | None = None,
+    payload: bytes | None = None,
+    is_ordered: bool = True,
+    clone: int | None = None,
+) -> Submission:
+    """The call as a command of a line; its payload is its body, unless another is given."""
+    kind = kind or call.endpoint.name
+    if payload is None:
+        payload = stored_body(call.body, call.format)
+    return Submission(
+        line=LineId(line),
+        seq_id=seq_id,
+        kind=kind,
+        tenant_id=call.tenant_id,
+        session_id=SessionId(session_id),
+        fingerprint=fingerprint(kind, call.request, payload),
+        payload=payload,
+        is_ordered=is_ordered,
+        clone=clone,
+    )
+
+
+async def append(call: Call, submitted: Submission) -> Appended:
+    """Append a command that was checked, if its tenant has room for it."""
+    admission = call.service.admission
+    await admission.admit(call.tenant_id, len(submitted.payload))
+    appended = await call.ledger.append(submitted)
+    if appended.is_new:
+        admission.accepted(call.tenant_id, appended.request_id, len(submitted.payload))
+    return appended
+
+
+async def find_repeated(call: Call, submitted: Submission) -> str | None:
+    """The request id of the command that this repeats, if it does."""
+    if submitted.seq_id is None:
+        return None
+    known = request_id(submitted.line, submitted.seq_id)
+    try:
+        command = await call.ledger.command(known)
+    except UnknownEntryError:
+        return None
+    is_same = (command.kind, command.fingerprint) == (submitted.kind, submitted.fingerprint)
+    return known if is_same and command.tenant_id == call.tenant_id else None
+
+
+async def spend(call: Call, submitted: Submission, error: TinkerError) -> None:
+    """Note that a number was refused, if it was refused for good and is nobody else's."""
+    number = submitted.seq_id
+    is_final = not is_retried(status_of(error)) and not isinstance(error, CommandConflictError)
+    if is_final and number is not None and 0 < number <= LARGEST_NUMBER:
+        await call.ledger.spend(submitted.line, number)
+
+
+def accepted(appended: Appended | str, model: Model | None = None) -> UntypedAPIFuture:
+    """What a submission is answered with."""
+    known = appended if isinstance(appended, str) else appended.request_id
+    return UntypedAPIFuture(request_id=known, model_id=None if model is None else model.id)

@@ -1,0 +1,62 @@
+"""Those who wait for the end of a command: long polls for one result or for a sampler's news."""
+
+from __future__ import annotations
+
+from tinsmith.errors import ResultGoneError
+from tinsmith.ledger.records import Command
+from tinsmith.server.call import Call, Handler
+from tinsmith.types.futures import MetadataOnlyResponse, TryAgainResponse
+from tinsmith.types.record import Record
+from tinsmith.types.requests import FutureRetrieveRequest
+from tinsmith.wire.content import accepts_protobuf
+from tinsmith.wire.endpoints import Format
+from tinsmith.wire.exchange import HttpReply, to_reply
+from tinsmith.wire.stored import result_body
+
+_PENDING = 408
+"""What clients take for "ask again" without a word in their log."""
+
+
+async def retrieve_future(call: Call) -> Record | HttpReply:
+    """The result as soon as there is one, or word that there is none yet."""
+    request: FutureRetrieveRequest = call.request
+    command = await call.service.lookups.command(call.tenant_id, request.request_id)
+    if not command.is_settled:
+        waiting = call.ledger.wait_settled(request.request_id, timeout_s=call.settings.long_poll_s)
+        command = await call.service.waits.until(waiting, call) or command
+    if not command.is_settled:
+        return _not_yet(call, command)
+    call.service.admission.settled(call.tenant_id, command.request_id)
+    return await _finished(call, command, allow_metadata_only=request.allow_metadata_only)
+
+
+async def _finished(
+    call: Call, command: Command, *, allow_metadata_only: bool
+) -> Record | HttpReply:
+    size = command.result_bytes - 1  # without the letter that says its format
+    is_large = size > call.settings.inline_bytes
+    if allow_metadata_only and is_large and not command.is_failed and not command.is_gone:
+        return MetadataOnlyResponse(response_payload_size=size)
+    result = await call.ledger.result(command.request_id)
+    if result is None:
+        raise ResultGoneError(f"the result of {command.request_id} is no longer kept")
+    wanted = Format.PROTOBUF if accepts_protobuf(call.headers.get("accept")) else Format.JSON
+    written, body = result_body(command.kind, result.payload, wanted)
+    return HttpReply(200, {"Content-Type": written.value}, [body])
+
+
+def _not_yet(call: Call, command: Command) -> HttpReply:
+    queue = call.ledger.board.queue(command.line)
+    told = TryAgainResponse(
+        request_id=command.request_id,
+        queue_state=queue.state,
+        queue_state_reason=queue.reason,
+        retry_after_ms=None if queue.retry_after_s is None else queue.retry_after_s * 1000,
+    )
+    reply = to_reply(told)
+    return HttpReply(_PENDING, reply.headers, reply.parts)
+
+
+HANDLERS: dict[str, Handler] = {
+    "retrieve_future": retrieve_future,
+}

@@ -1,0 +1,85 @@
+"""Sessions: opened, kept alive, finished. Listings and searches are in `search.py`."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+
+from tinsmith.errors import APIStatusError
+from tinsmith.ledger.records import Session
+from tinsmith.server.call import Call, Handler
+from tinsmith.server.checks import check_metadata, check_texts
+from tinsmith.types.record import to_plain
+from tinsmith.types.requests import CreateSessionRequest, FinishSessionRequest
+from tinsmith.types.runs import (
+    ClientSessionFinished,
+    CreateSessionResponse,
+    SessionHeartbeatResponse,
+)
+
+DEFAULT_PROJECT = "default"
+_GONE = 410
+
+
+async def create_session(call: Call) -> CreateSessionResponse:
+    """Open a session; the same idempotency key gives the same one."""
+    request: CreateSessionRequest = call.request
+    check_texts(
+        ("sdk_version", request.sdk_version),
+        ("project_id", request.project_id),
+        ("display_name", request.display_name),
+        *(("tags", tag) for tag in request.tags),
+    )
+    check_metadata("user_metadata", request.user_metadata)
+    await call.service.admission.check_sessions(call.tenant_id)
+    now = call.ledger.now()
+    session = Session(
+        id=_session_id(call),
+        tenant_id=call.tenant_id,
+        created_at=now,
+        project_id=request.project_id or DEFAULT_PROJECT,
+        heartbeat_at=now,
+        display_name=request.display_name,
+        sdk_version=request.sdk_version,
+        tags=request.tags,
+        user_metadata=request.user_metadata or {},
+    )
+    kept = await call.ledger.entries(Session).add(session)
+    return CreateSessionResponse(session_id=kept.id)
+
+
+def _session_id(call: Call) -> str:
+    """A random id. A retry, told by its idempotency key, gets the one of the first try."""
+    key = call.headers.get("x-idempotency-key", "")
+    if not key:
+        return f"session-{secrets.token_hex(16)}"
+    told_by = f"{call.tenant_id}\0{key}".encode("utf-8", "replace")
+    digest = hashlib.blake2b(told_by, key=call.parts.secret[:64], digest_size=16)
+    return f"session-{digest.hexdigest()}"
+
+
+async def session_heartbeat(call: Call) -> SessionHeartbeatResponse:
+    """Note that the client still runs; 410 once the session has ended."""
+    session = await call.service.lookups.session(call.tenant_id, call.request.session_id)
+    if session.ended_at is None:
+        session = await call.service.sessions.beat(session)
+    if session.ended_at is not None:
+        raise APIStatusError(f"session {session.id} has ended", status_code=_GONE)
+    return SessionHeartbeatResponse()
+
+
+async def finish_session(call: Call) -> None:
+    """End a session; the first reason stays."""
+    request: FinishSessionRequest = call.request
+    session = await call.service.lookups.session(call.tenant_id, request.session_id)
+    detail = request.detail if isinstance(request.detail, str) else None
+    check_texts(("detail", detail))
+    status = ClientSessionFinished(reason=request.reason, detail=detail)
+    await call.service.sessions.end(session.id, to_plain(status))
+
+
+HANDLERS: dict[str, Handler] = {
+    "create_session": create_session,
+    "session_heartbeat": session_heartbeat,
+    "finish_session": finish_session,
+}

@@ -1,0 +1,32 @@
+"""A step of training with the official SDK, as a program of its own; its sockets outlive it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import tinker
+from tinker import types
+
+
+def main(base_url: str, api_key: str) -> None:
+    """Train a step and print what came back."""
+    service = tinker.ServiceClient(base_url=base_url, api_key=api_key)
+    client = service.create_lora_training_client(base_model="Qwen/Qwen3-8B", rank=8)
+    inputs: dict[str, Any] = {"target_tokens": [2, 3, 4], "weights": [1.0, 1.0, 1.0]}
+    datum = types.Datum(model_input=types.ModelInput.from_ints([1, 2, 3]), loss_fn_inputs=inputs)
+    passed = client.forward_backward([datum] * 3, "cross_entropy")
+    stepped = client.optim_step(types.AdamParams())
+    seen = {
+        "loss": passed.result(timeout=30).metrics["loss:sum"],
+        "step": stepped.result(timeout=30).metrics,
+        "info": client.get_info().model_data.tokenizer_id,
+        "models": [m.model_name for m in service.get_server_capabilities().supported_models],
+    }
+    service.close("success").result(timeout=30)
+    print(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

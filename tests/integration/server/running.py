@@ -1,0 +1,214 @@
+"""A server on a real socket over a ledger in memory, with a loop that settles what is asked.
+
+The loop stands for the scheduler: it answers every command at once, with numbers of no meaning.
+Kinds in `held` are left alone until `release`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, Self, TypeVar
+
+import httpx
+import uvicorn
+
+from tinsmith.engines.base import BaseModel
+from tinsmith.ledger.base import Ledger
+from tinsmith.ledger.board import SchedulerReport
+from tinsmith.ledger.memory import MemoryLedger
+from tinsmith.ledger.records import ApiKey, Command, Settlement, Tenant, TenantId
+from tinsmith.server.app import App, make_app
+from tinsmith.server.auth import key_digest
+from tinsmith.server.exchanges import ExchangeReport
+from tinsmith.server.parts import Parts
+from tinsmith.server.settings import ServerSettings
+from tinsmith.testing.running import ServiceThread
+from tinsmith.types import futures as f
+from tinsmith.types import sampling as s
+from tinsmith.types import tensors
+from tinsmith.types import training as t
+from tinsmith.wire.stored import read_stored, stored_failure, stored_result
+
+T = TypeVar("T")
+
+MODEL = "Qwen/Qwen3-8B"
+TINY = BaseModel(
+    name=MODEL, vocabulary=1000, max_context=512, eos_tokens=(2,), tokenizer_id="./tok", max_rank=64
+)
+KEYS = {"alice": "tml-alice-key", "bob": "tml-bob-key"}
+CLAIMER = "test"
+
+
+class RunningServer:
+    """To be used as a context manager; the server has a thread and a loop of its own."""
+
+    def __init__(self, *, with_keys: bool = False, **settings: Any) -> None:
+        self.settings = ServerSettings(**{"long_poll_s": 0.5, **settings})
+        self.held: set[str] = set()
+        self.failures: dict[str, f.RequestFailedResponse] = {}
+        self.reports: list[ExchangeReport] = []
+        self.settled = 0
+        self._with_keys = with_keys
+        self._thread = ServiceThread(self._open, self._close)
+        self._changed = threading.Condition()
+        self.ledger: Ledger
+        self.app: App
+        self.port = 0
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.stop()
+
+    @property
+    def base_url(self) -> str:
+        """Where clients find it."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do something on the server's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+
+    def http(self, tenant: str = "alice", **options: Any) -> httpx.Client:
+        """A plain client with a tenant's key."""
+        headers = {"X-API-Key": KEYS[tenant]}
+        return httpx.Client(base_url=self.base_url, headers=headers, timeout=30, **options)
+
+    def release(self) -> None:
+        """Let go of what is held."""
+        self.held.clear()
+        self.run(self._settle_held())
+
+    def wait_for(self, is_so: Callable[[], bool], timeout_s: float = 20.0) -> None:
+        """Wait until something is so, looking whenever an exchange or a settlement is over."""
+        with self._changed:
+            assert self._changed.wait_for(is_so, timeout_s), "it never became so"
+
+    # On the server's own loop
+
+    async def _open(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.ledger = await self._open_ledger()
+        self.ledger.board.scheduler = SchedulerReport(is_ready=True)
+        if self._with_keys:
+            for tenant, key in KEYS.items():
+                await _add_key(self.ledger, tenant, key)
+        parts = Parts(
+            ledger=self.ledger,
+            base_models={
+                MODEL: TINY,
+                "alias": TINY.__class__(
+                    name="alias", vocabulary=1000, max_context=512, alias_of=MODEL
+                ),
+            },
+            settings=self.settings,
+            secret=b"s" * 32,
+        )
+        self.app = make_app(parts, observer=self._observe)
+        config = uvicorn.Config(
+            self.app, port=0, lifespan="off", log_config=None, timeout_graceful_shutdown=2
+        )
+        self._server = uvicorn.Server(config)
+        self._serving = asyncio.create_task(self._server.serve())
+        self._settling = asyncio.create_task(self._settle())
+        while not self._server.started:  # noqa: ASYNC110 - uvicorn has no event for it
+            await asyncio.sleep(0.005)
+        self.port = self._server.servers[0].sockets[0].getsockname()[1]
+
+    async def _open_ledger(self) -> Ledger:
+        return MemoryLedger()
+
+    async def _close(self) -> None:
+        self.app.service.end_waits()
+        self._server.should_exit = True
+        await self._serving
+        self._settling.cancel()
+        await asyncio.gather(self._settling, return_exceptions=True)
+        await self.ledger.close()
+
+    def _observe(self, report: ExchangeReport) -> None:
+        with self._changed:
+            self.reports.append(report)
+            self._changed.notify_all()
+
+    async def _settle(self) -> None:
+        self._kept: list[Command] = []
+        while True:
+            await self.ledger.wait_for_commands(CLAIMER, timeout_s=5)
+            await self.ledger.take_cancelled(CLAIMER)
+            for command in await self.ledger.claim(CLAIMER, limit=100):
+                if command.kind in self.held:
+                    self._kept.append(command)
+                else:
+                    await self._settle_one(command)
+
+    async def _settle_held(self) -> None:
+        kept, self._kept = self._kept, []
+        for command in kept:
+            await self._settle_one(command)
+
+    async def _settle_one(self, command: Command) -> None:
+        failure = self.failures.get(command.kind)
+        if failure is None:
+            payload = await self.ledger.payload(command.request_id)
+            result = answer(command, payload)
+        else:
+            result = stored_failure(failure)
+        settlement = Settlement(
+            request_id=command.request_id, payload=result, is_failed=failure is not None
+        )
+        await self.ledger.settle([settlement])
+        with self._changed:
+            self.settled += 1
+            self._changed.notify_all()
+
+
+def answer(command: Command, payload: bytes) -> bytes:
+    """Some result for a command."""
+    kind = command.kind
+    if kind == "release_model":
+        return b"J{}"
+    request = read_stored(kind, payload)
+    value: Any
+    if kind in ("forward_backward", "forward"):
+        outputs = [
+            {"logprobs": tensors.TensorData([-1.0] * datum.model_input.length, "float32")}
+            for datum in request.forward_backward_input.data
+        ]
+        value = t.ForwardBackwardOutput("ArrayRecord", outputs, {"loss:sum": 1.0})
+    elif kind == "asample":
+        sequences = [
+            s.SampledSequence("stop", tokens=[n, 7], logprobs=[-0.5, -0.25])
+            for n in range(request.num_samples)
+        ]
+        value = s.SampleResponse(sequences)
+    elif kind == "optim_step":
+        value = t.OptimStepResponse(metrics={"grad_norm": 1.0})
+    elif kind == "create_model":
+        value = t.CreateModelResponse(model_id=command.line)
+    elif kind == "load_weights":
+        value = t.LoadWeightsResponse(path=request.path, model_id=command.line)
+    elif kind == "create_custom_loss":
+        value = t.CreateCustomLossResponse(loss_id=command.request_id)
+    elif kind == "save_weights":
+        value = t.SaveWeightsResponse(path=f"tinker://{command.line}/weights/{request.path}")
+    elif kind == "unload_model":
+        value = t.UnloadModelResponse(model_id=command.line)
+    else:
+        value = t.SaveWeightsForSamplerResponseInternal(path=f"tinker://{command.line}/x/y")
+    return stored_result(kind, value)
+
+
+async def _add_key(ledger: Ledger, tenant: str, key: str) -> None:
+    tenant_id = TenantId(tenant)
+    now = ledger.now()
+    await ledger.entries(Tenant).add(
+        Tenant(id=tenant, tenant_id=tenant_id, created_at=now, name=tenant)
+    )
+    await ledger.entries(ApiKey).add(
+        ApiKey(id=key_digest(key), tenant_id=tenant_id, created_at=now, name="test", shown=key[:8])
+    )

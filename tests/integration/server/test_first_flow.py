@@ -1,0 +1,53 @@
+"""From start-up to a trained step, over a real socket: our client and the official SDK."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.integration.server.running import KEYS, MODEL, RunningServer
+from tinsmith.client.service import ServiceClient
+from tinsmith.types.inputs import Datum, ModelInput
+from tinsmith.types.training import AdamParams
+
+FLOW = Path(__file__).with_name("official_flow.py")
+
+
+def test_our_client_trains_a_step() -> None:
+    """Session, model, pass and step, each through the ledger."""
+    datum = Datum(
+        ModelInput.from_ints([1, 2, 3]),
+        {"target_tokens": [2, 3, 4], "weights": [1.0, 1.0, 1.0]},
+    )
+    with (
+        RunningServer() as server,
+        ServiceClient(base_url=server.base_url, api_key="tml-x") as client,
+    ):
+        training = client.create_lora_training_client(MODEL, rank=4)
+        passed = training.forward_backward([datum], "cross_entropy")
+        stepped = training.optim_step(AdamParams())
+
+        assert passed.result().metrics["loss:sum"] == 1.0
+        assert stepped.result().metrics == {"grad_norm": 1.0}
+
+
+def test_the_official_client_trains_a_step() -> None:
+    """The same with the unmodified SDK."""
+    with RunningServer(with_keys=True) as server:
+        done = subprocess.run(
+            [sys.executable, str(FLOW), server.base_url, KEYS["alice"]],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {
+        "loss": 1.0,
+        "step": {"grad_norm": 1.0},
+        "info": "./tok",
+        "models": [MODEL, "alias"],
+    }
