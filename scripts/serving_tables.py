@@ -1,4 +1,4 @@
-"""The generated tables of docs/serving.md: settings, quotas, metrics, log fields.
+"""The generated tables of docs/serving.md: settings, quotas, metrics, log fields, spans.
 
 They are made from the code that they describe, and stand between marks in the page. A test compares
 them; `python scripts/serving_tables.py` writes them anew.
@@ -10,6 +10,9 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from tinsmith.observe.log_fields import FIELDS
+from tinsmith.observe.metrics import ServiceMetrics
+from tinsmith.observe.spans import SPANS
 from tinsmith.serve.options import OPTIONS
 from tinsmith.server.keys import QUOTAS
 
@@ -31,7 +34,34 @@ def quotas_table() -> str:
     return "\n".join(["| quota | of one tenant |", "|---|---|", *rows])
 
 
-TABLES: dict[str, Callable[[], str]] = {"settings": settings_table, "quotas": quotas_table}
+def metrics_table() -> str:
+    """Every metric, its labels, and what it says."""
+    rows = ["| metric | kind | labels | what it is |", "|---|---|---|---|"]
+    for instrument in ServiceMetrics().registry:
+        labels = ", ".join(f"`{name}`" for name in instrument.label_names)
+        rows.append(f"| `{instrument.name}` | {instrument.kind} | {labels} | {instrument.text} |")
+    return "\n".join(rows)
+
+
+def log_fields_table() -> str:
+    """Every field of a line of log."""
+    rows = [f"| `{name}` | {what} |" for name, what in FIELDS.items()]
+    return "\n".join(["| field | what it is |", "|---|---|", *rows])
+
+
+def spans_table() -> str:
+    """Every span."""
+    rows = [f"| `tinsmith {name}` | {what} |" for name, what in SPANS.items()]
+    return "\n".join(["| span | what it is |", "|---|---|", *rows])
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "settings": settings_table,
+    "quotas": quotas_table,
+    "metrics": metrics_table,
+    "log fields": log_fields_table,
+    "spans": spans_table,
+}
 
 
 def with_tables(page: str) -> str:

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import re
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tinsmith import __version__
+from tinsmith.observe.instruments import Counter
+from tinsmith.observe.metrics import ServiceMetrics
+
+
+def test_names_are_of_the_custom_form_and_say_what_they_are() -> None:
+    for instrument in ServiceMetrics().registry:
+        assert re.fullmatch(r"(tinsmith|process)_[a-z_]+", instrument.name)
+        assert instrument.text.endswith("."), instrument.name
+        assert instrument.name.endswith("_total") == (instrument.kind == "counter")
+
+
+def test_two_services_of_one_process_count_apart() -> None:
+    first, second = ServiceMetrics(), ServiceMetrics()
+
+    first.unauthorised.inc()
+
+    assert (first.unauthorised.value(), second.unauthorised.value()) == (1, 0)
+
+
+def test_the_text_can_be_read_and_names_the_version_and_the_process() -> None:
+    metrics = ServiceMetrics()
+    metrics.http_requests.inc("asample", "200")
+    metrics.http_seconds.observe(0.01, "asample")
+
+    samples = {
+        sample.name: sample
+        for family in text_string_to_metric_families(metrics.exposition())
+        for sample in family.samples
+    }
+
+    assert samples["tinsmith_build_info"].labels == {"version": __version__}
+    assert samples["process_cpu_seconds_total"].value > 0
+    assert samples["process_resident_memory_bytes"].value > 1e6
+    assert samples["process_open_fds"].value > 2
+    assert samples["tinsmith_http_requests_total"].value == 1
+
+
+def test_every_attribute_is_an_instrument_of_the_registry() -> None:
+    metrics = ServiceMetrics()
+    known = set(metrics.registry)
+
+    attributes = [value for name, value in vars(metrics).items() if name != "registry"]
+
+    assert all(value in known for value in attributes)
+    assert any(isinstance(value, Counter) for value in attributes)

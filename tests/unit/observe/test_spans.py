@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import http.server
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tinsmith.observe.spans import SPANS, OpenTelemetryMissingError, Spans, open_spans
+
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+
+
+def test_without_an_endpoint_nothing_happens() -> None:
+    spans = open_spans(None)
+
+    with spans.span("http", tenant="a"):
+        pass
+    spans.close()
+
+    assert not spans.is_on
+
+
+def test_an_endpoint_without_the_library_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter", None)
+
+    with pytest.raises(OpenTelemetryMissingError, match=r"pip install 'tinsmith\[otel\]'"):
+        open_spans("http://127.0.0.1:9/v1/traces")
+
+
+class Collector(http.server.ThreadingHTTPServer):
+    """Takes what is sent over OTLP."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.bodies: list[bytes] = []
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/v1/traces"
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    server: Collector
+
+    def do_POST(self) -> None:
+        self.server.bodies.append(self.rfile.read(int(self.headers["content-length"])))
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    pytest.importorskip("opentelemetry.sdk", reason="OpenTelemetry is not installed here")
+    with Collector() as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def collected(collector: Collector) -> list[Any]:
+    """The spans that arrived, in the order in which they began."""
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    found = [
+        span
+        for body in collector.bodies
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans
+        for scope in resource.scope_spans
+        for span in scope.spans
+    ]
+    return sorted(found, key=lambda span: span.start_time_unix_nano)
+
+
+def test_spans_reach_a_collector_with_their_fields_and_their_trace(collector: Collector) -> None:
+    spans = open_spans(collector.endpoint)
+    headers = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01", "x-api-key": "tml-secret-key"}
+
+    around = spans.span("http", carrier=headers, endpoint="asample", tenant="a", model=None)
+    with around, spans.span("batch", kind="sample", tokens=12):
+        pass
+    spans.close()
+
+    outer, inner = collected(collector)
+    assert [outer.name, inner.name] == ["tinsmith http", "tinsmith batch"]
+    assert {outer.trace_id.hex(), inner.trace_id.hex()} == {TRACE}
+    assert inner.parent_span_id == outer.span_id
+    attributes = {pair.key: pair.value.string_value for pair in outer.attributes}
+    assert attributes == {"tinsmith.endpoint": "asample", "tinsmith.tenant": "a"}
+    assert b"secret" not in b"".join(collector.bodies)
+
+
+def test_a_failure_marks_its_span_and_keeps_its_message_to_itself(collector: Collector) -> None:
+    spans = open_spans(collector.endpoint)
+
+    with pytest.raises(ValueError, match="private"), spans.span("snapshot", model="m"):
+        raise ValueError("private words")
+    spans.close()
+
+    [span] = collected(collector)
+    assert span.status.code == 2
+    assert {pair.key: pair.value.string_value for pair in span.attributes} == {
+        "tinsmith.model": "m",
+        "tinsmith.error": "ValueError",
+    }
+    assert b"private" not in b"".join(collector.bodies)
+
+
+def test_a_name_that_is_not_listed_is_a_mistake() -> None:
+    spans = Spans(tracer=object())
+
+    with pytest.raises(AssertionError), spans.span("holiday"):
+        pass
+    assert "holiday" not in SPANS
