@@ -1,0 +1,129 @@
+"""A checkpoint's files as one tar, made while it is read.
+
+Nothing is written: the archive is a list of parts, some of them bytes made here and some of them
+stretches of files. Its size is known before, and the same checkpoint gives the same bytes each
+time, so that a download can be taken up where it broke off. It is not compressed, because weights
+do not get smaller.
+
+Tools for Tinker's archives know the output layer by another name than `peft` does (`Layout`). The
+names stand in the header of the file of weights alone; it is written anew and the numbers are not
+touched.
+"""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from tinsmith.checkpoints.base import PIECE_BYTES, Reading
+from tinsmith.checkpoints.disk import disk_errors
+from tinsmith.checkpoints.format import ADAPTER_MODEL, Layout, layer_of, tensor_name
+from tinsmith.checkpoints.manifest import FileEntry
+from tinsmith.checkpoints.safetensors_file import encode_header, read_header
+from tinsmith.errors import CheckpointDamagedError, CheckpointFormatError, ValidationError
+
+
+class _Part(NamedTuple):
+    """Bytes, or a stretch of a file."""
+
+    content: bytes
+    file: str = ""
+    start: int = 0
+    length: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        return self.length if self.file else len(self.content)
+
+
+class Archive:
+    """The archive of a checkpoint that is open; it may be read in any part and any number of times.
+
+    Args:
+        reading: Stays the caller's, and open for as long as the archive is read.
+        layout: The names of tensors in it.
+    """
+
+    def __init__(self, reading: Reading, *, layout: Layout = Layout.TINKER) -> None:
+        self._reading = reading
+        self._layout = layout
+        with disk_errors(f"{reading.manifest.path} cannot be archived"):
+            self._parts = list(self._planned())
+        self.size_bytes = sum(part.size_bytes for part in self._parts)
+        self.tag = f"{reading.manifest.version}-{layout.value}"
+        """Differs from that of any other archive; an entity tag for HTTP."""
+
+    def read(self, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
+        """Bytes `start` to `stop`, in pieces of 1 MiB at most. Reads the disk between pieces.
+
+        Raises:
+            ValidationError: The range is not inside the archive.
+        """
+        stop = self.size_bytes if stop is None else stop
+        if not 0 <= start <= stop <= self.size_bytes:
+            raise ValidationError(
+                f"range is {start} to {stop}; the archive has {self.size_bytes} bytes"
+            )
+        return self._pieces(start, stop)
+
+    def _pieces(self, start: int, stop: int) -> Iterator[bytes]:
+        begin = 0
+        for part in self._parts:
+            end = begin + part.size_bytes
+            if begin < stop and end > start:
+                yield from self._of_part(part, max(start - begin, 0), min(stop, end) - begin)
+            begin = end
+
+    def _of_part(self, part: _Part, start: int, stop: int) -> Iterator[bytes]:
+        if not part.file:
+            yield part.content[start:stop]
+            return
+        with disk_errors(f"{part.file} cannot be read"):
+            file = (self._reading.folder / part.file).open("rb")
+        with file:
+            file.seek(part.start + start)
+            left = stop - start
+            while left > 0:
+                with disk_errors(f"{part.file} cannot be read"):
+                    piece = file.read(min(left, PIECE_BYTES))
+                if not piece:
+                    raise CheckpointDamagedError(f"{part.file} is shorter than it was")
+                left -= len(piece)
+                yield piece
+
+    def _planned(self) -> Iterator[_Part]:
+        total = 0
+        for entry in self._reading.manifest.files:
+            contents = self._contents(entry)
+            size_bytes = sum(part.size_bytes for part in contents)
+            yield _Part(_tar_header(entry.name, size_bytes))
+            yield from contents
+            yield _Part(bytes(-size_bytes % tarfile.BLOCKSIZE))
+            total += size_bytes + -size_bytes % tarfile.BLOCKSIZE + tarfile.BLOCKSIZE
+        total += 2 * tarfile.BLOCKSIZE
+        yield _Part(bytes(2 * tarfile.BLOCKSIZE + -total % tarfile.RECORDSIZE))
+
+    def _contents(self, entry: FileEntry) -> list[_Part]:
+        """A file as it is given out."""
+        if entry.name != ADAPTER_MODEL or self._layout is Layout.PEFT:
+            return [_Part(b"", entry.name, 0, entry.size_bytes)]
+        header = read_header(self._reading.folder / entry.name)
+        renamed = {self._renamed(name): tensor for name, tensor in header.tensors.items()}
+        return [
+            _Part(encode_header(renamed, header.metadata)),
+            _Part(b"", entry.name, header.data_start, header.data_bytes),
+        ]
+
+    def _renamed(self, name: str) -> str:
+        try:
+            return tensor_name(*layer_of(name), self._layout)
+        except CheckpointFormatError:  # an engine's own
+            return name
+
+
+def _tar_header(name: str, size_bytes: int) -> bytes:
+    entry = tarfile.TarInfo(name)  # its time is 0 and its owner nobody, always
+    entry.size = size_bytes
+    entry.mode = 0o644
+    return entry.tobuf(tarfile.GNU_FORMAT)  # which can tell sizes above 8 GiB
