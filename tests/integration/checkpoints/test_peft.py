@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ import torch
 from tinsmith.checkpoints.format import Adapter, LoraPair, read_adapter, write_adapter
 from tinsmith.checkpoints.imported import import_adapter
 
+transformers: Any = importlib.import_module("transformers")  # whose types say too little
+peft: Any = importlib.import_module("peft")
+
 RANK = 4
 ALPHA = 6.0
 TOKENS = torch.tensor([[1, 5, 7, 2, 30, 4]])
@@ -21,10 +25,8 @@ TOKENS = torch.tensor([[1, 5, 7, 2, 30, 4]])
 @pytest.fixture(scope="module")
 def folder_of_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen3 of two layers with random weights."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     torch.manual_seed(0)
-    config = Qwen3Config(
+    config = transformers.Qwen3Config(
         vocab_size=40,
         hidden_size=16,
         intermediate_size=24,
@@ -35,14 +37,12 @@ def folder_of_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tie_word_embeddings=False,
     )
     folder = tmp_path_factory.mktemp("model")
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
     return folder
 
 
 def load(folder: Path) -> Any:
-    from transformers import Qwen3ForCausalLM
-
-    return Qwen3ForCausalLM.from_pretrained(folder).eval()
+    return transformers.Qwen3ForCausalLM.from_pretrained(folder).eval()
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -78,8 +78,6 @@ def apply_by_formula(model: Any, adapter: Adapter) -> None:
 def test_peft_loads_what_we_write_and_computes_what_the_formula_says(
     tmp_path: Path, folder_of_model: Path
 ) -> None:
-    from peft import PeftModel
-
     model = load(folder_of_model)
     without = logits(model)
     adapter = adapter_for(model, str(folder_of_model))
@@ -89,7 +87,7 @@ def test_peft_loads_what_we_write_and_computes_what_the_formula_says(
 
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        loaded = PeftModel.from_pretrained(model, tmp_path).eval()
+        loaded = peft.PeftModel.from_pretrained(model, tmp_path).eval()
 
     # It warns of keys that it misses or does not know.
     assert not [warning for warning in told if "adapter keys" in str(warning.message)]
@@ -98,10 +96,8 @@ def test_peft_loads_what_we_write_and_computes_what_the_formula_says(
 
 
 def test_what_peft_saves_can_be_imported(tmp_path: Path, folder_of_model: Path) -> None:
-    from peft import LoraConfig, get_peft_model
-
     torch.manual_seed(2)
-    config = LoraConfig(
+    config = peft.LoraConfig(
         r=RANK,
         lora_alpha=16,
         target_modules=["q_proj", "v_proj", "down_proj"],
@@ -109,7 +105,7 @@ def test_what_peft_saves_can_be_imported(tmp_path: Path, folder_of_model: Path) 
         task_type="CAUSAL_LM",
         use_rslora=True,
     )
-    model = get_peft_model(load(folder_of_model), config).eval()
+    model = peft.get_peft_model(load(folder_of_model), config).eval()
     source, target = tmp_path / "source", tmp_path / "target"
     model.save_pretrained(source)
     target.mkdir()
