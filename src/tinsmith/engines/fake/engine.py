@@ -1,0 +1,332 @@
+"""The fake engine: keeps the whole contract of `engines/base.py` at thousands of commands a second.
+
+Small works are computed on the event loop, large ones on a thread; one after another in either
+case, in the order of the calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from tinsmith.engines.base import (
+    AdapterId,
+    AdapterSpec,
+    BaseModel,
+    Engine,
+    EngineCapacity,
+    PassWork,
+    SampleEvent,
+    SampleOutcome,
+    SampleWork,
+    Saved,
+    TrainingOutcome,
+    TrainingWork,
+    WeightsId,
+)
+from tinsmith.engines.fake import arithmetic, files
+from tinsmith.engines.fake.arithmetic import Array, Vocabulary
+from tinsmith.engines.fake.sampling import RunningSample
+from tinsmith.engines.fake.training import OPTIMIZERS, Adapter
+from tinsmith.errors import ClosedError, NotFoundError, ValidationError
+
+VOCABULARY = 200_000
+"""So large that the ids of any tokenizer fit."""
+MAX_CONTEXT = 131_072
+SMALL_TOKENS = 4096
+"""Up to so many tokens are computed on the event loop; a thread would cost more than it saves."""
+LOOP_S = 0.005
+"""How long the sampler computes before others on the event loop have their turn."""
+PREFIX_TOKENS = 64
+"""Prompts are remembered in pieces of so many tokens."""
+MOST_PREFIXES = 100_000
+
+R = TypeVar("R")
+
+
+class FakeSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How the fake engine behaves; tests make it slow or small."""
+
+    tokens_per_step: int = 8
+    """How many tokens of each sequence one step of the sampler draws."""
+    step_s: float = 0.0
+    """How long each step of the sampler takes at least."""
+    batch_s: float = 0.0
+    """How long each training batch takes at least."""
+    most_adapters: int = 1024
+    most_samples: int = 2048
+    batch_tokens: int = 65_536
+
+
+def fake_model(
+    name: str, tokenizer_id: str | None = None, alias_of: str | None = None
+) -> BaseModel:
+    """A base model of the fake engine: any name will do."""
+    return BaseModel(
+        name=name,
+        vocabulary=VOCABULARY,
+        max_context=MAX_CONTEXT,
+        eos_tokens=(arithmetic.EOS,),
+        tokenizer_id=tokenizer_id or name.partition(":")[0],
+        architecture="fake",
+        alias_of=alias_of,
+        takes_images=True,
+    )
+
+
+class FakeEngine(Engine):
+    """See the top of the module."""
+
+    name = "fake"
+
+    def __init__(self, models: Sequence[BaseModel], settings: FakeSettings | None = None) -> None:
+        self._models = {model.name: model for model in models}
+        self._settings = settings or FakeSettings()
+        self._tables: dict[str, Array] = {}
+        self._vocabularies: dict[int, Vocabulary] = {}
+        self._adapters: dict[AdapterId, Adapter] = {}
+        self._weights: dict[WeightsId, tuple[str, Array]] = {}
+        self._dropped: set[WeightsId] = set()
+        self._samples: dict[str, RunningSample] = {}
+        self._prefixes: OrderedDict[int, None] = OrderedDict()
+        self._turn = asyncio.Lock()
+        self._is_open = False
+
+    async def open(self) -> None:
+        """`Engine.open`."""
+        for model in self._models.values():
+            self._tables[model.name] = arithmetic.base_table(model.alias_of or model.name)
+            self._vocabularies.setdefault(model.vocabulary, Vocabulary(model.vocabulary))
+        self._is_open = True
+
+    async def close(self) -> None:
+        """`Engine.close`."""
+        self._is_open = False
+        self._samples.clear()
+
+    def base_models(self) -> tuple[BaseModel, ...]:
+        """`Engine.base_models`."""
+        return tuple(self._models.values())
+
+    def capacity(self) -> EngineCapacity:
+        """`Engine.capacity`."""
+        return EngineCapacity(
+            most_adapters=self._settings.most_adapters,
+            adapters=len(self._adapters),
+            most_samples=self._settings.most_samples,
+            samples=len(self._samples),
+            batch_tokens=self._settings.batch_tokens,
+        )
+
+    async def _exclusively(self, run: Callable[[], Awaitable[R]]) -> R:
+        async with self._turn:
+            if not self._is_open:
+                raise ClosedError("the engine is closed")
+            return await run()
+
+    # Adapters
+
+    async def create_adapter(self, spec: AdapterSpec) -> None:
+        """`Engine.create_adapter`."""
+
+        async def run() -> None:
+            base_CK = self._checked(spec)
+            seed = spec.adapter_id if spec.lora.seed is None else str(spec.lora.seed)
+            weights = arithmetic.fresh_weights(spec.lora, seed)
+            self._adapters[spec.adapter_id] = Adapter(spec, base_CK, weights)
+
+        await self._exclusively(run)
+
+    async def load_adapter(self, spec: AdapterSpec, folder: Path, parts: Saved) -> None:
+        """`Engine.load_adapter`."""
+
+        async def run() -> None:
+            base_CK = self._checked(spec)
+            self._check_base(files.base_model_of(folder), spec.base_model)
+            made = await asyncio.to_thread(files.load, spec, base_CK, folder, parts)
+            self._adapters[spec.adapter_id] = made
+
+        await self._exclusively(run)
+
+    def _checked(self, spec: AdapterSpec) -> Array:
+        """The table of the base model, if it can be trained so."""
+        model = self._model(spec.base_model)
+        if not 1 <= spec.lora.rank <= model.max_rank:
+            raise ValidationError(
+                f"rank is {spec.lora.rank}; for {model.name} it may be 1 to {model.max_rank}"
+            )
+        if not arithmetic.trained_parts(spec.lora):
+            raise ValidationError("one of train_attn, train_mlp and train_unembed must be true")
+        if spec.optimizer.type not in OPTIMIZERS:
+            raise ValidationError(
+                f"there is no optimizer {spec.optimizer.type!r}",
+                remedy=f"known are {', '.join(OPTIMIZERS)}",
+            )
+        return self._tables[model.name]
+
+    def _model(self, name: str) -> BaseModel:
+        if name not in self._models:
+            raise NotFoundError(f"there is no base model {name!r}")
+        return self._models[name]
+
+    def _check_base(self, saved: str, wanted: str) -> None:
+        first = self._model(wanted)
+        names = {first.name, first.alias_of or first.name}
+        known = self._models.get(saved)
+        if saved not in names and (known is None or known.alias_of not in names):
+            raise ValidationError(f"the checkpoint is one of {saved}, not of {wanted}")
+
+    async def save_adapter(self, adapter_id: AdapterId, folder: Path, parts: Saved) -> None:
+        """`Engine.save_adapter`."""
+
+        async def run() -> None:
+            await asyncio.to_thread(files.save, self._adapter(adapter_id), folder, parts)
+
+        await self._exclusively(run)
+
+    async def drop_adapter(self, adapter_id: AdapterId) -> None:
+        """`Engine.drop_adapter`."""
+        async with self._turn:
+            self._adapters.pop(adapter_id, None)
+
+    def has_adapter(self, adapter_id: AdapterId) -> bool:
+        """`Engine.has_adapter`."""
+        return adapter_id in self._adapters
+
+    def _adapter(self, adapter_id: AdapterId) -> Adapter:
+        if adapter_id not in self._adapters:
+            raise NotFoundError(f"model {adapter_id} is not loaded")
+        return self._adapters[adapter_id]
+
+    # Training
+
+    async def train(self, batch: Sequence[TrainingWork]) -> list[TrainingOutcome]:
+        """`Engine.train`."""
+
+        async def run() -> list[TrainingOutcome]:
+            started = time.monotonic()
+            tokens = sum(work.tokens for work in batch if isinstance(work, PassWork))
+            if tokens > SMALL_TOKENS:
+                outcomes = await asyncio.to_thread(self._train_all, batch)
+            else:
+                outcomes = self._train_all(batch)
+            await asyncio.sleep(max(0.0, started + self._settings.batch_s - time.monotonic()))
+            return outcomes
+
+        return await self._exclusively(run)
+
+    def _train_all(self, batch: Sequence[TrainingWork]) -> list[TrainingOutcome]:
+        return [self._train(work) for work in batch]
+
+    def _train(self, work: TrainingWork) -> TrainingOutcome:
+        try:
+            adapter = self._adapter(work.adapter_id)
+            if isinstance(work, PassWork):
+                vocabulary = self._vocabularies[self._models[adapter.spec.base_model].vocabulary]
+                return TrainingOutcome(
+                    work_id=work.work_id, result=adapter.run_pass(work, vocabulary)
+                )
+            return TrainingOutcome(work_id=work.work_id, result=adapter.step(work))
+        except Exception as exc:  # noqa: BLE001 - it is this work's outcome and no other's
+            return TrainingOutcome(work_id=work.work_id, error=exc)
+
+    # Sampling
+
+    async def load_weights(self, weights_id: WeightsId, base_model: str, folder: Path) -> None:
+        """`Engine.load_weights`."""
+
+        async def run() -> None:
+            base_CK = self._tables[self._model(base_model).name]
+            self._check_base(files.base_model_of(folder), base_model)
+            weights = await asyncio.to_thread(files.load_weights, folder)
+            self._weights[weights_id] = (base_model, arithmetic.log_table(base_CK, weights))
+            self._dropped.discard(weights_id)
+
+        await self._exclusively(run)
+
+    async def drop_weights(self, weights_id: WeightsId) -> None:
+        """`Engine.drop_weights`."""
+        if any(sample.work.weights_id == weights_id for sample in self._samples.values()):
+            self._dropped.add(weights_id)
+        else:
+            self._weights.pop(weights_id, None)
+
+    def has_weights(self, weights_id: WeightsId) -> bool:
+        """`Engine.has_weights`."""
+        return weights_id in self._weights and weights_id not in self._dropped
+
+    def admit(self, sample: SampleWork) -> None:
+        """`Engine.admit`."""
+        if sample.work_id in self._samples:
+            return
+        model = self._model(sample.base_model)
+        if sample.weights_id is None:
+            table_CK = arithmetic.log_table(self._tables[model.name], {})
+        else:
+            table_CK = self._weights[sample.weights_id][1]
+        hits = self._seen_tokens(sample)
+        self._samples[sample.work_id] = RunningSample(
+            sample, table_CK, self._vocabularies[model.vocabulary], model.max_context, hits
+        )
+
+    def _seen_tokens(self, sample: SampleWork) -> int:
+        """How many tokens of the prompt were read before under the same weights."""
+        tokens = arithmetic.input_tokens(sample.request.prompt)
+        seen, key, is_known = 0, hash((sample.base_model, sample.weights_id)), True
+        for start in range(0, len(tokens) - PREFIX_TOKENS + 1, PREFIX_TOKENS):
+            key = hash((key, tokens[start : start + PREFIX_TOKENS].tobytes()))
+            is_known = is_known and key in self._prefixes
+            seen += PREFIX_TOKENS if is_known else 0
+            self._prefixes[key] = None
+            self._prefixes.move_to_end(key)
+        while len(self._prefixes) > MOST_PREFIXES:
+            self._prefixes.popitem(last=False)
+        return seen
+
+    def cancel(self, work_id: str) -> None:
+        """`Engine.cancel`."""
+        self._samples.pop(work_id, None)
+
+    async def step_sampler(self) -> list[SampleEvent]:
+        """`Engine.step_sampler`."""
+        if not self._samples:
+            return []
+        return await self._exclusively(self._step)
+
+    async def _step(self) -> list[SampleEvent]:
+        started = turn_started = time.monotonic()
+        events: list[SampleEvent] = []
+        for work_id, sample in list(self._samples.items()):
+            if work_id not in self._samples:  # cancelled while others had their turn
+                continue
+            events += self._step_one(sample)
+            if time.monotonic() - turn_started > LOOP_S:
+                await asyncio.sleep(0)
+                turn_started = time.monotonic()
+        await asyncio.sleep(max(0.0, started + self._settings.step_s - time.monotonic()))
+        for weights_id in [one for one in self._dropped if not self._is_used(one)]:
+            self._dropped.discard(weights_id)
+            self._weights.pop(weights_id, None)
+        return events
+
+    def _step_one(self, sample: RunningSample) -> list[SampleEvent]:
+        work_id = sample.work.work_id
+        events: list[SampleEvent] = []
+        try:
+            events += sample.step(self._settings.tokens_per_step)
+            if not sample.is_done:
+                return events
+            events.append(SampleOutcome(work_id=work_id, result=sample.response()))
+        except Exception as exc:  # noqa: BLE001 - of this sample and of no other
+            events.append(SampleOutcome(work_id=work_id, error=exc))
+        self._samples.pop(work_id, None)
+        return events
+
+    def _is_used(self, weights_id: WeightsId) -> bool:
+        return any(sample.work.weights_id == weights_id for sample in self._samples.values())

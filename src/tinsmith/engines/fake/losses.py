@@ -1,0 +1,156 @@
+"""The losses, as sums over positions, and how they change with each log-probability.
+
+With lp the log-probability of a target, w, A and q the datum's `weights`, `advantages` and
+`logprobs`, and r = exp(lp − q):
+
+    cross_entropy         −w·lp
+    importance_sampling   −r·A
+    ppo                   −min(r·A, clip(r)·A)           clip to 0.8 … 1.2 unless configured
+    cispo                 −clip(r)·lp·A                  clip to 0 … 4, not differentiated
+    dro                   −(lp·A − ½·beta·(lp − q)²)     beta 0.05 unless configured
+    gspo                  as ppo, with the ratio of the sequence, exp(mean(lp − q)), at each
+                          position that `sequence_ratio_mask` has, or at all of them
+    stable_reinforce      −r·A + ½·kl_coeff·(lp − q)²    kl_coeff 0 unless configured
+
+What the hosted service computes for the last two is not known; these are stand-ins. Thresholds may
+also be given by position, as inputs of their names. A datum's terms are added up as float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from tinsmith.engines.fake.arithmetic import Array
+from tinsmith.errors import ValidationError
+from tinsmith.types.inputs import Datum
+
+Config = Mapping[str, float | str]
+Loss = tuple[float, Array]
+"""Of one datum: the loss, and its slope at each log-probability."""
+
+LARGEST_LOG_RATIO = 80.0
+"""Far beyond any honest ratio, and its exponential still a number."""
+
+
+def datum_loss(name: str, lp: Array, datum: Datum, config: Config) -> Loss:
+    """The loss of one datum.
+
+    Raises:
+        ValidationError: There is no such loss, or the datum lacks an input of it.
+    """
+    if name not in _LOSSES:
+        raise ValidationError(
+            f"there is no loss {name!r}", remedy=f"known are {', '.join(sorted(_LOSSES))}, custom"
+        )
+    return _LOSSES[name](lp, _Given(name, datum, config, lp.shape))
+
+
+class _Given:
+    """What a datum and the configuration give a loss."""
+
+    def __init__(self, loss: str, datum: Datum, config: Config, shape: tuple[int, ...]) -> None:
+        self._loss = loss
+        self._datum = datum
+        self._config = config
+        self._shape = shape
+
+    def input(self, name: str) -> Array:
+        """A number for each target."""
+        found = self.optional(name)
+        if found is None:
+            raise ValidationError(f"a datum has no {name!r}, which {self._loss} needs")
+        return found
+
+    def optional(self, name: str) -> Array | None:
+        tensor = self._datum.loss_fn_inputs.get(name)
+        if tensor is None:
+            return None
+        array = tensor.to_numpy().astype(np.float64)
+        if array.size != np.prod(self._shape, dtype=int):
+            raise ValidationError(
+                f"a datum has {array.size} {name} for targets of shape {list(self._shape)}"
+            )
+        return array.reshape(self._shape)
+
+    def setting(self, name: str, default: float) -> float:
+        """A number of the configuration."""
+        return float(self._config.get(name, default))
+
+    def clipped(self, ratio: Array, low: float, high: float) -> Array:
+        """The ratio within its thresholds."""
+        lows, highs = self.optional("clip_low_threshold"), self.optional("clip_high_threshold")
+        lowest: Any = self.setting("clip_low_threshold", low) if lows is None else lows
+        highest: Any = self.setting("clip_high_threshold", high) if highs is None else highs
+        found: Array = np.minimum(np.maximum(ratio, lowest), highest)
+        return found
+
+
+def _ratio(lp: Array, q: Array) -> Array:
+    ratio: Array = np.exp(np.minimum(lp - q, LARGEST_LOG_RATIO))
+    return ratio
+
+
+def _cross_entropy(lp: Array, given: _Given) -> Loss:
+    w = given.input("weights")
+    return float((-w * lp).sum()), -w
+
+
+def _importance_sampling(lp: Array, given: _Given) -> Loss:
+    terms = _ratio(lp, given.input("logprobs")) * given.input("advantages")
+    return float(-terms.sum()), -terms
+
+
+def _ppo(lp: Array, given: _Given) -> Loss:
+    ratio, a = _ratio(lp, given.input("logprobs")), given.input("advantages")
+    whole, cut = ratio * a, given.clipped(ratio, 0.8, 1.2) * a
+    return float(-np.minimum(whole, cut).sum()), np.where(cut < whole, 0.0, -whole)
+
+
+def _cispo(lp: Array, given: _Given) -> Loss:
+    ratio = _ratio(lp, given.input("logprobs"))
+    slopes = -given.clipped(ratio, 0.0, 4.0) * given.input("advantages")
+    return float((slopes * lp).sum()), slopes
+
+
+def _dro(lp: Array, given: _Given) -> Loss:
+    a, gap, beta = (
+        given.input("advantages"),
+        lp - given.input("logprobs"),
+        given.setting("beta", 0.05),
+    )
+    return float(-(lp * a - 0.5 * beta * gap**2).sum()), -(a - beta * gap)
+
+
+def _gspo(lp: Array, given: _Given) -> Loss:
+    q, a, mask = (
+        given.input("logprobs"),
+        given.input("advantages"),
+        given.optional("sequence_ratio_mask"),
+    )
+    mask = np.ones_like(lp) if mask is None else mask
+    count = max(float(mask.sum()), 1.0)
+    mean = float((mask * (lp - q)).sum()) / count
+    ratio = np.full_like(lp, np.exp(min(mean, LARGEST_LOG_RATIO)))
+    whole, cut = ratio * a, given.clipped(ratio, 0.8, 1.2) * a
+    pull = -np.where(cut < whole, 0.0, whole) * mask
+    return float(-(mask * np.minimum(whole, cut)).sum()), pull.sum() * mask / count
+
+
+def _stable_reinforce(lp: Array, given: _Given) -> Loss:
+    q, kl = given.input("logprobs"), given.setting("kl_coeff", 0.0)
+    terms, gap = _ratio(lp, q) * given.input("advantages"), lp - q
+    return float((-terms + 0.5 * kl * gap**2).sum()), -terms + kl * gap
+
+
+_LOSSES: dict[str, Callable[[Array, _Given], Loss]] = {
+    "cross_entropy": _cross_entropy,
+    "importance_sampling": _importance_sampling,
+    "ppo": _ppo,
+    "cispo": _cispo,
+    "dro": _dro,
+    "gspo": _gspo,
+    "stable_reinforce": _stable_reinforce,
+}

@@ -1,0 +1,159 @@
+"""Adapters of the fake engine: weights, moments, gathered gradients, and what a work does to them.
+
+A work is computed in full before anything is changed, so that one that fails changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from tinsmith.engines.base import AdapterSpec, PassWork, StepWork
+from tinsmith.engines.fake import arithmetic
+from tinsmith.engines.fake.arithmetic import Array, Tensors, Vocabulary
+from tinsmith.engines.fake.custom_loss import custom_loss
+from tinsmith.engines.fake.losses import datum_loss
+from tinsmith.errors import ValidationError
+from tinsmith.types.inputs import Datum, LossFnOutput
+from tinsmith.types.tensors import TensorData
+from tinsmith.types.training import (
+    AdamParams,
+    ForwardBackwardOutput,
+    OptimParams,
+    OptimStepResponse,
+)
+
+OPTIMIZERS = ("adamw", "dimuon")
+
+
+class Adapter:
+    """The state of one adapter."""
+
+    def __init__(self, spec: AdapterSpec, base_CK: Array, weights: Tensors) -> None:
+        self.spec = spec
+        self.weights = weights
+        self.first_moments: Tensors = {}
+        self.second_moments: Tensors = {}
+        self.gradients: Tensors = {}
+        self.steps = 0
+        self._base_CK = base_CK
+        self._table_CK: Array | None = None
+
+    @property
+    def table_CK(self) -> Array:  # noqa: N802 - its dimensions
+        """The log-probability of each class after each context, under the weights as they are."""
+        if self._table_CK is None:
+            self._table_CK = arithmetic.log_table(self._base_CK, self.weights)
+        return self._table_CK
+
+    def run_pass(self, work: PassWork, vocabulary: Vocabulary) -> ForwardBackwardOutput:
+        """Run data through the model, and add up the gradients if they are asked for."""
+        slopes_CK = np.zeros((arithmetic.CONTEXTS, arithmetic.CLASSES))
+        outputs: list[LossFnOutput] = []
+        total, positions = 0.0, 0
+        metrics: dict[str, float] = {}
+        for index, datum in enumerate(work.data):
+            rows, targets = _positions(datum, index)
+            lp = vocabulary.logprobs(self.table_CK, rows, targets)
+            loss, slopes, named = _loss(work, lp.astype(np.float64), datum)
+            total += loss
+            positions += targets.size
+            for name, value in named.items():
+                share = value / len(work.data) if name.endswith(":mean") else value
+                metrics[name] = metrics.get(name, 0.0) + share
+            outputs.append({"logprobs": TensorData.from_numpy(lp)})
+            slopes_CK += arithmetic.slopes_table(
+                rows.reshape(-1), vocabulary.classes(targets).reshape(-1), slopes.reshape(-1)
+            )
+        if not math.isfinite(total) or not np.isfinite(slopes_CK).all():
+            raise ValidationError(
+                f"the loss is {total}; nothing was added to the gradients",
+                remedy="look for NaN, infinities and huge values in loss_fn_inputs",
+            )
+        if work.with_gradients:
+            self._gather(arithmetic.gradients(self.weights, self.table_CK, slopes_CK))
+        metrics = {"loss:sum": total, "tokens:sum": float(positions), **metrics}
+        return ForwardBackwardOutput("ArrayRecord", outputs, metrics)
+
+    def _gather(self, more: Tensors) -> None:
+        if not self.gradients:
+            self.gradients = more
+            return
+        self.gradients = {name: self.gradients[name] + more[name] for name in more}
+
+    def step(self, work: StepWork) -> OptimStepResponse:
+        """Apply the gathered gradients and clear them."""
+        family = "adamw" if isinstance(work.params, AdamParams) else work.params.type
+        if family != self.spec.optimizer.type:
+            raise ValidationError(
+                f"the model was made with the optimizer {self.spec.optimizer.type!r}, "
+                f"the step is one of {family!r}"
+            )
+        given = self.gradients or {n: np.zeros_like(w) for n, w in self.weights.items()}
+        norm = math.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in given.values()))
+        clip = float(work.params.grad_clip_norm)
+        scale = clip / norm if 0 < clip < norm else 1.0
+        moved = _adamw if family == "adamw" else _dimuon
+        state = {name: moved(self, name, scale * given[name], work.params) for name in self.weights}
+        if not all(np.isfinite(weights).all() for weights, _, _ in state.values()):
+            raise ValidationError("the step gives weights that are not finite; it was not taken")
+        self.weights = {name: one[0] for name, one in state.items()}
+        self.first_moments = {name: one[1] for name, one in state.items()}
+        self.second_moments = {name: one[2] for name, one in state.items()}
+        self.gradients = {}
+        self.steps += 1
+        self._table_CK = None
+        return OptimStepResponse(metrics={"grad_norm": norm, "step": float(self.steps)})
+
+
+def _positions(datum: Datum, index: int) -> tuple[Array, Array]:
+    """For each target, in the targets' shape: its context and its token."""
+    tensor = datum.loss_fn_inputs.get("target_tokens")
+    if tensor is None:
+        raise ValidationError(f"datum {index} has no 'target_tokens' in its loss_fn_inputs")
+    targets = tensor.to_numpy().astype(np.int64)
+    rows = arithmetic.context_rows(arithmetic.input_tokens(datum.model_input))
+    if targets.ndim not in (1, 2) or len(targets) != len(rows):
+        raise ValidationError(
+            f"datum {index} has {len(rows)} input tokens and targets of shape {targets.shape}"
+        )
+    if targets.ndim == 2:
+        rows = np.repeat(rows[:, None], targets.shape[1], axis=1)
+    return rows, targets
+
+
+def _loss(work: PassWork, lp: Array, datum: Datum) -> tuple[float, Array, dict[str, float]]:
+    if work.loss_fn == "custom":
+        if work.custom_loss is None:
+            raise ValidationError("the loss 'custom' needs a loss_id that this session has made")
+        return custom_loss(work.custom_loss, lp, datum)
+    return *datum_loss(work.loss_fn, lp, datum, work.loss_config), {}
+
+
+def _adamw(
+    adapter: Adapter, name: str, gradient: Array, params: OptimParams
+) -> tuple[Array, Array, Array]:
+    """AdamW: decay is apart from the gradient, moments are corrected for their start at 0."""
+    assert isinstance(params, AdamParams)
+    weight = adapter.weights[name].astype(np.float64)
+    zero = np.zeros_like(weight)
+    m = params.beta1 * adapter.first_moments.get(name, zero) + (1 - params.beta1) * gradient
+    v = params.beta2 * adapter.second_moments.get(name, zero) + (1 - params.beta2) * gradient**2
+    count = adapter.steps + 1
+    m_hat, v_hat = m / (1 - params.beta1**count), v / (1 - params.beta2**count)
+    weight -= params.learning_rate * params.weight_decay * weight
+    weight -= params.learning_rate * m_hat / (np.sqrt(v_hat) + params.eps)
+    return weight.astype(np.float32), m.astype(np.float32), v.astype(np.float32)
+
+
+def _dimuon(
+    adapter: Adapter, name: str, gradient: Array, params: OptimParams
+) -> tuple[Array, Array, Array]:
+    """A stand-in for Dimuon: a step along the momentum, made orthogonal, as Muon does."""
+    weight = adapter.weights[name].astype(np.float64)
+    zero = np.zeros_like(weight)
+    m = params.beta1 * adapter.first_moments.get(name, zero) + gradient
+    u, _, vt = np.linalg.svd(m, full_matrices=False)
+    weight -= params.learning_rate * (u @ vt if np.any(m) else zero)
+    return weight.astype(np.float32), m.astype(np.float32), zero.astype(np.float32)

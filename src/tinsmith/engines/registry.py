@@ -1,0 +1,77 @@
+"""Makes the engine that settings name, and imports nothing of the others.
+
+A model is given as `NAME` or `NAME=PATH_OR_ID`. Two names of one path are names of one model: the
+first is the model, the others are its aliases. What is after a `:` in a name says that it is a
+stand-in; clients ignore it when they look for tokenizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from tinsmith.engines.base import Engine
+from tinsmith.errors import ValidationError
+
+ENGINES = ("fake",)
+
+
+class ModelSource(msgspec.Struct, frozen=True):
+    """A name and where its model comes from."""
+
+    name: str
+    path: str
+    alias_of: str | None = None
+    """The first name with the same path, if this is another one."""
+
+    @property
+    def tokenizer_id(self) -> str:
+        """What a client loads the tokenizer by."""
+        return self.path
+
+
+def read_models(models: Sequence[str]) -> list[ModelSource]:
+    """What each of the settings says.
+
+    Raises:
+        ValidationError: A name is empty or given twice, or there is none.
+    """
+    found: dict[str, ModelSource] = {}
+    first_of_path: dict[str, str] = {}
+    for text in models:
+        name, is_given, path = text.partition("=")
+        name = name.strip()
+        path = path.strip() if is_given else name.partition(":")[0]
+        if not name or not path or name in found:
+            raise ValidationError(
+                f"model {text!r:.200} has no name, no path, or a name that was given before",
+                remedy="give each as NAME or NAME=PATH_OR_ID",
+            )
+        found[name] = ModelSource(name, path, first_of_path.get(path))
+        first_of_path.setdefault(path, name)
+    if not found:
+        raise ValidationError("no model is given", remedy="add --model NAME=PATH_OR_ID")
+    return list(found.values())
+
+
+def make_engine(name: str, models: Sequence[str]) -> Engine:
+    """An engine that is not open yet.
+
+    Raises:
+        ValidationError: There is no such engine, or a model's name cannot be read.
+    """
+    sources = read_models(models)
+    if name == "fake":
+        return _fake(sources)
+    raise ValidationError(f"there is no engine {name!r}", remedy=f"known are {', '.join(ENGINES)}")
+
+
+def _fake(sources: list[ModelSource]) -> Engine:
+    try:
+        from tinsmith.engines.fake.engine import FakeEngine, fake_model
+    except ModuleNotFoundError as exc:
+        raise ValidationError(
+            "the fake engine needs numpy", remedy="pip install 'tinsmith[numpy]'"
+        ) from exc
+    return FakeEngine([fake_model(one.name, one.tokenizer_id, one.alias_of) for one in sources])
