@@ -186,6 +186,8 @@ class Engine(abc.ABC):
 
     name: str
     """What settings call it."""
+    samples_apart: bool = False
+    """Whether samples run beside training, so that neither takes time from the other."""
 
     async def __aenter__(self) -> Self:
         await self.open()

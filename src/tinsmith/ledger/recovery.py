@@ -21,8 +21,18 @@ class ModelRecovery(msgspec.Struct, frozen=True, kw_only=True):
     """Where its snapshot is, and its position."""
     redo: list[Command]
     """The settled commands after the snapshot, by number; those that failed changed nothing."""
+    ended: list[Command]
+    """All that ended after the snapshot, well or badly, by number."""
     spent: list[int]
     """Numbers that its line need not wait for."""
+
+    @property
+    def next_number(self) -> int:
+        """The first number that has neither ended nor been passed over."""
+        number, ended = self.line.position, {command.seq_id for command in self.ended}
+        while number in ended:
+            number += 1
+        return number
 
 
 class Recovery(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +60,7 @@ async def recover(ledger: Ledger, claimer: str) -> Recovery:
                 model=model,
                 line=await ledger.line(line_id),
                 redo=[one for one in replayed if one.is_settled and not one.is_failed],
+                ended=[one for one in replayed if one.is_settled],
                 spent=await ledger.spent(line_id),
             )
         )

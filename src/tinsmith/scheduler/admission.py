@@ -1,0 +1,68 @@
+"""Samples that wait to be admitted to the engine, and how much more may be claimed.
+
+Samples of one tenant are admitted in the order in which they came, tenants by fair shares
+(`fairness.py`). What one takes is guessed from its size and how much it may draw is not known
+before it is read, so that a sample counts as so many bytes and a fixed part.
+
+Knows nothing of engines or the database.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from tinsmith.ledger.records import Command, RequestId, TenantId
+from tinsmith.scheduler.fairness import Shares
+
+SAMPLE_TOKENS = 256
+"""What a sample counts beside its prompt, whatever it draws."""
+BYTES_PER_TOKEN = 5
+"""Of a prompt that is written as JSON."""
+
+
+class SampleQueue:
+    """Samples that wait, by tenant."""
+
+    def __init__(self) -> None:
+        self._tenants: dict[TenantId, OrderedDict[RequestId, Command]] = {}
+        self._tenant_of: dict[RequestId, TenantId] = {}
+        self._shares = Shares()
+
+    def __len__(self) -> int:
+        return len(self._tenant_of)
+
+    def add(self, command: Command) -> None:
+        """Let a sample wait. One that waits already does not wait twice."""
+        request_id = command.request_id
+        if request_id not in self._tenant_of:
+            self._tenants.setdefault(command.tenant_id, OrderedDict())[request_id] = command
+            self._tenant_of[request_id] = command.tenant_id
+
+    def drop(self, request_id: RequestId) -> bool:
+        """Take out a sample that was cancelled; False if it does not wait."""
+        tenant = self._tenant_of.get(request_id)
+        if tenant is None:
+            return False
+        self._take(tenant, request_id)
+        return True
+
+    def take(self, most: int) -> list[Command]:
+        """The next samples, at most so many."""
+        chosen: list[Command] = []
+        while self._tenants and len(chosen) < most:
+            tenant = self._shares.next(self._tenants)
+            command = self._take(tenant, next(iter(self._tenants[tenant])))
+            self._shares.give(tenant, SAMPLE_TOKENS + command.payload_bytes / BYTES_PER_TOKEN)
+            chosen.append(command)
+        return chosen
+
+    def tenants(self) -> int:
+        """How many tenants wait."""
+        return len(self._tenants)
+
+    def _take(self, tenant: TenantId, request_id: RequestId) -> Command:
+        command = self._tenants[tenant].pop(request_id)
+        del self._tenant_of[request_id]
+        if not self._tenants[tenant]:
+            del self._tenants[tenant]
+        return command

@@ -1,0 +1,123 @@
+"""The start after a crash: each model from its snapshot, and what came after it once more.
+
+Commands that changed a model and were settled are run again in their order; what they give is
+thrown away, because the first settlement stays. What was not settled is pending again, and is
+claimed as if new when this is over. Saves are not run again: their files are there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from tinsmith.checkpoints.paths import CheckpointPath
+from tinsmith.engines.base import PassWork, Saved, TrainingWork
+from tinsmith.errors import BadRequestError, TinkerError
+from tinsmith.ledger.records import Command, LineId
+from tinsmith.ledger.recovery import ModelRecovery, recover
+from tinsmith.scheduler.commands import Singles
+from tinsmith.scheduler.models import KnownModel, could_not_be_made, spec_of
+from tinsmith.scheduler.order import TRAINING
+from tinsmith.scheduler.parts import Parts
+from tinsmith.scheduler.training import Training
+
+_log = logging.getLogger(__name__)
+
+CHUNK = 128
+"""How many commands are read and run at a time."""
+
+
+class Recovering:
+    """Brings all models back."""
+
+    def __init__(self, parts: Parts, singles: Singles, training: Training) -> None:
+        self._parts = parts
+        self._singles = singles
+        self._training = training
+
+    async def run(self) -> None:
+        """Bring every model to where it was; a model that cannot be is left with the reason."""
+        parts, started = self._parts, time.monotonic()
+        found = await parts.ask(lambda: recover(parts.ledger, parts.settings.claimer))
+        for recovery in found.models:
+            await self._bring_back(recovery)
+        redone = sum(len(one.redo) for one in found.models)
+        parts.statistics.count("recovered_models", len(found.models))
+        parts.statistics.count("redone_commands", redone)
+        parts.statistics.count("recovery_s", time.monotonic() - started)
+        if found.models or found.released:
+            _log.info(
+                "recovered %d models, %d commands run again, %d pending again, in %.2f s",
+                len(found.models),
+                redone,
+                found.released,
+                time.monotonic() - started,
+            )
+
+    async def _bring_back(self, recovery: ModelRecovery) -> None:
+        line = LineId(recovery.model.id)
+        numbers = [command.seq_id for command in recovery.ended]
+        self._parts.order.begin(line, recovery.next_number, numbers)
+        known = self._parts.models.add(spec_of(recovery.model))
+        try:
+            await self._restore(known, recovery)
+        except Exception as exc:  # noqa: BLE001 - whatever it is, others go on
+            _log.exception("model %s cannot be brought back", line)
+            self._parts.statistics.count("lost_models")
+            reason = str(exc) if isinstance(exc, TinkerError) else "internal server error"
+            known.is_ready = False
+            known.trouble = BadRequestError(
+                f"model {line} could not be brought back after a restart: {reason}",
+                remedy="create it again from its last checkpoint",
+            )
+
+    async def _restore(self, known: KnownModel, recovery: ModelRecovery) -> None:
+        if recovery.line.snapshot is not None:
+            path = CheckpointPath.parse(recovery.line.snapshot)
+            await self._singles.load_files(known, path, Saved.SNAPSHOT)
+            known.is_ready = known.has_trained = True
+        redo = recovery.redo
+        if not known.is_ready:
+            if not redo or redo[0].seq_id != 0:
+                await self._note_failed(known, recovery)
+                return
+            await self._singles.make(redo[0])
+            redo = redo[1:]
+        await self._redo(known, redo)
+
+    async def _note_failed(self, known: KnownModel, recovery: ModelRecovery) -> None:
+        """A model whose creation failed stays known with the reason; one to be made has none."""
+        ended = recovery.ended
+        if ended and ended[0].seq_id == 0:
+            line = LineId(recovery.model.id)
+            known.trouble = could_not_be_made(line, BadRequestError("see its first request"))
+
+    async def _redo(self, known: KnownModel, commands: list[Command]) -> None:
+        batch: list[Command] = []
+        for command in commands:
+            if command.kind in TRAINING:
+                batch.append(command)
+                if len(batch) >= CHUNK:
+                    await self._train(known, batch)
+                    batch = []
+            elif command.kind == "load_weights":
+                await self._train(known, batch)
+                batch = []
+                await self._singles.load_into(known, await self._parts.request(command))
+        await self._train(known, batch)
+
+    async def _train(self, known: KnownModel, commands: list[Command]) -> None:
+        if not commands:
+            return
+        read = await asyncio.gather(*(self._training.read(command) for command in commands))
+        works: list[TrainingWork] = []
+        for work in read:
+            if isinstance(work, BaseException):
+                raise work
+            if not isinstance(work, PassWork) or work.with_gradients:
+                works.append(work)
+        for outcome in await self._parts.engine.train(works):
+            if outcome.error is not None:
+                raise outcome.error
+        known.note_work(len(commands), sum(one.payload_bytes for one in commands), 0.0)

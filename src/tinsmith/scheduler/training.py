@@ -1,0 +1,205 @@
+"""The loop that trains: chooses a batch, reads it, runs it, settles it.
+
+While a batch runs the next commands gather. A command that fails is settled with its error, and the
+later ones of its model still run; if a whole call of the engine fails, all of its commands do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from tinsmith.engines.base import (
+    AdapterId,
+    CustomLossSpec,
+    PassWork,
+    StepWork,
+    TrainingOutcome,
+    TrainingWork,
+)
+from tinsmith.errors import BadRequestError, ClosedError, TinkerError
+from tinsmith.ledger.records import Command, CustomLoss, LineId, SessionId, Settlement
+from tinsmith.scheduler.batching import Batch, choose_batch
+from tinsmith.scheduler.fairness import Shares
+from tinsmith.scheduler.order import PASSES
+from tinsmith.scheduler.parts import Parts, use
+from tinsmith.scheduler.settling import failure, success
+from tinsmith.scheduler.snapshots import Snapshots
+from tinsmith.types.requests import CreateCustomLossRequest
+
+_log = logging.getLogger(__name__)
+
+MOST_LOSSES = 256
+"""How many uploaded losses are remembered."""
+
+
+class Training:
+    """See the top of the module."""
+
+    def __init__(self, parts: Parts, snapshots: Snapshots) -> None:
+        self._parts = parts
+        self._snapshots = snapshots
+        self._shares = Shares()
+        self._losses: OrderedDict[str, tuple[SessionId, CustomLossSpec]] = OrderedDict()
+
+    async def run(self) -> None:
+        """Train until cancelled, or until the scheduler closes and nothing runs."""
+        parts, changed = self._parts, self._parts.listen()
+        while not parts.is_closing:
+            changed.clear()
+            await parts.settler.wait_room()
+            batch = self._choose()
+            if batch is None:
+                await parts.turns.set_active("training", False)
+                await changed.wait()
+                continue
+            await parts.turns.set_active("training", True)
+            await self._run_batch(batch)
+        await parts.turns.set_active("training", False)
+
+    def _choose(self) -> Batch | None:
+        return choose_batch(
+            self._parts.order,
+            self._shares,
+            self._base_model,
+            most_tokens=self._parts.engine.capacity().batch_tokens,
+            most_commands=self._parts.settings.most_batch_commands,
+        )
+
+    def _base_model(self, line: LineId) -> str:
+        known = self._parts.models.get(line)
+        return "" if known is None else known.spec.base_model
+
+    async def _run_batch(self, batch: Batch) -> None:
+        parts = self._parts
+        for line in batch.lines:
+            parts.order.start(line)
+        read = await asyncio.gather(*(self.read(command) for command in batch.commands))
+        works = [work for work in read if not isinstance(work, BaseException)]
+        started = time.monotonic()
+        outcomes = await self._train(works)
+        work_s = (time.monotonic() - started) / max(1, len(batch.lines))
+        self._settle(batch, read, outcomes)
+        for line, commands in batch.lines.items():
+            known = parts.models.get(line)
+            if known is not None and known.is_ready:
+                known.note_work(len(commands), sum(one.payload_bytes for one in commands), work_s)
+            parts.order.finish(line, commands, time.monotonic())
+            self._snapshots.consider(line)
+        parts.statistics.count("batches")
+        parts.statistics.count("batched_commands", len(batch.commands))
+        parts.ended(len(batch.commands))
+
+    async def read(self, command: Command) -> TrainingWork | BaseException:
+        """A command as a work of the engine, or why it cannot be one."""
+        try:
+            self._parts.models.ready(command.line)
+            request = await self._parts.request(command)
+            if command.kind not in PASSES:
+                return StepWork(
+                    work_id=command.request_id,
+                    adapter_id=AdapterId(command.line),
+                    params=request.optim_params,
+                )
+            given = request.forward_backward_input
+            config = given.loss_fn_config or {}
+            loss = await self._loss(command, config) if given.loss_fn == "custom" else None
+            return PassWork(
+                work_id=command.request_id,
+                adapter_id=AdapterId(command.line),
+                data=tuple(given.data),
+                loss_fn=given.loss_fn,
+                loss_config=config,
+                with_gradients=not request.forward_only,
+                custom_loss=loss,
+            )
+        except TinkerError as exc:
+            return exc
+        except Exception as exc:  # noqa: BLE001 - whatever it is, others go on
+            _log.exception("command %s cannot be read", command.request_id)
+            return exc
+
+    async def _loss(self, command: Command, config: dict[str, float | str]) -> CustomLossSpec:
+        loss_id = str(config.get("loss_id", ""))
+        if loss_id not in self._losses:
+            entries = self._parts.ledger.entries(CustomLoss)
+            entry = await self._parts.ask(lambda: entries.get(loss_id))
+            if entry is not None:
+                self._losses[loss_id] = entry.session_id, _spec(entry)
+        found = self._losses.get(loss_id)
+        if found is None or found[0] != command.session_id:
+            raise BadRequestError(
+                f"there is no loss {loss_id!r:.200} in this session",
+                remedy="make it with create_custom_loss of the same ServiceClient",
+            )
+        self._losses.move_to_end(loss_id)
+        if len(self._losses) > MOST_LOSSES:
+            self._losses.popitem(last=False)
+        return found[1]
+
+    async def _train(self, works: Sequence[TrainingWork]) -> dict[str, TrainingOutcome]:
+        if not works:
+            return {}
+        try:
+            async with self._parts.turns.turn("training"):
+                outcomes = await self._parts.engine.train(works)
+        except ClosedError:
+            raise
+        except Exception as exc:  # noqa: BLE001 - whatever it is, others go on
+            _log.exception("a batch failed as a whole: %s", ", ".join(w.work_id for w in works))
+            self._parts.statistics.count("failed_batches")
+            outcomes = [TrainingOutcome(work_id=work.work_id, error=exc) for work in works]
+        return {outcome.work_id: outcome for outcome in outcomes}
+
+    def _settle(
+        self,
+        batch: Batch,
+        read: Sequence[TrainingWork | BaseException],
+        outcomes: dict[str, TrainingOutcome],
+    ) -> None:
+        for command, work in zip(batch.commands, read, strict=True):
+            if isinstance(work, BaseException):
+                settlement = failure(command, work)
+            else:
+                settlement = self._ending(command, work, outcomes.get(command.request_id))
+            self._parts.statistics.count(
+                "failed_commands" if settlement.is_failed else "done_commands"
+            )
+            self._parts.settler.add(settlement)
+
+    def _ending(
+        self, command: Command, work: TrainingWork, outcome: TrainingOutcome | None
+    ) -> Settlement:
+        if outcome is None or (outcome.error is None and outcome.result is None):
+            return failure(command, RuntimeError("the engine gave no outcome"))
+        if outcome.error is not None:
+            if not isinstance(outcome.error, TinkerError):
+                _log.error(
+                    "command %s of tenant %s failed",
+                    command.request_id,
+                    command.tenant_id,
+                    exc_info=outcome.error,
+                )
+            return failure(command, outcome.error)
+        uses = []
+        if isinstance(work, PassWork):
+            base_model = self._base_model(command.line)
+            uses = [use(command, "training", work.tokens, base_model)]
+            self._parts.statistics.count("trained_tokens", work.tokens)
+        return success(command, outcome.result, uses)
+
+
+def _spec(entry: CustomLoss) -> CustomLossSpec:
+    request = CreateCustomLossRequest.model_validate(
+        {
+            "session_id": entry.session_id,
+            "custom_loss_seq_id": 0,
+            "name": entry.name,
+            "inputs": entry.graph.get("inputs", []),
+            "graph": entry.graph.get("graph", {}),
+        }
+    )
+    return CustomLossSpec(loss_id=entry.id, inputs=tuple(request.inputs), graph=request.graph)
