@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -285,3 +286,29 @@ def test_cancelled_samples_leave_the_line_and_the_rest_go_on(
     for future in futures[1::2]:
         future.result(WAIT_S)
     assert len(numbers_of(sent(service, packed=True))) == 10
+
+
+def test_long_prompts_are_written_as_they_leave_and_not_all_at_once() -> None:
+    """Between two of them the loop has a turn, so that bodies do not pile up in memory."""
+    with (
+        running_service(long_poll_s=1.0) as service,
+        ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
+    ):
+        sampler = client.create_sampling_client(base_model="m")
+        loop = background().loop
+        counts: list[int] = []
+        is_over = threading.Event()
+
+        def look() -> None:
+            counts.append(sampler._sampler._sender.in_flight)
+            if not is_over.is_set():
+                loop.call_soon(look)
+
+        with gathering():
+            background().call_soon(look)
+            futures = [sampler.sample(prompt, 1, PARAMS) for prompt in prompts(20, tokens=15_000)]
+        for future in futures:
+            future.result(WAIT_S)
+        is_over.set()
+
+        assert max(after - before for before, after in itertools.pairwise(counts)) <= 2

@@ -51,6 +51,9 @@ SMALL_PAUSE_S, LARGE_PAUSE_S = 1.0, 5.0
 """How long a 429 that names no delay pauses samples: by the size of the prompt."""
 MOST_REQUESTS = 400
 """How many submissions may be on their way at once; waiting for results is free."""
+BREATH_BYTES = 64 * 1024
+"""After writing so much the line lets it leave, and replies come in, before it writes more: bodies
+that only wait to be sent take memory and connections."""
 NOT_OFFERED = (404, 405)
 UNKNOWN_FORM = 415
 _BYTES_PER_TOKEN = 10
@@ -184,7 +187,12 @@ class SampleSender:
         if preparing is not None:
             await preparing
         limiter = self._session.limiter
+        written_bytes = 0
         while self._line:
+            if written_bytes > BREATH_BYTES:
+                written_bytes = 0
+                await asyncio.sleep(0)
+                continue  # whatever is in the line may have changed
             room = self._room()
             if room <= 0:
                 await self._wait_change()
@@ -194,7 +202,7 @@ class SampleSender:
             if not leaving:
                 await limiter.wait_leave()
                 continue
-            self._send_next(leaving)
+            written_bytes += self._send_next(leaving)
 
     def _room(self) -> int:
         """How many samples may be sent now."""
@@ -208,12 +216,12 @@ class SampleSender:
             return len(self._line)
         return self._most_in_flight - len(self._in_flight)
 
-    def _send_next(self, count: int) -> None:
-        """Send a request with the next samples, at most so many."""
+    def _send_next(self, count: int) -> int:
+        """Send a request with the next samples, at most so many; gives its size."""
         group = self._next_group(count)
         self._session.limiter.unused(count - len(group))
         if not group:
-            return
+            return 0
         now = asyncio.get_running_loop().time()
         for call in group:
             call.sent_at = now
@@ -230,6 +238,7 @@ class SampleSender:
                 _fail_all(group, error)
 
         self._session.spawn(self._send(group, size), ended)
+        return size
 
     def _hold(self, requests: int, size: int) -> None:
         """Take a slot and bytes, or give them back."""
