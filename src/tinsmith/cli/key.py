@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
 _QUOTA_HELP = (
-    "hold the tenant to this many; commands_in_flight, tokens_per_hour, models or storage_bytes, "
-    "and `none` takes it away again"
+    "hold the tenant to this many; models=8 as an example, and models=none takes it away again"
 )
 
 

@@ -31,8 +31,7 @@ PREFIX = "tml-"
 """Official clients take no key that begins with anything else."""
 KEY_BYTES = 32
 SHOWN_CHARACTERS = len(PREFIX) + 4
-LONGEST_CREDENTIAL = 4096
-REFUSAL = "the X-API-Key header holds no key of this service"
+LONGEST_CREDENTIAL = 8192
 ID_CHARACTERS = 12
 """Of the digest, by which people name a key."""
 RECHECK_S = 1.0
@@ -71,15 +70,12 @@ def key_id(key: ApiKey) -> str:
     return key.id[:ID_CHARACTERS]
 
 
-class Caller(msgspec.Struct, frozen=True):
+class Holder(msgspec.Struct, frozen=True, kw_only=True):
     """Who a credential belongs to."""
 
-    tenant_id: TenantId
+    tenant: Tenant
     key: ApiKey | None = None
     """None while the service has no keys."""
-
-
-_ANYBODY = Caller(DEFAULT_TENANT)
 
 
 class KeyRing:
@@ -101,8 +97,9 @@ class KeyRing:
         self._ledger = ledger
         self._recheck_s = recheck_s
         self._clock = clock
-        self._remembered: OrderedDict[str, tuple[float, Caller]] = OrderedDict()
+        self._remembered: OrderedDict[str, tuple[float, Holder]] = OrderedDict()
         self._open_until: float | None = None
+        self._anybody: Holder | None = None
         self._has_keys = False
 
     async def has_keys(self) -> bool:
@@ -113,10 +110,11 @@ class KeyRing:
         if self._open_until is not None and now < self._open_until:
             return False
         self._has_keys = await self._ledger.entries(ApiKey).count() > 0
+        self._anybody = None  # its quotas may have changed
         self._open_until = now + self._recheck_s
         return self._has_keys
 
-    async def caller(self, credential: str | None) -> Caller:
+    async def holder(self, credential: str | None) -> Holder:
         """Who a key belongs to; anybody is the default tenant while there are no keys.
 
         Raises:
@@ -124,35 +122,50 @@ class KeyRing:
                 which, and never holds the key.
         """
         if not await self.has_keys():
-            return _ANYBODY
-        if not credential or len(credential) > LONGEST_CREDENTIAL:
-            raise AuthenticationError(REFUSAL)
-        return await self.caller_by_digest(digest_of(credential))
+            if self._anybody is None:
+                self._anybody = Holder(tenant=await default_tenant(self._ledger))
+            return self._anybody
+        if not credential:
+            raise AuthenticationError("there is no API key in the request")
+        if len(credential) > LONGEST_CREDENTIAL:
+            raise AuthenticationError("the API key is not valid")
+        return await self.holder_by_digest(digest_of(credential))
 
-    async def caller_by_digest(self, digest: str) -> Caller:
-        """As `caller`, for whoever has only the digest, such as a token made for a key."""
+    async def holder_by_digest(self, digest: str) -> Holder:
+        """As `holder`, for whoever has only the digest, such as a token made for a key."""
         now = self._clock()
         remembered = self._remembered.get(digest)
         if remembered is not None and now < remembered[0]:
             self._remembered.move_to_end(digest)
             return remembered[1]
+        holder = await self._look_up(digest)
+        if holder is None:
+            self._remembered.pop(digest, None)
+            raise AuthenticationError("the API key is not valid")
+        self._remembered[digest] = (now + self._recheck_s, holder)
+        self._remembered.move_to_end(digest)
+        while len(self._remembered) > MOST_REMEMBERED:
+            self._remembered.popitem(last=False)
+        return holder
+
+    def forget(self) -> None:
+        """Look everything up anew; to be called where this process changed a key or a tenant."""
+        self._remembered.clear()
+        self._open_until = None
+
+    async def _look_up(self, digest: str) -> Holder | None:
         key = await self._ledger.entries(ApiKey).get(digest)
         # The database compares byte by byte. That tells nothing of a key, only of its digest, but
         # the answer should not hang on how a database compares.
         if key is None or not hmac.compare_digest(key.id, digest) or key.revoked_at is not None:
-            self._remembered.pop(digest, None)
-            raise AuthenticationError(REFUSAL)
-        caller = Caller(key.tenant_id, key)
-        self._remembered[digest] = (now + self._recheck_s, caller)
-        self._remembered.move_to_end(digest)
-        while len(self._remembered) > MOST_REMEMBERED:
-            self._remembered.popitem(last=False)
-        return caller
+            return None
+        tenant = await self._ledger.entries(Tenant).get(key.tenant_id)
+        return None if tenant is None else Holder(tenant=tenant, key=key)
 
-    def forget(self) -> None:
-        """Look everything up anew; to be called where this process changed a key."""
-        self._remembered.clear()
-        self._open_until = None
+
+async def default_tenant(ledger: Ledger) -> Tenant:
+    """The tenant of a service without keys, and of keys that were given none."""
+    return await add_tenant(ledger, DEFAULT_TENANT)
 
 
 async def add_tenant(

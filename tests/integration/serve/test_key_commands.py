@@ -32,7 +32,7 @@ async def main():
         print("open", flush=True)
         while line := await asyncio.to_thread(sys.stdin.readline):
             try:
-                print((await ring.caller(line.strip())).tenant_id, flush=True)
+                print((await ring.holder(line.strip())).tenant.id, flush=True)
             except AuthenticationError:
                 print("refused", flush=True)
 
@@ -108,8 +108,8 @@ def test_keys_can_be_made_before_the_first_start(
     async def look_up() -> str:
         async with await open_ledger(database) as ledger:
             with pytest.raises(AuthenticationError):
-                await KeyRing(ledger).caller(None)
-            return (await KeyRing(ledger).caller(key)).tenant_id
+                await KeyRing(ledger).holder(None)
+            return (await KeyRing(ledger).holder(key)).tenant.id
 
     assert asyncio.run(look_up()) == "default"
 

@@ -114,7 +114,7 @@ async def delete_api_key(call: Call) -> None:
         raise BadRequestError("no key was sent, and none is needed here")
     now = call.ledger.now()
     await call.ledger.entries(ApiKey).change(caller.key.id, lambda key: _revoked(key, now))
-    credentials.forget()
+    credentials.forget(caller.key.id)
 
 
 async def telemetry(call: Call) -> TelemetryResponse:  # noqa: ARG001
