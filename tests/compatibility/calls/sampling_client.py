@@ -14,7 +14,12 @@ from tests.compatibility.stage import BASE_MODEL, Stage
 def sample(stage: Stage, call: Caller) -> None:
     check_answer(call(stage.sampler, stage.prompt, 2, stage.params))
 
-    rich = call(
+    _check_rich(stage, call)
+
+
+def _check_rich(stage: Stage, call: Caller) -> None:
+    """With everything that the release lets be asked for."""
+    answer = call(
         stage.sampler,
         stage.prompt,
         1,
@@ -22,12 +27,25 @@ def sample(stage: Stage, call: Caller) -> None:
         include_prompt_logprobs=True,
         topk_prompt_logprobs=2,
         topk_sample_logprobs=3,
+        target_prompt_logprobs=_targets(stage),
+        prompt_alt_tokens_k=2,
     )
-    assert rich.prompt_logprobs[0] is None and all(p < 0 for p in rich.prompt_logprobs[1:])
-    assert len(rich.topk_prompt_logprobs) == 3
-    if takes(stage.sampler.sample, "topk_sample_logprobs"):
-        drawn = rich.sequences[0]
+
+    assert answer.prompt_logprobs[0] is None and all(p < 0 for p in answer.prompt_logprobs[1:])
+    assert len(answer.topk_prompt_logprobs) == 3
+    method = call.of(stage.sampler)
+    if takes(method, "topk_sample_logprobs"):
+        drawn = answer.sequences[0]
         assert len(drawn.topk_logprobs) == len(drawn.tokens)
+        assert answer.target_prompt_logprobs.shape == [2, 2]
+    if takes(method, "prompt_alt_tokens_k"):
+        assert answer.prompt_alt_tokens.tokens.shape == [2, 2]
+
+
+def _targets(stage: Stage) -> Any:
+    """Two tokens whose log-probability is asked for, at each position but the first."""
+    tensor: Any = stage.types.TensorData
+    return tensor(data=[4, 8, 4, 8], dtype="int64", shape=[2, 2])
 
 
 def check_answer(answer: Any) -> None:
@@ -42,6 +60,9 @@ def compute_logprobs(stage: Stage, call: Caller) -> None:
 
     assert len(logprobs) == 3
     assert logprobs[0] is None and all(value < 0 for value in logprobs[1:])
+    if takes(call.of(stage.base_sampler), "prompt_logprobs_last_n"):
+        last = call(stage.base_sampler, stage.prompt, prompt_logprobs_last_n=1)
+        assert last[-1] == logprobs[-1]
 
 
 def create(stage: Stage, call: Caller) -> None:

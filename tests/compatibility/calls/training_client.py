@@ -18,6 +18,18 @@ def forward(stage: Stage, call: Caller) -> None:
 
 def forward_backward(stage: Stage, call: Caller) -> None:
     _check_output(call(stage.trainer, stage.data, "cross_entropy"))
+    _check_output(call(stage.trainer, [_drawn(stage, 3), _drawn(stage, 2)], "importance_sampling"))
+
+
+def _drawn(stage: Stage, count: int) -> Any:
+    """A datum of reinforcement learning."""
+    inputs = {
+        "target_tokens": stage.tensor([2, 3, 4][:count], "int64"),
+        "logprobs": stage.tensor([-1.0] * count, "float32"),
+        "advantages": stage.tensor([0.5] * count, "float32"),
+    }
+    text = stage.types.ModelInput.from_ints([1, 2, 3][:count])
+    return stage.types.Datum(model_input=text, loss_fn_inputs=inputs)
 
 
 def _check_output(output: Any) -> None:
