@@ -63,14 +63,14 @@ class Counter(Instrument):
         super().__init__(name, text, label_names)
         self._values: dict[Labels, float] = {} if label_names else {(): 0}
 
-    def inc(self, *labels: str, by: float = 1) -> None:
-        """Count one more, or `by` more; the values of the labels in the order of their names."""
+    def add(self, amount: float, *labels: str) -> None:
+        """Count so many more; the values of the labels in the order of their names."""
         with self._lock:
             try:
-                self._values[labels] += by
+                self._values[labels] += amount
             except KeyError:
                 labels = self._new_series(labels, len(self._values))
-                self._values[labels] = self._values.get(labels, 0) + by
+                self._values[labels] = self._values.get(labels, 0) + amount
 
     def value(self, *labels: str) -> float:
         """What was counted so far."""

@@ -116,7 +116,7 @@ OPTIONS = (
     Option(
         "gap_wait_s",
         "SECONDS",
-        "10.0",
+        "60.0",
         "how long commands wait for a number before them that is missing",
     ),
     Option(
@@ -125,8 +125,10 @@ OPTIONS = (
         "30.0",
         "how long a shutdown waits for what is under way before it snapshots",
     ),
-    Option("snapshots.every_steps", "N", "20", "a model is snapshotted after so many steps"),
-    Option("snapshots.every_s", "SECONDS", "60.0", "a changed model is snapshotted after so long"),
+    Option(
+        "snapshots.every_commands", "N", "2000", "a model is snapshotted after so many commands"
+    ),
+    Option("snapshots.every_s", "SECONDS", "30.0", "... or after so much time of the engine"),
     Option(
         "retention.result_s", "SECONDS", "86400.0", "how long results are kept that nobody fetched"
     ),

@@ -109,8 +109,9 @@ class Limits(Section, frozen=True, kw_only=True):
 class SnapshotSettings(Section, frozen=True, kw_only=True):
     """When a model's state is written behind the work, so that a restart replays little."""
 
-    every_steps: Count = 20
-    every_s: Waited = 60.0
+    every_commands: Count = 2000
+    every_s: Waited = 30.0
+    """Of the engine's time that the commands took, so that a replay takes no longer."""
 
 
 class LogSettings(Section, frozen=True, kw_only=True):
@@ -155,7 +156,7 @@ class ServiceSettings(Section, frozen=True, kw_only=True):
     limits: Limits = Limits()
     long_poll_s: Waited = 30.0
     session_timeout_s: Waited = 300.0
-    gap_wait_s: Seconds = 10.0
+    gap_wait_s: Seconds = 60.0
     drain_s: Seconds = 30.0
     snapshots: SnapshotSettings = SnapshotSettings()
     retention: Retention = Retention()

@@ -25,9 +25,9 @@ def test_what_is_counted_is_what_is_read() -> None:
     requests = registry.counter("requests_total", "Requests.", "endpoint", "status")
     waiting = registry.gauge("waiting", "Waiting.")
 
-    requests.inc("sample", "200")
-    requests.inc("sample", "200", by=2)
-    requests.inc("sample", "429")
+    requests.add(1, "sample", "200")
+    requests.add(2, "sample", "200")
+    requests.add(1, "sample", "429")
     waiting.add(3)
     waiting.add(-1)
 
@@ -115,10 +115,10 @@ def test_labels_without_end_are_counted_together() -> None:
     histogram = registry.histogram("c", "C.", "name", bounds=(1,))
 
     for number in range(MOST_SERIES + 100):
-        counter.inc(str(number))
+        counter.add(1, str(number))
         gauge.set(1, str(number))
         histogram.observe(1, str(number))
-    counter.inc("0")
+    counter.add(1, "0")
 
     assert counter.value(OTHER) == 100
     assert counter.value("0") == 2
@@ -130,9 +130,9 @@ def test_labels_that_do_not_fit_are_a_mistake() -> None:
     counter = Registry().counter("a_total", "A.", "name")
 
     with pytest.raises(ValueError, match="labels"):
-        counter.inc()
+        counter.add(1)
     with pytest.raises(ValueError, match="labels"):
-        counter.inc("a", "b")
+        counter.add(1, "a", "b")
 
 
 def test_no_count_is_lost_between_threads() -> None:
@@ -142,7 +142,7 @@ def test_no_count_is_lost_between_threads() -> None:
 
     def count() -> None:
         for _ in range(2000):
-            counter.inc("x")
+            counter.add(1, "x")
             histogram.observe(0.1)
             registry.exposition() if _ % 500 == 0 else None
 

@@ -19,14 +19,14 @@ def test_names_are_of_the_custom_form_and_say_what_they_are() -> None:
 def test_two_services_of_one_process_count_apart() -> None:
     first, second = ServiceMetrics(), ServiceMetrics()
 
-    first.unauthorised.inc()
+    first.unauthorised.add(1)
 
     assert (first.unauthorised.value(), second.unauthorised.value()) == (1, 0)
 
 
 def test_the_text_can_be_read_and_names_the_version_and_the_process() -> None:
     metrics = ServiceMetrics()
-    metrics.http_requests.inc("asample", "200")
+    metrics.http_requests.add(1, "asample", "200")
     metrics.http_seconds.observe(0.01, "asample")
 
     samples = {
@@ -46,7 +46,23 @@ def test_every_attribute_is_an_instrument_of_the_registry() -> None:
     metrics = ServiceMetrics()
     known = set(metrics.registry)
 
-    attributes = [value for name, value in vars(metrics).items() if name != "registry"]
+    attributes = [
+        value for name, value in vars(metrics).items() if name not in ("registry", "_figures")
+    ]
 
     assert all(value in known for value in attributes)
     assert any(isinstance(value, Counter) for value in attributes)
+
+
+def test_figures_are_read_when_the_metrics_are() -> None:
+    metrics = ServiceMetrics()
+    figures = {"batches": 3.0, "adapters": 2.0, "of no metric": 1.0}
+    metrics.read_figures(lambda: figures)
+
+    before = metrics.exposition()
+    figures["batches"] = 4.0
+
+    assert "\ntinsmith_batches_total 3\n" in before
+    assert "\ntinsmith_adapters 2\n" in before
+    assert "\ntinsmith_batches_total 4\n" in metrics.exposition()
+    assert "of no metric" not in before
