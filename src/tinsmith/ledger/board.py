@@ -111,6 +111,13 @@ class Board:
         stream = self._streams.get(request_id)
         if stream is not None:
             stream.pieces.clear()
+            stream.restarts += 1
+            stream.changed.set()
+
+    def restarts(self, request_id: str) -> int:
+        """How often a watched command was run anew."""
+        stream = self._streams.get(request_id)
+        return 0 if stream is None else stream.restarts
 
     async def wait_pieces(
         self, request_id: str, after: int, *, timeout_s: float
@@ -136,3 +143,4 @@ class _Stream:
         self.pieces: list[TokenPiece] = []
         self.changed = asyncio.Event()
         self.watchers = 0
+        self.restarts = 0

@@ -161,9 +161,9 @@ class App:
     ) -> TenantId:
         if endpoint.name in self._open:
             return TenantId("")
-        caller = await self.service.credentials.caller(headers.get("x-api-key"))
-        report.tenant_id = caller.tenant_id
-        return caller.tenant_id
+        holder = await self.service.credentials.holder(headers.get("x-api-key"))
+        report.tenant_id = holder.tenant.tenant_id
+        return holder.tenant.tenant_id
 
     async def _decode(
         self,

@@ -1,23 +1,43 @@
-"""Everything about a submission that is wrong by itself.
+"""What is wrong with a request by itself: names, numbers, models and adapters.
 
 Each refusal is a 400 that names the field, what it holds and what it may hold. What only shows when
-a command runs is not looked for here.
+a command runs is not looked for. Data and prompts are checked in `data_checks.py`.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+from tinsmith.checkpoints.paths import CheckpointPath
 from tinsmith.engines.base import BaseModel
-from tinsmith.errors import BadRequestError, shown
+from tinsmith.errors import BadRequestError, ValidationError, shown
 from tinsmith.ledger.records import LARGEST_NUMBER, is_storable
 from tinsmith.server.call import Call
-from tinsmith.types.training import LoraConfig
+from tinsmith.types.checkpoints import ParsedCheckpointTinkerPath
+from tinsmith.types.requests import (
+    OptimStepRequest,
+    SaveWeightsExternalRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
+)
+from tinsmith.types.training import (
+    AdamOptimizerConfig,
+    AdamParams,
+    DimuonOptimizerConfig,
+    DimuonParams,
+    LoraConfig,
+    OptimizerConfig,
+)
 
 LONGEST_TEXT = 1000
-MOST_METADATA = 64 * 1024
+MOST_TAGS = 100
+MOST_METADATA_BYTES = 64 * 1024
 LARGEST_CREATED = 2**31 - 1
 """The highest number that a session may give to a model, a sampler or a loss."""
+SHORTEST_TTL_S = 3600
+LONGEST_TTL_S = 10 * 366 * 24 * 3600
+MOST_RECIPIENTS = 10
 
 
 def refuse(field: str, value: object, bound: str) -> BadRequestError:
@@ -38,19 +58,32 @@ def check_texts(*fields: tuple[str, str | None]) -> None:
 
 def check_metadata(name: str, metadata: dict[str, Any] | None) -> None:
     """Metadata is kept, so it is bounded."""
-    if metadata is None:
+    if not metadata:
         return
     size = len(repr(metadata))
-    if size > MOST_METADATA:
-        raise BadRequestError(f"{name} takes about {size} bytes; it may take {MOST_METADATA}")
-    if not is_storable(repr(metadata)):
+    if size > MOST_METADATA_BYTES:
+        raise BadRequestError(f"{name} takes about {size} bytes; it may take {MOST_METADATA_BYTES}")
+    if not _is_storable(metadata):
         raise BadRequestError(f"{name} may not hold NUL or halves of characters")
+
+
+def _is_storable(value: Any) -> bool:
+    if isinstance(value, str):
+        return is_storable(value)
+    if isinstance(value, dict):
+        return all(map(_is_storable, value)) and all(map(_is_storable, value.values()))
+    if isinstance(value, list):
+        return all(map(_is_storable, value))
+    return True
 
 
 def check_number(field: str, value: int, most: int = LARGEST_NUMBER) -> None:
     """A number that a client counts with."""
     if not 0 <= value <= most:
         raise refuse(field, value, f"it may be 0 to {most}")
+
+
+# Models
 
 
 def base_model(call: Call, name: str, field: str = "base_model") -> BaseModel:
@@ -70,5 +103,106 @@ def check_lora(model: BaseModel, lora: LoraConfig) -> None:
         raise BadRequestError(
             "lora_config trains nothing; one of train_unembed, train_mlp and train_attn must be set"
         )
-    if lora.seed is not None and not -(2**63) <= lora.seed < 2**64:
-        raise refuse("lora_config.seed", lora.seed, "it must fit into 64 bits")
+    if lora.seed is not None and not -(2**63) <= lora.seed < 2**63:
+        raise refuse("lora_config.seed", lora.seed, "it may have 64 bits")
+
+
+def check_optimizer(optimizer: OptimizerConfig) -> None:
+    """The family of optimizers."""
+    if not isinstance(optimizer, AdamOptimizerConfig | DimuonOptimizerConfig):
+        raise refuse("optimizer_config.type", optimizer.type, "it may be adamw or dimuon")
+
+
+def check_step(request: OptimStepRequest, optimizer: OptimizerConfig) -> None:
+    """The settings of one step, against the optimizer that the model was made with."""
+    params = request.optim_params
+    if isinstance(optimizer, AdamOptimizerConfig) != isinstance(params, AdamParams):
+        raise BadRequestError(
+            f"the model was made with optimizer {optimizer.type!r}, and the step has the settings "
+            f"of {getattr(params, 'type', 'adamw')!r}"
+        )
+    if isinstance(params, AdamParams):
+        _check_adam(params)
+    elif not isinstance(params, DimuonParams):
+        raise refuse("optimizer_params.type", params.type, "it may be dimuon")
+
+
+def _check_adam(params: AdamParams) -> None:
+    bounds = {
+        "learning_rate": (0.0, math.inf),
+        "beta1": (0.0, 1.0),
+        "beta2": (0.0, 1.0),
+        "eps": (0.0, math.inf),
+        "weight_decay": (0.0, math.inf),
+    }
+    for name, (least, below) in bounds.items():
+        value = getattr(params, name)
+        if not (math.isfinite(value) and least <= value < below):
+            bound = f"it may be from {least:g}" + (f" to below {below:g}" if below < 2 else "")
+            raise refuse(f"adam_params.{name}", value, bound)
+    if not math.isfinite(params.grad_clip_norm):
+        raise refuse("adam_params.grad_clip_norm", params.grad_clip_norm, "it must be finite")
+
+
+# Checkpoints
+
+
+def check_ttl(seconds: int | None) -> None:
+    """How long a checkpoint is kept; None is for ever."""
+    if seconds is not None and not SHORTEST_TTL_S <= seconds <= LONGEST_TTL_S:
+        raise refuse("ttl_seconds", seconds, f"it may be {SHORTEST_TTL_S} to {LONGEST_TTL_S}")
+
+
+def check_path(path: str) -> ParsedCheckpointTinkerPath:
+    """A checkpoint's path, of a kind that clients can name."""
+    try:
+        CheckpointPath.parse(path)
+        return ParsedCheckpointTinkerPath.from_tinker_path(path)
+    except ValidationError as exc:
+        raise BadRequestError(str(exc)) from exc
+
+
+def check_name(run_id: str, kind: str, name: str) -> None:
+    """What a checkpoint is to be called."""
+    try:
+        CheckpointPath(run_id, kind, name)
+    except ValidationError as exc:
+        raise BadRequestError(f"path: {exc}") from exc
+
+
+def check_save(
+    run_id: str,
+    request: SaveWeightsRequest | SaveWeightsForSamplerRequest | SaveWeightsExternalRequest,
+) -> None:
+    """A save of any kind."""
+    check_ttl(request.ttl_seconds)
+    kind = _KINDS[type(request)]
+    if request.path is not None:
+        check_name(run_id, kind, request.path)
+    if isinstance(request, SaveWeightsExternalRequest):
+        recipients = request.age_encryption_recipients or []
+        if len(recipients) > MOST_RECIPIENTS:
+            raise refuse(
+                "age_encryption_recipients", len(recipients), f"there may be {MOST_RECIPIENTS}"
+            )
+        check_texts(*(("age_encryption_recipients", text) for text in recipients))
+        return
+    check_metadata("user_metadata", request.user_metadata)
+    if isinstance(request, SaveWeightsForSamplerRequest):
+        _check_sampler_save(request)
+
+
+def _check_sampler_save(request: SaveWeightsForSamplerRequest) -> None:
+    if (request.path is None) == (request.sampling_session_seq_id is None):
+        raise BadRequestError(
+            "a save for a sampler takes a path, or a sampling_session_seq_id for one without a name"
+        )
+    if request.sampling_session_seq_id is not None:
+        check_number("sampling_session_seq_id", request.sampling_session_seq_id, LARGEST_CREATED)
+
+
+_KINDS: dict[type, str] = {
+    SaveWeightsRequest: "weights",
+    SaveWeightsForSamplerRequest: "sampler_weights",
+    SaveWeightsExternalRequest: "external_weights",
+}

@@ -19,11 +19,9 @@ from tinsmith.ledger.records import (
 )
 from tinsmith.server.call import Call
 from tinsmith.types.futures import UntypedAPIFuture
+from tinsmith.types.requests import SampleRequest
 from tinsmith.wire.failures import is_retried, status_of
-from tinsmith.wire.stored import fingerprint, stored_body
-
-CLONE_NUMBERS = 10**9
-"""A clone's samples are numbered from its own number times this."""
+from tinsmith.wire.stored import fingerprint, stored_body, stored_sample
 
 
 def submission(
@@ -33,21 +31,23 @@ def submission(
     session_id: str,
     *,
     kind: str | None = None,
-    payload: bytes | None = None,
     is_ordered: bool = True,
     clone: int | None = None,
 ) -> Submission:
-    """The call as a command of a line; its payload is its body, unless another is given."""
+    """The call as a command of a line; its payload is its body, or a sample written anew."""
     kind = kind or call.endpoint.name
-    if payload is None:
+    if isinstance(call.request, SampleRequest):
+        payload, told_by = stored_sample(call.request)
+    else:
         payload = stored_body(call.body, call.format)
+        told_by = fingerprint(kind, call.request, payload)
     return Submission(
         line=LineId(line),
         seq_id=seq_id,
         kind=kind,
         tenant_id=call.tenant_id,
         session_id=SessionId(session_id),
-        fingerprint=fingerprint(kind, call.request, payload),
+        fingerprint=told_by,
         payload=payload,
         is_ordered=is_ordered,
         clone=clone,

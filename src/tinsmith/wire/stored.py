@@ -59,6 +59,16 @@ def fingerprint(kind: str, request: Any, payload: Memory) -> bytes:
         payload = stored_request(request)
     elif isinstance(request, SampleRequest):
         payload = stored_request(request)
+    return _digest(kind, payload)
+
+
+def stored_sample(request: SampleRequest) -> tuple[bytes, bytes]:
+    """A sample's payload and fingerprint, for one writing of it."""
+    payload = stored_request(request)
+    return payload, _digest("asample", payload)
+
+
+def _digest(kind: str, payload: Memory) -> bytes:
     digest = hashlib.blake2b(kind.encode() + b"\0", digest_size=32)
     digest.update(payload)
     return digest.digest()

@@ -20,8 +20,8 @@ from tinsmith.ledger.board import SchedulerReport
 from tinsmith.ledger.memory import MemoryLedger
 from tinsmith.ledger.records import ApiKey, Command, Settlement, Tenant, TenantId
 from tinsmith.server.app import App, make_app
-from tinsmith.server.auth import key_digest
 from tinsmith.server.exchanges import ExchangeReport
+from tinsmith.server.keys import digest_of
 from tinsmith.server.parts import Parts
 from tinsmith.server.settings import ServerSettings
 from tinsmith.testing.running import ServiceThread
@@ -210,5 +210,5 @@ async def _add_key(ledger: Ledger, tenant: str, key: str) -> None:
         Tenant(id=tenant, tenant_id=tenant_id, created_at=now, name=tenant)
     )
     await ledger.entries(ApiKey).add(
-        ApiKey(id=key_digest(key), tenant_id=tenant_id, created_at=now, name="test", shown=key[:8])
+        ApiKey(id=digest_of(key), tenant_id=tenant_id, created_at=now, name="test", shown=key[:8])
     )

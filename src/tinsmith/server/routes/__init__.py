@@ -19,7 +19,15 @@ from tinsmith.errors import APIStatusError, ValidationError
 from tinsmith.server.call import Answer, Call, Handler
 from tinsmith.wire.endpoints import ENDPOINTS, Endpoint
 
-MODULES: tuple[str, ...] = ("start", "sessions", "training", "futures")
+MODULES: tuple[str, ...] = (
+    "start",
+    "sessions",
+    "training",
+    "sampling",
+    "futures",
+    "extensions",
+    "streams",
+)
 """In the order in which their own paths are tried."""
 
 AWAITED: frozenset[str] = frozenset(ENDPOINTS)

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from tinsmith.errors import ResultGoneError
-from tinsmith.ledger.records import Command
+from tinsmith.errors import BadRequestError, RequestErrorCategory, ResultGoneError
+from tinsmith.ledger.records import Command, Completion, Settlement
 from tinsmith.server.call import Call, Handler
-from tinsmith.types.futures import MetadataOnlyResponse, TryAgainResponse
+from tinsmith.server.feeds import told_completions
+from tinsmith.types.futures import (
+    FutureCompletion,
+    FutureFailed,
+    FutureFinished,
+    FuturesRetrieveResponse,
+    MetadataOnlyResponse,
+    RequestFailedResponse,
+    TryAgainResponse,
+)
 from tinsmith.types.record import Record
-from tinsmith.types.requests import FutureRetrieveRequest
+from tinsmith.types.requests import (
+    FutureCancelRequest,
+    FutureRetrieveRequest,
+    FuturesRetrieveRequest,
+)
 from tinsmith.wire.content import accepts_protobuf
 from tinsmith.wire.endpoints import Format
 from tinsmith.wire.exchange import HttpReply, to_reply
-from tinsmith.wire.stored import result_body
+from tinsmith.wire.stored import result_body, stored_failure
 
 _PENDING = 408
 """What clients take for "ask again" without a word in their log."""
@@ -57,6 +70,45 @@ def _not_yet(call: Call, command: Command) -> HttpReply:
     return HttpReply(_PENDING, reply.headers, reply.parts)
 
 
+async def retrieve_futures(call: Call) -> FuturesRetrieveResponse:
+    """Which samples ended, as soon as one has."""
+    request: FuturesRetrieveRequest = call.request
+    found = await told_completions(call, request)
+    return FuturesRetrieveResponse(
+        completions=[_completion(entry) for entry in found],
+        cursor=found[-1].cursor if found else request.prev_cursor,
+    )
+
+
+def _completion(entry: Completion) -> FutureCompletion:
+    if entry.is_failed:
+        return FutureFailed(request_id=entry.request_id)
+    return FutureFinished(
+        request_id=entry.request_id, response_payload_uncompressed_size=entry.result_bytes - 1
+    )
+
+
+async def cancel_future(call: Call) -> None:
+    """End a sample as failed, if it has not ended, and free what it holds.
+
+    Commands of a model cannot be cancelled: those after them count on their having run.
+    """
+    request: FutureCancelRequest = call.request
+    command = await call.service.lookups.command(call.tenant_id, request.request_id)
+    if command.is_ordered:
+        raise BadRequestError(f"{command.kind} cannot be cancelled; samples can")
+    failure = RequestFailedResponse(
+        error=f"{command.request_id} was cancelled by its client",
+        category=RequestErrorCategory.User,
+    )
+    await call.ledger.cancel(
+        Settlement(request_id=command.request_id, payload=stored_failure(failure), is_failed=True)
+    )
+    call.service.admission.settled(call.tenant_id, command.request_id)
+
+
 HANDLERS: dict[str, Handler] = {
     "retrieve_future": retrieve_future,
+    "retrieve_futures": retrieve_futures,
+    "cancel_future": cancel_future,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from tinsmith.errors import APIStatusError, BadRequestError
-from tinsmith.ledger.records import ApiKey, Tenant
+from tinsmith.ledger.records import ApiKey
 from tinsmith.server.call import Call, Handler
 from tinsmith.types.events import TelemetryResponse
 from tinsmith.types.extensions import ServiceFlags
@@ -48,6 +48,7 @@ async def client_config(call: Call) -> ServiceFlags:
         tinsmith_batch_bytes=min(settings.batch_bytes, settings.body_bytes),
         tinsmith_inline_bytes=settings.answer_inline_bytes,
         tinsmith_stream=settings.offers_streams,
+        tinsmith_packed_prompts=True,
     )
 
 
@@ -59,8 +60,8 @@ async def client_dynamic_config(call: Call) -> ClientDynamicConfigResponse:  # n
 async def auth_token(call: Call) -> AuthTokenResponse:
     """A short-lived token for the credential."""
     credentials = call.service.credentials
-    caller = await credentials.caller(call.headers.get("x-api-key"))
-    return AuthTokenResponse(jwt=credentials.token(caller))
+    holder = await credentials.holder(call.headers.get("x-api-key"))
+    return AuthTokenResponse(jwt=credentials.token(holder))
 
 
 async def healthz(call: Call) -> HealthResponse:
@@ -92,16 +93,15 @@ async def get_server_capabilities(call: Call) -> GetServerCapabilitiesResponse:
 
 async def get_api_key(call: Call) -> ApiKeyResponse:
     """What is known of the key that was sent."""
-    caller = await call.service.credentials.caller(call.headers.get("x-api-key"))
-    tenant = await call.ledger.entries(Tenant).get(caller.tenant_id)
-    key = caller.key
+    holder = await call.service.credentials.holder(call.headers.get("x-api-key"))
+    key, tenant = holder.key, holder.tenant
     return ApiKeyResponse(
         key_id=int(key.id[:8], 16) if key is not None else 0,
         name=key.name if key is not None else "no key is needed here",
         note=key.shown if key is not None else "",
         details=ApiKeyOwner(
-            org_details=OrganisationDetails(name=tenant.name if tenant else caller.tenant_id),
-            user_details=UserDetails(email=f"{caller.tenant_id}@tinsmith.invalid"),
+            org_details=OrganisationDetails(name=tenant.name),
+            user_details=UserDetails(email=f"{tenant.id}@tinsmith.invalid"),
         ),
     )
 
@@ -109,12 +109,12 @@ async def get_api_key(call: Call) -> ApiKeyResponse:
 async def delete_api_key(call: Call) -> None:
     """Revoke the key that was sent."""
     credentials = call.service.credentials
-    caller = await credentials.caller(call.headers.get("x-api-key"))
-    if caller.key is None:
+    holder = await credentials.holder(call.headers.get("x-api-key"))
+    if holder.key is None:
         raise BadRequestError("no key was sent, and none is needed here")
     now = call.ledger.now()
-    await call.ledger.entries(ApiKey).change(caller.key.id, lambda key: _revoked(key, now))
-    credentials.forget(caller.key.id)
+    await call.ledger.entries(ApiKey).change(holder.key.id, lambda key: _revoked(key, now))
+    credentials.forget()
 
 
 async def telemetry(call: Call) -> TelemetryResponse:  # noqa: ARG001
