@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 from typing import Any
 
@@ -18,12 +19,23 @@ def main(base_url: str, api_key: str) -> None:
     datum = types.Datum(model_input=types.ModelInput.from_ints([1, 2, 3]), loss_fn_inputs=inputs)
     passed = client.forward_backward([datum] * 3, "cross_entropy")
     stepped = client.optim_step(types.AdamParams())
-    seen = {
+    seen: dict[str, Any] = {
         "loss": passed.result(timeout=30).metrics["loss:sum"],
         "step": stepped.result(timeout=30).metrics,
         "info": client.get_info().model_data.tokenizer_id,
         "models": [m.model_name for m in service.get_server_capabilities().supported_models],
     }
+    sampler = service.create_sampling_client(base_model="Qwen/Qwen3-8B")
+    params = types.SamplingParams(max_tokens=4, stop=[7])
+    futures = [sampler.sample(types.ModelInput.from_ints([1, 2]), 2, params) for _ in range(20)]
+    clone = pickle.loads(pickle.dumps(sampler))
+    futures.append(clone.sample(types.ModelInput.from_ints([1, 2]), 2, params))
+    seen["tokens"] = [
+        [list(sequence.tokens) for sequence in future.result(timeout=30).sequences]
+        for future in futures
+    ]
+    seen["base_model"] = sampler.get_base_model()
+    seen["saved"] = client.save_state("one").result(timeout=30).path.partition("/weights/")[2]
     service.close("success").result(timeout=30)
     print(json.dumps(seen))
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from tests.integration.server.running import KEYS, MODEL, RunningServer
 from tinsmith.client.service import ServiceClient
 from tinsmith.types.inputs import Datum, ModelInput
+from tinsmith.types.sampling import SamplingParams
 from tinsmith.types.training import AdamParams
 
 FLOW = Path(__file__).with_name("official_flow.py")
@@ -50,4 +51,27 @@ def test_the_official_client_trains_a_step() -> None:
         "step": {"grad_norm": 1.0},
         "info": "./tok",
         "models": [MODEL, "alias"],
+        "tokens": [[[0, 7], [1, 7]]] * 21,
+        "base_model": MODEL,
+        "saved": "one",
     }
+
+
+def test_our_client_samples_in_batches_and_streams() -> None:
+    """All extensions at once: many in a request, results in the poll, tokens as they come."""
+    prompt = ModelInput.from_ints([1, 2, 3])
+    params = SamplingParams(max_tokens=4)
+    with (
+        RunningServer() as server,
+        ServiceClient(base_url=server.base_url, api_key="tml-x") as client,
+    ):
+        sampler = client.create_sampling_client(base_model=MODEL)
+        futures = [sampler.sample(prompt, 2, params) for _ in range(100)]
+        tokens = [[seq.tokens for seq in future.result().sequences] for future in futures]
+        streamed = sampler.sample_stream(prompt, 1, params)
+        drawn = [token for piece in streamed for token in piece.tokens]
+        used = {report.endpoint for report in server.reports}
+
+    assert tokens == [[[0, 7], [1, 7]]] * 100
+    assert drawn == [0, 7]
+    assert {"asample_many", "retrieve_results", "asample_stream"} <= used
