@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -234,9 +234,8 @@ class Bench:
 
 
 def _is_schedulers(task: asyncio.Task[Any]) -> bool:
-    name = getattr(task.get_coro(), "__qualname__", "")
-    module = getattr(getattr(task.get_coro(), "cr_code", None), "co_filename", "")
-    return task.get_name().startswith("scheduler ") or "tinsmith/scheduler" in module or not name
+    code = getattr(task.get_coro(), "cr_code", None)
+    return "tinsmith/scheduler/" in getattr(code, "co_filename", "")
 
 
 @contextlib.asynccontextmanager
@@ -248,3 +247,10 @@ async def bench(folder: Path, ledger: Ledger | None = None, **options: Any) -> A
         yield made
     finally:
         await made.close()
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Return when something is so."""
+    async with asyncio.timeout(WAIT_S):
+        while not is_so():
+            await asyncio.sleep(0.002)

@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from pathlib import Path
 
-from tests.integration.scheduler.bench import bench
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.integration.scheduler.bench import BASE, Bench, bench, until
+from tinsmith.engines.fake.engine import FakeSettings
+from tinsmith.errors import CommandPassedError, RequestErrorCategory
+from tinsmith.ledger.memory import MemoryLedger
+from tinsmith.ledger.records import CommandState, LineId, Model, SessionId, Settlement, TenantId
+from tinsmith.scheduler.settings import SchedulerSettings
+from tinsmith.types.futures import RequestFailedResponse
+from tinsmith.types.requests import UnloadModelRequest
 from tinsmith.types.training import CreateModelResponse
+from tinsmith.wire.failures import failed_from_error
+from tinsmith.wire.stored import stored_failure
 
 LINE = "session-1:train:0"
 
@@ -24,5 +38,256 @@ def test_a_model_is_made_trained_and_stepped(tmp_path: Path) -> None:
         assert made == CreateModelResponse(model_id=LINE)
         assert second.metrics["loss:sum"] < first.metrics["loss:sum"]
         assert stepped.metrics["step"] == 1
+
+    asyncio.run(run())
+
+
+async def _submit_all(b: Bench, numbers: list[int], line: str = LINE) -> list[str]:
+    """Commands whose effects depend on their order: every third is a step."""
+    ids = []
+    for number in numbers:
+        if number == 0:
+            ids.append(await b.create(line))
+        elif number % 3 == 0:
+            ids.append(await b.step(line, number))
+        else:
+            ids.append(await b.forward_backward(line, number, (number, 2, 3), weight=number))
+    return ids
+
+
+@given(st.permutations(range(1, 10)))
+@settings(max_examples=15, deadline=None)
+def test_commands_run_in_the_order_of_their_numbers(numbers: list[int]) -> None:
+    """However they arrive, the weights are those of the order that the client gave."""
+
+    async def run(order: list[int], folder: Path) -> dict[str, bytes]:
+        async with bench(folder, settings=SchedulerSettings(gap_wait_s=60)) as b:
+            for request_id in await _submit_all(b, [0, *order]):
+                assert not isinstance(await b.result(request_id), RequestFailedResponse)
+            return await b.weights(LINE, "end")
+
+    with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
+        in_order = asyncio.run(run(list(range(1, 10)), Path(first)))
+        as_given = asyncio.run(run(numbers, Path(second)))
+
+    assert in_order == as_given
+
+
+def test_a_number_that_does_not_come_is_passed_over_after_a_while(tmp_path: Path) -> None:
+    """The line goes on, and from then on the number is refused."""
+
+    async def run() -> None:
+        async with bench(tmp_path) as b:
+            await b.result(await b.create(LINE))
+            later = await b.forward_backward(LINE, 2)
+            await until(lambda: b.ledger.board.queue(LINE).state == "paused_capacity")
+
+            result = await b.result(later)
+
+            assert result.metrics["loss:sum"] > 0
+            with pytest.raises(CommandPassedError):
+                await b.forward_backward(LINE, 1)
+            await until(lambda: b.ledger.board.queue(LINE).state == "active")
+            assert b.scheduler.statistics()["skipped_numbers"] == 1
+
+    asyncio.run(run())
+
+
+def test_a_refused_number_is_not_waited_for(tmp_path: Path) -> None:
+    """The server spends what it refuses; the line goes on long before the wait is over."""
+
+    async def run() -> None:
+        never = SchedulerSettings(gap_wait_s=3600, gap_look_s=0.02)
+        async with bench(tmp_path, settings=never) as b:
+            await b.result(await b.create(LINE))
+            later = await b.forward_backward(LINE, 3)
+            await b.ledger.spend(LineId(LINE), 1)
+            await b.ledger.spend(LineId(LINE), 2)
+
+            await b.result(later)
+
+            assert b.scheduler.statistics().get("skipped_numbers", 0) == 0
+
+    asyncio.run(run())
+
+
+def test_a_failed_command_does_not_stop_its_line(tmp_path: Path) -> None:
+    """It is settled as the user's mistake, changes nothing, and the next one runs."""
+
+    async def run() -> None:
+        async with bench(tmp_path) as b:
+            await b.create(LINE)
+            wrong = await b.forward_backward(LINE, 1, loss="ppo")
+            right = await b.forward_backward(LINE, 2)
+
+            failed, done = await b.result(wrong), await b.result(right)
+
+        assert failed.category is RequestErrorCategory.User
+        assert "logprobs" in failed.error
+        assert done.metrics["loss:sum"] > 0
+
+    asyncio.run(run())
+
+
+def test_a_fault_of_the_engine_is_the_servers_and_tells_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A whole batch that fails is settled as such, and the next one runs."""
+
+    async def run() -> None:
+        async with bench(tmp_path) as b:
+            await b.result(await b.create(LINE))
+            train = b.engine.train
+
+            async def broken(batch: object) -> list[object]:
+                monkeypatch.setattr(b.engine, "train", train)
+                raise RuntimeError("the secret inside")
+
+            monkeypatch.setattr(b.engine, "train", broken)
+            failed = await b.result(await b.forward_backward(LINE, 1))
+            done = await b.result(await b.forward_backward(LINE, 2))
+
+        assert failed.category is RequestErrorCategory.Server
+        assert "secret" not in failed.error
+        assert done.metrics["loss:sum"] > 0
+
+    asyncio.run(run())
+
+
+def test_commands_of_a_model_that_could_not_be_made_say_so(tmp_path: Path) -> None:
+    """Each of them fails with the reason of the first."""
+
+    async def run() -> None:
+        async with bench(tmp_path) as b:
+            first = await b.result(await b.create(LINE, base="unknown/model"))
+            later = await b.result(await b.forward_backward(LINE, 1))
+
+        assert first.category is later.category is RequestErrorCategory.User
+        assert "could not be made" in later.error
+        assert "unknown/model" in later.error
+
+    asyncio.run(run())
+
+
+def test_a_model_waits_for_a_place(tmp_path: Path) -> None:
+    """While all places are taken its state says so; it is made when one is let go of."""
+
+    async def run() -> None:
+        async with bench(tmp_path, fake=FakeSettings(most_adapters=1)) as b:
+            await b.result(await b.create(LINE))
+            other = await b.create("session-1:train:1")
+            await until(
+                lambda: b.ledger.board.queue("session-1:train:1").state == "paused_capacity"
+            )
+            await b.submit(LINE, 1, "unload_model", UnloadModelRequest(model_id=LINE))
+
+            made = await b.result(other)
+
+            assert made.model_id == "session-1:train:1"
+            assert b.ledger.board.queue("session-1:train:1").state == "active"
+            assert "unloaded" in (await b.result(await b.forward_backward(LINE, 2))).error
+            entry = await b.ledger.entries(Model).get(LINE)
+            assert entry is not None and entry.released_at is not None
+
+    asyncio.run(run())
+
+
+def test_commands_of_many_models_share_batches(tmp_path: Path) -> None:
+    """Heads of lines with the same base model run together."""
+
+    async def run() -> None:
+        async with bench(tmp_path, fake=FakeSettings(batch_s=0.05)) as b:
+            lines = [f"session-1:train:{n}" for n in range(8)]
+            for line in lines:
+                await b.result(await b.create(line))
+            before = b.scheduler.statistics().get("batches", 0)
+            ids = [await b.forward_backward(line, n) for n in (1, 2) for line in lines]
+            for request_id in ids:
+                await b.result(request_id)
+
+            assert b.scheduler.statistics()["batches"] - before <= 4
+
+    asyncio.run(run())
+
+
+def test_a_tenants_one_request_is_not_behind_anothers_thousand(tmp_path: Path) -> None:
+    """What comes last of a thousand is not waited for."""
+
+    async def run() -> None:
+        slow = FakeSettings(batch_s=0.002)
+        few = SchedulerSettings(most_batch_commands=4)
+        async with bench(tmp_path, fake=slow, settings=few) as b:
+            many, one = "session-1:train:0", "session-2:train:0"
+            await b.result(await b.create(many, tenant="many"))
+            await b.result(await b.create(one, tenant="one"))
+            thousand = await asyncio.gather(
+                *(b.forward_backward(many, n, tenant="many") for n in range(1, 1001))
+            )
+            await b.result(await b.forward_backward(one, 1, tenant="one"))
+            last = await b.ledger.command(thousand[-1])
+
+            assert not last.is_settled
+
+    asyncio.run(run())
+
+
+def test_a_command_that_is_cancelled_in_its_line_is_dropped(tmp_path: Path) -> None:
+    """The next one runs as if it had not been there."""
+
+    async def run() -> None:
+        async with bench(tmp_path, fake=FakeSettings(batch_s=0.2)) as b:
+            await b.create(LINE)
+            await b.step(LINE, 1)
+            dropped = await b.forward_backward(LINE, 2)
+            last = await b.forward_backward(LINE, 3)
+            await until(lambda: b.scheduler.statistics()["queued_commands"] >= 2)
+            failed = stored_failure(failed_from_error(RuntimeError()))
+            await b.ledger.cancel(Settlement(request_id=dropped, payload=failed, is_failed=True))
+
+            await b.result(last)
+
+            assert b.scheduler.statistics()["cancelled_commands"] == 1
+
+    asyncio.run(run())
+
+
+def test_training_is_counted_by_tenant_and_run(tmp_path: Path) -> None:
+    """The tokens of each pass, in the hour in which it was settled."""
+
+    async def run() -> None:
+        async with bench(tmp_path) as b:
+            await b.create(LINE)
+            await b.result(await b.forward_backward(LINE, 1, (1, 2, 3, 4)))
+            rows = await b.ledger.usage(TenantId("tenant"), since=0, before=1e12)
+
+        assert [(row.key.kind, row.amount) for row in rows] == [("training", 4)]
+        assert rows[0].key.session_id == SessionId("session-1")
+        assert rows[0].key.base_model == BASE
+
+    asyncio.run(run())
+
+
+def test_closing_gives_back_what_did_not_run(tmp_path: Path) -> None:
+    """What is not done within the time is pending, and whoever comes next does it."""
+
+    async def run() -> None:
+        ledger = MemoryLedger()
+        first = Bench(tmp_path, ledger, fake=FakeSettings(batch_s=0.1))
+        await first.open()
+        await first.create(LINE)
+        ids = [
+            request
+            for n in range(1, 20, 2)
+            for request in (await first.forward_backward(LINE, n), await first.step(LINE, n + 1))
+        ]
+        await first.close(drain_s=5)
+        states = [(await ledger.command(one)).state for one in ids]
+        async with bench(tmp_path, ledger) as second:
+            results = [await second.result(request_id) for request_id in ids]
+
+        assert states[-1] is CommandState.PENDING
+        assert CommandState.CLAIMED not in states
+        assert not any(isinstance(result, RequestFailedResponse) for result in results)
+        assert results[-1].metrics["step"] == 10
 
     asyncio.run(run())

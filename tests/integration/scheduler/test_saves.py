@@ -1,0 +1,189 @@
+"""Saves and loads, and what becomes of a model when its session ends."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tests.integration.scheduler.bench import BASE, Bench, bench
+from tinsmith.checkpoints.paths import CheckpointPath
+from tinsmith.errors import RequestErrorCategory
+from tinsmith.ledger.model_config import write_config
+from tinsmith.ledger.records import (
+    CheckpointEntry,
+    LineId,
+    Model,
+    Session,
+    SessionId,
+    Submission,
+    TenantId,
+)
+from tinsmith.types import LoraConfig
+from tinsmith.types.requests import (
+    LoadWeightsRequest,
+    SaveWeightsExternalRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
+)
+
+LINE = "session-1:train:0"
+
+
+async def _save(b: Bench, number: int, line: str = LINE, **fields: Any) -> Any:
+    request = SaveWeightsRequest(model_id=line, seq_id=number, **fields)
+    return await b.result(await b.submit(line, number, "save_weights", request))
+
+
+async def _train(b: Bench, number: int, line: str = LINE) -> None:
+    await b.forward_backward(line, number, (number, 2, 3))
+    await b.result(await b.step(line, number + 1))
+
+
+def test_a_saved_state_is_loaded_with_its_optimizer(tmp_path: Path) -> None:
+    """A model made from it goes on exactly as the first one does."""
+
+    async def run() -> None:
+        async with bench(tmp_path) as b:
+            await b.create(LINE)
+            await _train(b, 1)
+            saved = await _save(b, 3, path="one", ttl_seconds=3600, user_metadata={"a": "b"})
+            other = "session-1:train:1"
+            await b.ledger.entries(Model).add(
+                Model(
+                    id=other,
+                    tenant_id=TenantId("tenant"),
+                    created_at=0.0,
+                    session_id=SessionId("session-1"),
+                    base_model=BASE,
+                    config=write_config(LoraConfig(rank=4), None),
+                )
+            )
+            request = LoadWeightsRequest(
+                session_id="session-1", model_seq_id=1, path=saved.path, optimizer=True
+            )
+            loaded = await b.result(await b.submit(other, 0, "load_weights", request))
+            for line in (LINE, other):
+                number = 4 if line == LINE else 1
+                await b.forward_backward(line, number, (9, 8))
+                await b.result(await b.step(line, number + 1))
+            first, second = await b.weights(LINE, "first"), await b.weights(other, "second")
+            entry = await b.ledger.entries(CheckpointEntry).get(saved.path)
+
+        assert saved.path == f"tinker://{LINE}/weights/one"
+        assert loaded.model_id == other
+        assert first == second
+        assert entry is not None and entry.user_metadata == {"a": "b"}
+        assert entry.expires_at is not None and entry.size_bytes > 0
+
+    asyncio.run(run())
+
+
+def test_a_name_that_is_taken_is_the_users_mistake_unless_it_may_be_overwritten(
+    tmp_path: Path,
+) -> None:
+    """The failure names the remedy."""
+
+    async def run() -> None:
+        async with bench(tmp_path) as b:
+            await b.create(LINE)
+            await _save(b, 1, path="one", user_metadata={"old": "yes"})
+            refused = await _save(b, 2, path="one")
+            replaced = await _save(b, 3, path="one", overwrite=True)
+            entry = await b.ledger.entries(CheckpointEntry).get(replaced.path)
+
+        assert refused.category is RequestErrorCategory.User
+        assert "overwrite=True" in refused.error
+        assert entry is not None and entry.user_metadata is None
+
+    asyncio.run(run())
+
+
+def test_sampler_and_external_weights_have_their_own_paths(tmp_path: Path) -> None:
+    """Each kind under its own name, with its size."""
+
+    async def run() -> None:
+        async with bench(tmp_path) as b:
+            await b.create(LINE)
+            named = SaveWeightsForSamplerRequest(model_id=LINE, seq_id=1, path="s")
+            external = SaveWeightsExternalRequest(model_id=LINE, seq_id=2, path="e")
+            first = await b.result(await b.submit(LINE, 1, "save_weights_for_sampler", named))
+            second = await b.result(await b.submit(LINE, 2, "save_weights_external", external))
+            await b.add_sampler("session-1:sample:0", path=first.path)
+            drawn = await b.result(await b.sample("session-1:sample:0", 0))
+
+        assert first.path == f"tinker://{LINE}/sampler_weights/s"
+        assert second.path == f"tinker://{LINE}/external_weights/e"
+        assert second.size_bytes > 0
+        assert len(drawn.sequences) == 1
+
+    asyncio.run(run())
+
+
+def test_a_load_of_what_is_not_there_fails_and_the_model_stays(tmp_path: Path) -> None:
+    """As the user's mistake."""
+
+    async def run() -> None:
+        async with bench(tmp_path) as b:
+            await b.create(LINE)
+            await _train(b, 1)
+            before = await b.weights(LINE, "before")
+            request = LoadWeightsRequest(
+                model_id=LINE, seq_id=3, path=f"tinker://{LINE}/weights/none"
+            )
+            failed = await b.result(await b.submit(LINE, 3, "load_weights", request))
+            after = await b.weights(LINE, "after")
+
+        assert failed.category is RequestErrorCategory.User
+        assert before == after
+
+    asyncio.run(run())
+
+
+async def _end(b: Bench, ending: dict[str, Any]) -> None:
+    """End the session as the server does."""
+
+    def ended(session: Session) -> Session:
+        return msgspec.structs.replace(session, ended_at=b.ledger.now(), ending=ending)
+
+    await b.ledger.entries(Session).change("session-1", ended)
+    appended = await b.ledger.append(
+        Submission(
+            line=LineId(LINE),
+            seq_id=None,
+            kind="release_model",
+            tenant_id=TenantId("tenant"),
+            session_id=SessionId("session-1"),
+            fingerprint=b"release",
+            payload=b"J{}",
+        )
+    )
+    command = await b.ledger.wait_settled(appended.request_id, timeout_s=20)
+    assert command.is_settled and not command.is_failed
+
+
+def test_a_lost_session_leaves_its_state_behind(tmp_path: Path) -> None:
+    """It is saved before the model is let go of; a finished one leaves nothing."""
+
+    async def run(ending: str, folder: Path) -> CheckpointEntry | None:
+        async with bench(folder) as b:
+            await b.create(LINE)
+            await _train(b, 1)
+            ephemeral = SaveWeightsForSamplerRequest(
+                model_id=LINE, seq_id=3, sampling_session_seq_id=5
+            )
+            await b.result(await b.submit(LINE, 3, "save_weights_for_sampler", ephemeral))
+            await _end(b, {"type": ending})
+            assert not b.engine.capacity().adapters
+            assert not b.store.exists(CheckpointPath.sampler("session-1:sample:5"))
+            model = await b.ledger.entries(Model).get(LINE)
+            assert model is not None and model.released_at is not None
+            return await b.ledger.entries(CheckpointEntry).get(f"tinker://{LINE}/weights/autosave")
+
+    lost = asyncio.run(run("cancelled", tmp_path / "lost"))
+    finished = asyncio.run(run("client_finished", tmp_path / "finished"))
+
+    assert lost is not None and lost.expires_at is not None
+    assert finished is None
