@@ -60,4 +60,4 @@ def test_the_file_that_is_shown_can_be_used(tmp_path: Path) -> None:
     settings = load_settings(config=tmp_path / "serve.toml", environment={}).settings
 
     assert settings.limits.in_flight == 4096
-    assert [model.source for model in settings.served_models] == ["/models/tiny"] * 2
+    assert [model.path for model in settings.served_models] == ["/models/tiny"] * 2

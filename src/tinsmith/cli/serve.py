@@ -74,11 +74,11 @@ def run(arguments: argparse.Namespace) -> int | None:
     """Serve until told to end; with `--check`, print the settings instead."""
     from tinsmith.cli.failures import UsageError
     from tinsmith.errors import ValidationError
-    from tinsmith.serve.loading import as_toml, check_files
+    from tinsmith.serve.loading import as_toml, check_start
 
     loaded = loaded_settings(arguments)
     try:
-        check_files(loaded.settings)
+        check_start(loaded.settings)
     except ValidationError as exc:
         raise UsageError(str(exc.args[0]), remedy=exc.remedy) from exc
     if not arguments.check:

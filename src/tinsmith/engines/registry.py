@@ -7,14 +7,18 @@ stand-in; clients ignore it when they look for tokenizers.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
 from tinsmith.engines.base import Engine
-from tinsmith.errors import ValidationError
+from tinsmith.errors import ValidationError, shown
 
 ENGINES = ("fake",)
+LONGEST_NAME = 200
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)*(:[A-Za-z0-9][\w.-]*)?", re.ASCII)
 
 
 class ModelSource(msgspec.Struct, frozen=True):
@@ -35,7 +39,7 @@ def read_models(models: Sequence[str]) -> list[ModelSource]:
     """What each of the settings says.
 
     Raises:
-        ValidationError: A name is empty or given twice, or there is none.
+        ValidationError: A name cannot be used or is given twice.
     """
     found: dict[str, ModelSource] = {}
     first_of_path: dict[str, str] = {}
@@ -43,16 +47,26 @@ def read_models(models: Sequence[str]) -> list[ModelSource]:
         name, is_given, path = text.partition("=")
         name = name.strip()
         path = path.strip() if is_given else name.partition(":")[0]
-        if not name or not path or name in found:
-            raise ValidationError(
-                f"model {text!r:.200} has no name, no path, or a name that was given before",
-                remedy="give each as NAME or NAME=PATH_OR_ID",
-            )
+        _check_model(name, path)
+        if name in found:
+            raise ValidationError(f"the model's name {name!r} is given twice")
+        if path.startswith("~"):
+            path = str(Path(path).expanduser())
         found[name] = ModelSource(name, path, first_of_path.get(path))
         first_of_path.setdefault(path, name)
-    if not found:
-        raise ValidationError("no model is given", remedy="add --model NAME=PATH_OR_ID")
     return list(found.values())
+
+
+def _check_model(name: str, path: str) -> None:
+    """Names go into ids, paths and logs; they are held to what those of the hub look like."""
+    is_name = len(name) <= LONGEST_NAME and _NAME.fullmatch(name) is not None
+    if not is_name or any(part in (".", "..") for part in name.split("/")):
+        raise ValidationError(
+            f"{shown(name)} cannot be a model's name",
+            remedy="give NAME=PATH_OR_ID, with a name like Qwen/Qwen3-8B or Qwen/Qwen3-8B:tiny",
+        )
+    if not path or "\0" in path:
+        raise ValidationError(f"the model {name} has no path that can be used")
 
 
 def make_engine(name: str, models: Sequence[str]) -> Engine:
@@ -62,6 +76,8 @@ def make_engine(name: str, models: Sequence[str]) -> Engine:
         ValidationError: There is no such engine, or a model's name cannot be read.
     """
     sources = read_models(models)
+    if not sources:
+        raise ValidationError("no model is given", remedy="add --model NAME=PATH_OR_ID")
     if name == "fake":
         return _fake(sources)
     raise ValidationError(f"there is no engine {name!r}", remedy=f"known are {', '.join(ENGINES)}")

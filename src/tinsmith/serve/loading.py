@@ -72,18 +72,20 @@ def load_settings(
     return Loaded(_assembled(values), sources)
 
 
-def check_files(settings: ServiceSettings) -> None:
-    """Look whether the files are there that the settings name.
+def check_start(settings: ServiceSettings) -> None:
+    """Look whether a service could be started: it has a model, and the files are there.
 
     Raises:
-        ValidationError: One is missing, or cannot be read.
+        ValidationError: Something is missing, or cannot be read.
     """
     for name, path in (("tls.cert", settings.tls.cert), ("tls.key", settings.tls.key)):
         if path is not None and not os.access(path, os.R_OK):
             raise ValidationError(f"{name}: {path} is not a file that can be read")
+    if not settings.models:
+        raise ValidationError("no model is given", remedy="add --model NAME=PATH_OR_ID")
     for model in settings.served_models:
-        if model.source.startswith(("/", "./", "../", "~")) and not Path(model.source).exists():
-            raise ValidationError(f"models: {model.name} is at {model.source}, where nothing is")
+        if model.path.startswith(("/", "./", "../")) and not Path(model.path).exists():
+            raise ValidationError(f"the model {model.name} is at {model.path}, where nothing is")
 
 
 # Showing

@@ -21,12 +21,10 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import force_setattr
 
-from tinsmith.errors import ValidationError, shown
+from tinsmith.engines.registry import ModelSource, read_models
+from tinsmith.errors import ValidationError
 from tinsmith.ledger.records import Retention
 from tinsmith.serve.options import BY_NAME, HOME_VARIABLE
-
-LONGEST_MODEL_NAME = 200
-_MODEL_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)*(:[A-Za-z0-9][\w.-]*)?", re.ASCII)
 
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e10)]
 Waited: TypeAlias = Annotated[float, Meta(gt=0, le=1e6)]
@@ -121,21 +119,6 @@ class LogSettings(Section, frozen=True, kw_only=True):
     format: Literal["text", "json"] = "text"
 
 
-class ServedModel(msgspec.Struct, frozen=True):
-    """A model under one of its names."""
-
-    name: str
-    """What clients ask for. It may end in a `:suffix`, which they ignore when they look for a
-    tokenizer: `Qwen/Qwen3-8B:tiny` is honest about being a small stand-in."""
-    source: str
-    """A folder, or an id that the engine can find."""
-
-    @property
-    def family_name(self) -> str:
-        """The name without its suffix."""
-        return self.name.partition(":")[0]
-
-
 class ServiceSettings(Section, frozen=True, kw_only=True):
     """Everything that `tinsmith serve` can be told. Checked when made; `repr` shows no password."""
 
@@ -151,7 +134,7 @@ class ServiceSettings(Section, frozen=True, kw_only=True):
     engine: Literal["fake"] = "fake"
     models: tuple[str, ...] = ()
     """`NAME=PATH_OR_ID`, or `NAME` alone where they are the same; `served_models` takes them
-    apart. Empty leaves the choice to the engine."""
+    apart. A service needs at least one; other commands do without."""
     tls: TlsSettings = TlsSettings()
     limits: Limits = Limits()
     long_poll_s: Waited = 30.0
@@ -177,21 +160,9 @@ class ServiceSettings(Section, frozen=True, kw_only=True):
         _ = self.served_models  # raises where one is wrong
 
     @property
-    def served_models(self) -> tuple[ServedModel, ...]:
-        """Each name with what it stands for, in the order given. Names are unique.
-
-        Where several have one source, the first is the model's own name and the others are
-        aliases.
-        """
-        found: dict[str, ServedModel] = {}
-        for text in self.models:
-            model = _served_model(text)
-            if model.name in found:
-                raise ValidationError(
-                    f"models: the name {model.name!r} is given twice", remedy="give each name once"
-                )
-            found[model.name] = model
-        return tuple(found.values())
+    def served_models(self) -> list[ModelSource]:
+        """Each name with what it stands for, in the order given."""
+        return read_models(self.models)
 
     @property
     def is_loopback(self) -> bool:
@@ -252,21 +223,6 @@ def masked(address: str) -> str:
 
 
 # Checking
-
-
-def _served_model(text: str) -> ServedModel:
-    name, _, source = text.partition("=")
-    name, source = name.strip(), source.strip()
-    if len(name) > LONGEST_MODEL_NAME or not _MODEL_NAME.fullmatch(name):
-        raise ValidationError(
-            f"models: {shown(name)} cannot be a model's name",
-            remedy="give NAME=PATH_OR_ID, with a name like Qwen/Qwen3-8B or Qwen/Qwen3-8B:tiny",
-        )
-    if any(part in (".", "..") for part in name.split("/")) or "\0" in source:
-        raise ValidationError(f"models: {shown(text)} holds a path that cannot be used")
-    if source.startswith("~"):
-        source = str(Path(source).expanduser())
-    return ServedModel(name, source or name.partition(":")[0])
 
 
 def _check_database(address: str) -> None:

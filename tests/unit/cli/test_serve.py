@@ -33,7 +33,7 @@ def test_check_prints_the_settings_and_where_they_came_from(
 
 
 def test_check_prints_json_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
-    status = main(["serve", "--check", "--no-metrics", "-f", "json"])
+    status = main(["serve", "--check", "--model", "a", "--no-metrics", "-f", "json"])
 
     shown = json.loads(capsys.readouterr().out)
     assert status == 0
@@ -47,9 +47,11 @@ def test_check_prints_json_for_programs(capsys: pytest.CaptureFixture[str]) -> N
         (["--port", "many"], "--port"),
         (["--engine", "steam"], "steam"),
         (["--prot", "1"], "--prot"),
+        ([], "no model is given"),
         (["--model", "../x=1"], "cannot be a model's name"),
         (["--model", "x=/nowhere/at/all"], "where nothing is"),
         (["--tls-cert", "/nowhere"], "tls.key is missing"),
+        (["--tls-cert", "/nowhere", "--tls-key", "/nowhere"], "tls.cert: /nowhere"),
         (["--config", "/nowhere.toml"], "/nowhere.toml"),
         (["--database", "mysql://me:hunter2@db"], "not a kind of ledger"),
     ],
@@ -57,7 +59,14 @@ def test_check_prints_json_for_programs(capsys: pytest.CaptureFixture[str]) -> N
 def test_check_ends_with_2_and_says_what_is_wrong(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status = main(["serve", "--check", *words])
+    status = main(
+        [
+            "serve",
+            "--check",
+            *(["--model", "a"] if "--model" not in words and words else []),
+            *words,
+        ]
+    )
 
     shown = capsys.readouterr()
     assert (status, shown.out) == (2, "")

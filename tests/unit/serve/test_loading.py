@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tinsmith.errors import UnknownFieldError, ValidationError
-from tinsmith.serve.loading import Loaded, as_toml, check_files, load_settings
+from tinsmith.serve.loading import Loaded, as_toml, check_start, load_settings
 from tinsmith.serve.settings import ServiceSettings, TlsSettings
 
 
@@ -126,7 +126,7 @@ def test_a_name_that_is_not_known_is_refused_and_the_nearest_named(tmp_path: Pat
         ({"otel_endpoint": "collector:4318"}, "otel_endpoint"),
         ({"data": "a\0b"}, "--data"),
         ({"data": ""}, "--data"),
-        ({"models": ["\ud800=x"]}, "models"),
+        ({"models": ["\ud800=x"]}, "a model's name"),
     ],
 )
 def test_a_bad_value_is_told_with_where_it_was_given(flags: dict[str, Any], message: str) -> None:
@@ -193,13 +193,15 @@ def test_settings_and_their_sources_show_no_password() -> None:
     assert "hunter2" not in repr(loaded)
 
 
-def test_files_that_are_named_must_be_there(tmp_path: Path) -> None:
+def test_a_start_needs_a_model_and_the_files_that_are_named(tmp_path: Path) -> None:
     there = tmp_path / "there"
     there.touch()
 
-    check_files(ServiceSettings(models=("a=org/id", f"b={there}")))
+    check_start(ServiceSettings(models=("a=org/id", f"b={there}")))
     with pytest.raises(ValidationError, match="where nothing is"):
-        check_files(ServiceSettings(models=(f"a={tmp_path}/gone",)))
+        check_start(ServiceSettings(models=(f"a={tmp_path}/gone",)))
     tls = TlsSettings(cert=there, key=tmp_path / "gone")
     with pytest.raises(ValidationError, match=r"tls\.key"):
-        check_files(ServiceSettings(tls=tls))
+        check_start(ServiceSettings(tls=tls))
+    with pytest.raises(ValidationError, match="no model is given"):
+        check_start(ServiceSettings())
