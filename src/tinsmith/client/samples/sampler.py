@@ -22,10 +22,11 @@ from tinsmith.client.queue_state import StateTeller
 from tinsmith.client.retry import Retrier
 from tinsmith.client.samples.call import SampleCall
 from tinsmith.client.samples.cancels import SampleCancels
+from tinsmith.client.samples.group import pause_s
 from tinsmith.client.samples.handle import NUMBERS_PER_CLONE, random_clone_id
 from tinsmith.client.samples.result_feed import ResultFeed
 from tinsmith.client.samples.retry_config import RetryConfig
-from tinsmith.client.samples.sender import SampleSender, pause_s
+from tinsmith.client.samples.sender import SampleSender
 from tinsmith.client.samples.session_poller import SessionPoller
 from tinsmith.client.session import Session, death_of
 from tinsmith.errors import APIStatusError, RateLimitError, TinkerError

@@ -22,6 +22,7 @@ from typing import TypeAlias
 from tinsmith.client.background import background
 from tinsmith.client.retry import BILLING_PAUSE_S, Retrier, may_pass
 from tinsmith.client.samples.call import SampleCall
+from tinsmith.client.samples.group import WRAP_BYTES, error_of, joined, pause_s
 from tinsmith.client.session import Session, death_of
 from tinsmith.client.waits import Wait
 from tinsmith.errors import (
@@ -33,22 +34,16 @@ from tinsmith.errors import (
     RateLimitError,
     TinkerError,
 )
-from tinsmith.types.extensions import SampleManyItem, SampleManyResponse
+from tinsmith.types.extensions import SampleManyResponse
 from tinsmith.types.futures import UntypedAPIFuture
-from tinsmith.types.inputs import EncodedTextChunk, ModelInput
+from tinsmith.types.inputs import ModelInput
 from tinsmith.wire.endpoints import ENDPOINTS
 from tinsmith.wire.exchange import packed_request
-from tinsmith.wire.failures import status_class
-from tinsmith.wire.packed_format import PackedText
-from tinsmith.wire.protobuf import Parts
 
 _log = logging.getLogger(__name__)
 
 Asleep: TypeAlias = Callable[[], contextlib.AbstractContextManager[None]]
 
-SMALL_PROMPT_BYTES = 131_072
-SMALL_PAUSE_S, LARGE_PAUSE_S = 1.0, 5.0
-"""How long a 429 that names no delay pauses samples: by the size of the prompt."""
 MOST_REQUESTS = 400
 """How many submissions may be on their way at once; waiting for results is free."""
 BREATH_BYTES = 64 * 1024
@@ -56,8 +51,6 @@ BREATH_BYTES = 64 * 1024
 that only wait to be sent take memory and connections."""
 NOT_OFFERED = (404, 405)
 UNKNOWN_FORM = 415
-_BYTES_PER_TOKEN = 10
-_WRAP_BYTES = 64
 
 
 class SampleSender:
@@ -261,7 +254,7 @@ class SampleSender:
         flags = self._session.flags
         most_items = max(1, min(count, flags.tinsmith_batch_items if self._takes_many else 1))
         left_bytes = min(
-            flags.tinsmith_batch_bytes - _WRAP_BYTES,
+            flags.tinsmith_batch_bytes - WRAP_BYTES,
             flags.sample_dispatch_bytes_semaphore_size - self._bytes,
         )
         group: list[SampleCall] = []
@@ -328,14 +321,7 @@ class SampleSender:
 
     async def _send_many(self, group: list[SampleCall], asleep: Asleep) -> None:
         endpoint = ENDPOINTS["asample_many"]
-        text: Parts = [b'{"samples":[']
-        arrays: Parts = []
-        for call in group:
-            assert call.written is not None
-            text += [*call.written.text, b","]
-            arrays += call.written.arrays
-        text[-1] = b"]}"
-        sent = packed_request(endpoint, PackedText(text, arrays))
+        sent = packed_request(endpoint, joined(group))
         answer: SampleManyResponse = await self._session.call_with(
             endpoint, sent, retrier=self._retrier, asleep=asleep
         )
@@ -348,10 +334,10 @@ class SampleSender:
             if item.status is None and item.request_id is not None:
                 self._accept(call, item.request_id, item.sample_sequence_ids)
             elif item.status == RateLimitError.default_status:
-                self._pause(_error_of(item), call.request.prompt)
+                self._pause(error_of(item), call.request.prompt)
                 refused.append(call)
             else:
-                self._after_error(call, _error_of(item))
+                self._after_error(call, error_of(item))
         if refused:
             self.put_back(refused)
 
@@ -454,25 +440,6 @@ def _wait_of(calls: Collection[SampleCall], reason: str) -> Wait:
 
 async def _sleep(delay_s: float) -> None:
     await asyncio.sleep(delay_s)
-
-
-def pause_s(error: APIStatusError, prompt: ModelInput) -> float:
-    """How long samples wait after a 429."""
-    if error.retry_after_s is not None:
-        return error.retry_after_s
-    tokens = sum(chunk.length for chunk in prompt.chunks if isinstance(chunk, EncodedTextChunk))
-    is_small = tokens * _BYTES_PER_TOKEN <= SMALL_PROMPT_BYTES
-    return SMALL_PAUSE_S if is_small else LARGE_PAUSE_S
-
-
-def _error_of(item: SampleManyItem) -> APIStatusError:
-    """The error that a refused item stands for."""
-    status = item.status if item.status is not None else 500
-    return status_class(status)(
-        f"Error code: {status} - {item.detail or 'refused'}",
-        status_code=status,
-        retry_after_s=None if item.retry_after_ms is None else max(0.0, item.retry_after_ms / 1000),
-    )
 
 
 def _fail_all(calls: Sequence[SampleCall], error: BaseException) -> None:
