@@ -252,5 +252,5 @@ async def bench(folder: Path, ledger: Ledger | None = None, **options: Any) -> A
 async def until(is_so: Callable[[], bool]) -> None:
     """Return when something is so."""
     async with asyncio.timeout(WAIT_S):
-        while not is_so():
+        while not is_so():  # noqa: ASYNC110 - what is looked at tells nobody
             await asyncio.sleep(0.002)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.integration.scheduler.bench import Bench, bench, until
 from tinsmith.engines.fake.engine import FakeSettings
 from tinsmith.errors import RequestErrorCategory
-from tinsmith.ledger.records import Sampler, Settlement, TenantId
+from tinsmith.ledger.records import RequestId, Sampler, Settlement, TenantId
 from tinsmith.scheduler.settings import SchedulerSettings
 from tinsmith.types.futures import RequestFailedResponse
 from tinsmith.types.requests import SaveWeightsForSamplerRequest
@@ -21,7 +22,7 @@ LINE = "session-1:train:0"
 SAMPLER = "session-1:sample:0"
 
 
-async def _cancel(b: Bench, request_id: str) -> None:
+async def _cancel(b: Bench, request_id: RequestId) -> None:
     payload = stored_failure(failed_from_error(RuntimeError()))
     await b.ledger.cancel(Settlement(request_id=request_id, payload=payload, is_failed=True))
 
@@ -61,7 +62,7 @@ def test_a_sampler_without_a_name_samples_from_the_model_as_it_was(tmp_path: Pat
                 await b.forward_backward(LINE, number + 1)
                 await b.step(LINE, number + 2)
             entry = await b.ledger.entries(Sampler).get("session-1:sample:7")
-            asked = {"prompt_logprobs": True, "prompt": (1, 2, 3, 5), "seed": 1}
+            asked: dict[str, Any] = {"prompt_logprobs": True, "prompt": (1, 2, 3, 5), "seed": 1}
             first = await b.result(await b.sample("session-1:sample:7", 0, **asked))
             again = await b.result(await b.sample("session-1:sample:7", 1, **asked))
             later = await b.result(await b.sample("session-1:sample:8", 0, **asked))

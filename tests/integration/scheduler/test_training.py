@@ -44,7 +44,7 @@ def test_a_model_is_made_trained_and_stepped(tmp_path: Path) -> None:
 
 async def _submit_all(b: Bench, numbers: list[int], line: str = LINE) -> list[str]:
     """Commands whose effects depend on their order: every third is a step."""
-    ids = []
+    ids: list[str] = []
     for number in numbers:
         if number == 0:
             ids.append(await b.create(line))
@@ -139,7 +139,7 @@ def test_a_fault_of_the_engine_is_the_servers_and_tells_nothing(
             await b.result(await b.create(LINE))
             train = b.engine.train
 
-            async def broken(batch: object) -> list[object]:
+            async def broken(_: object) -> list[object]:
                 monkeypatch.setattr(b.engine, "train", train)
                 raise RuntimeError("the secret inside")
 

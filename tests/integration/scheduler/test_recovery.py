@@ -1,0 +1,282 @@
+"""Schedulers that end without a word, and those that come after them (S-requirement: recovery)."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from tests.integration.scheduler.bench import WAIT_S, Bench, bench, until
+from tinsmith.engines.fake.engine import FakeSettings
+from tinsmith.errors import LedgerUnavailableError
+from tinsmith.ledger.base import Ledger
+from tinsmith.ledger.memory import MemoryLedger
+from tinsmith.ledger.records import CheckpointEntry, LineId
+from tinsmith.ledger.sqlite import SqliteLedger
+from tinsmith.scheduler import saves
+from tinsmith.scheduler.settings import SchedulerSettings
+from tinsmith.types.futures import RequestFailedResponse
+from tinsmith.types.requests import (
+    LoadWeightsRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
+)
+
+LINES = ["session-1:train:0", "session-2:train:0", "session-2:train:1"]
+SOON = SchedulerSettings(gap_wait_s=30, gap_look_s=0.02, snapshot_commands=7)
+
+
+async def _submit(b: Bench, line: str, number: int) -> str:
+    """One command of a run that does a little of everything; its effect depends on its place."""
+    if number == 0:
+        return await b.create(line)
+    if number == 11:
+        request = SaveWeightsRequest(model_id=line, seq_id=number, path="eleven")
+        return await b.submit(line, number, "save_weights", request)
+    if number == 17:
+        load = LoadWeightsRequest(
+            model_id=line, seq_id=number, path=f"tinker://{line}/weights/eleven", optimizer=True
+        )
+        return await b.submit(line, number, "load_weights", load)
+    if number == 20:
+        ephemeral = SaveWeightsForSamplerRequest(
+            model_id=line, seq_id=number, sampling_session_seq_id=int(line[-1])
+        )
+        return await b.submit(line, number, "save_weights_for_sampler", ephemeral)
+    if number % 3 == 0:
+        return await b.step(line, number)
+    return await b.forward_backward(line, number, (number, 2, 3), weight=number)
+
+
+LENGTH = 26
+
+
+async def _undisturbed(folder: Path) -> list[dict[str, bytes]]:
+    async with bench(folder) as b:
+        for line in LINES:
+            for number in range(LENGTH):
+                await b.result(await _submit(b, line, number))
+        return [await b.weights(line, line[-7:].replace(":", "-") + line[8]) for line in LINES]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_weights_after_crashes_are_those_of_an_undisturbed_run(tmp_path: Path, seed: int) -> None:
+    """Killed at random moments, every command settles once and well, and nothing is lost."""
+    chance = random.Random(seed)
+
+    async def life(todo: list[tuple[str, int]]) -> None:
+        """One process: it submits what is left, runs, and is killed."""
+        ledger = await SqliteLedger.open(tmp_path / "ledger")
+        b = Bench(tmp_path / "data", ledger, settings=SOON)
+        await b.open()
+        some = todo[: chance.randint(1, 25)]
+        del todo[: len(some)]
+        for line, seq in some:
+            await _submit(b, line, seq)
+            if chance.random() < 0.3:
+                await asyncio.sleep(chance.random() * 0.02)
+        await asyncio.sleep(chance.random() * 0.1)
+        await b.kill()
+        await ledger.close()
+
+    async def last() -> list[dict[str, bytes]]:
+        ledger = await SqliteLedger.open(tmp_path / "ledger")
+        async with bench(tmp_path / "data", ledger, settings=SOON) as b:
+            for line in LINES:
+                for number in range(LENGTH):
+                    result = await b.result(f"{line}:{number}")
+                    assert not isinstance(result, RequestFailedResponse), (line, number, result)
+            found = [await b.weights(line, line.replace(":", "-")) for line in LINES]
+        await ledger.close()
+        return found
+
+    todo = [(line, number) for number in range(LENGTH) for line in LINES]
+    # Within a window they come in any order, as chunks that are sent side by side do.
+    for start in range(0, len(todo), 9):
+        window = todo[start : start + 9]
+        chance.shuffle(window)
+        todo[start : start + 9] = window if start else todo[start : start + 9]
+    lives = 0
+    while todo:
+        asyncio.run(life(todo))
+        lives += 1
+
+    found = asyncio.run(last())
+
+    assert lives > 2
+    assert found == asyncio.run(_undisturbed(tmp_path / "other"))
+
+
+def test_a_save_that_was_cut_off_is_made_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed after its files were there and before it was settled, it settles after the start."""
+
+    async def run() -> None:
+        ledger = await SqliteLedger.open(tmp_path / "ledger")
+        first = Bench(tmp_path, ledger)
+        await first.open()
+        line = LINES[0]
+        await first.create(line)
+        await first.result(await first.forward_backward(line, 1))
+        reached = asyncio.Event()
+
+        async def stuck(*_: object, **__: object) -> None:
+            reached.set()
+            await asyncio.Event().wait()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(saves, "keep_entry", stuck)
+            request = SaveWeightsRequest(model_id=line, seq_id=2, path="x")
+            request_id = await first.submit(line, 2, "save_weights", request)
+            await asyncio.wait_for(reached.wait(), WAIT_S)
+            await first.kill()
+        await ledger.close()
+
+        ledger = await SqliteLedger.open(tmp_path / "ledger")
+        async with bench(tmp_path, ledger) as second:
+            saved = await second.result(request_id)
+            entry = await ledger.entries(CheckpointEntry).get(saved.path)
+        await ledger.close()
+
+        assert saved.path == f"tinker://{line}/weights/x"
+        assert entry is not None
+
+    asyncio.run(run())
+
+
+def test_a_number_that_was_passed_over_stays_so_after_a_crash(tmp_path: Path) -> None:
+    """A replay sees the order that was run."""
+
+    async def run() -> None:
+        line = LINES[0]
+        ledger = await SqliteLedger.open(tmp_path / "ledger")
+        first = Bench(tmp_path, ledger, settings=SchedulerSettings(gap_wait_s=0, gap_look_s=0.01))
+        await first.open()
+        await first.create(line)
+        await first.result(await first.forward_backward(line, 2))
+        await first.result(await first.step(line, 3))
+        before = await first.weights(line, "before")
+        await first.kill()
+        await ledger.close()
+
+        ledger = await SqliteLedger.open(tmp_path / "ledger")
+        async with bench(tmp_path, ledger) as second:
+            after = await second.weights(line, "after")
+            await second.result(await second.forward_backward(line, 4))
+        await ledger.close()
+
+        assert before == after
+
+    asyncio.run(run())
+
+
+def test_a_model_that_could_not_be_made_stays_so_after_a_crash(tmp_path: Path) -> None:
+    """Its later commands still fail, and others are not held up."""
+
+    async def run() -> None:
+        ledger = MemoryLedger()
+        first = Bench(tmp_path, ledger)
+        await first.open()
+        await first.result(await first.create(LINES[0], base="unknown/model"))
+        await first.kill()
+        async with bench(tmp_path, ledger) as second:
+            failed = await second.result(await second.forward_backward(LINES[0], 1))
+
+        assert isinstance(failed, RequestFailedResponse)
+        assert "could not be made" in failed.error
+
+    asyncio.run(run())
+
+
+def test_samples_that_were_cut_off_are_drawn_again(tmp_path: Path) -> None:
+    """With the same tokens: without a seed of their own their id is their seed."""
+
+    async def run() -> None:
+        sampler = "session-1:sample:0"
+        ledger = MemoryLedger()
+        slow = FakeSettings(step_s=0.01, tokens_per_step=1)
+        first = Bench(tmp_path, ledger, fake=slow)
+        await first.open()
+        await first.add_sampler(sampler)
+        cut = await first.sample(sampler, 0, max_tokens=1000)
+        await until(lambda: first.engine.capacity().samples == 1)
+        await first.kill()
+        async with bench(tmp_path, ledger) as second:
+            result = await second.result(cut)
+
+        assert len(result.sequences[0].tokens) == 1000
+
+    asyncio.run(run())
+
+
+class Flaky:
+    """A ledger that is unavailable while it is told to be."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self.is_gone = False
+        self.refused = 0
+
+    def __getattr__(self, name: str) -> object:
+        found = getattr(self._ledger, name)
+        if name not in ("settle", "claim", "payload", "take_cancelled", "wait_for_commands"):
+            return found
+
+        async def call(*args: object, **kwargs: object) -> object:
+            if self.is_gone:
+                self.refused += 1
+                raise LedgerUnavailableError("the disk is full")
+            work: Callable[..., Awaitable[object]] = found
+            return await work(*args, **kwargs)
+
+        return call
+
+
+def test_outcomes_are_held_while_the_ledger_is_gone(tmp_path: Path) -> None:
+    """The board says so; when it is back everything settles."""
+
+    async def run() -> None:
+        flaky = Flaky(MemoryLedger())
+        slow = FakeSettings(batch_s=0.05)
+        async with bench(tmp_path, cast(Ledger, flaky), fake=slow) as b:
+            line, board = LINES[0], b.ledger.board
+            await b.result(await b.create(line))
+            ids = [await b.forward_backward(line, 1), await b.step(line, 2)]
+            await until(lambda: b.scheduler.statistics()["queued_commands"] > 0)
+            flaky.is_gone = True
+            await until(lambda: board.queue(line).state == "paused_capacity")
+            await until(lambda: flaky.refused > 3)
+            flaky.is_gone = False
+
+            results = [await b.result(request_id) for request_id in ids]
+
+            assert not any(isinstance(result, RequestFailedResponse) for result in results)
+            await until(lambda: board.queue(line).state == "active")
+            assert b.scheduler.statistics()["ledger_outages"] >= 1
+
+    asyncio.run(run())
+
+
+def test_snapshots_let_go_of_what_they_hold(tmp_path: Path) -> None:
+    """Only one is kept, and the commands before it are not replayed."""
+
+    async def run() -> None:
+        async with bench(tmp_path, settings=SOON) as b:
+            line = LineId(LINES[0])
+            await b.create(line)
+            for number in range(1, 30):
+                await b.result(await _submit(b, line, number))
+            await until(lambda: b.scheduler.statistics().get("snapshots", 0) >= 3)
+            await asyncio.sleep(0)
+            kept = await b.ledger.line(line)
+            replayed = await b.ledger.replay(line)
+
+        assert kept.snapshot is not None and kept.snapshot_position > 20
+        assert len(replayed) < 10
+
+    asyncio.run(run())
