@@ -263,6 +263,10 @@ class UrlStore(CheckpointStore):
             return None
         return manifests.decode(content, path)
 
+    def make_folder(self, address: str) -> None:
+        """Make a folder where the other side has such a thing."""
+        self._fs.makedirs(address, exist_ok=True)
+
     def put_file(self, local: Path, address: str) -> None:
         """Upload a file."""
         self._fs.put_file(str(local), address)
@@ -356,6 +360,7 @@ class UrlStaging(Staging):
         self._is_over = True
         is_note_needed = True
         try:
+            store.make_folder(store.address(path, manifest.version))
             for file in files:
                 upload(file, store.address(path, manifest.version, file.name))
             store.put_manifest(manifest, path)

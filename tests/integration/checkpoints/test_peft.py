@@ -14,17 +14,20 @@ import torch
 from tinsmith.checkpoints.format import Adapter, LoraPair, read_adapter, write_adapter
 from tinsmith.checkpoints.imported import import_adapter
 
-transformers: Any = importlib.import_module("transformers")  # whose types say too little
-peft: Any = importlib.import_module("peft")
-
 RANK = 4
 ALPHA = 6.0
 TOKENS = torch.tensor([[1, 5, 7, 2, 30, 4]])
 
 
+def library(name: str) -> Any:
+    """Loaded when it is used: it takes seconds, and its types say too little."""
+    return importlib.import_module(name)
+
+
 @pytest.fixture(scope="module")
 def folder_of_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen3 of two layers with random weights."""
+    transformers = library("transformers")
     torch.manual_seed(0)
     config = transformers.Qwen3Config(
         vocab_size=40,
@@ -42,7 +45,7 @@ def folder_of_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(folder: Path) -> Any:
-    return transformers.Qwen3ForCausalLM.from_pretrained(folder).eval()
+    return library("transformers").Qwen3ForCausalLM.from_pretrained(folder).eval()
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -87,7 +90,7 @@ def test_peft_loads_what_we_write_and_computes_what_the_formula_says(
 
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        loaded = peft.PeftModel.from_pretrained(model, tmp_path).eval()
+        loaded = library("peft").PeftModel.from_pretrained(model, tmp_path).eval()
 
     # It warns of keys that it misses or does not know.
     assert not [warning for warning in told if "adapter keys" in str(warning.message)]
@@ -96,6 +99,7 @@ def test_peft_loads_what_we_write_and_computes_what_the_formula_says(
 
 
 def test_what_peft_saves_can_be_imported(tmp_path: Path, folder_of_model: Path) -> None:
+    peft = library("peft")
     torch.manual_seed(2)
     config = peft.LoraConfig(
         r=RANK,
