@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import functools
 import itertools
 import tempfile
 import warnings
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import asyncpg
@@ -49,3 +51,15 @@ def new_database() -> str:
 
     asyncio.run(create())
     return f"{server().get_uri()}&search_path={name}"
+
+
+@contextlib.contextmanager
+def stopped() -> Iterator[None]:
+    """The server is gone for a while; everyone who is connected loses the connection."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        server().stop()
+        try:
+            yield
+        finally:
+            server().start()

@@ -1,0 +1,192 @@
+"""A whole service, put together from its settings: ledger, store, engine, scheduler, server.
+
+`lifecycle.py` gives it a socket; the embedded service calls its app in the process. It is opened in
+the order in which its parts need each other, and closed in the opposite one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tinsmith.checkpoints.base import CheckpointStore
+from tinsmith.checkpoints.registry import open_store
+from tinsmith.engines.base import Engine
+from tinsmith.engines.registry import make_engine
+from tinsmith.ledger.base import Ledger
+from tinsmith.ledger.registry import open_ledger
+from tinsmith.observe.metrics import ServiceMetrics
+from tinsmith.scheduler.loop import Scheduler
+from tinsmith.scheduler.settings import SchedulerSettings
+from tinsmith.serve.measuring import Measuring
+from tinsmith.serve.settings import ServiceSettings
+from tinsmith.server.app import App, make_app
+from tinsmith.server.parts import Parts
+from tinsmith.server.settings import ServerSettings
+
+_log = logging.getLogger(__name__)
+
+REAP_S = 5.0
+"""How often silent sessions are looked for."""
+SECRET_BYTES = 32
+
+
+class Service:
+    """A service that runs. Made by `open`; for one event loop.
+
+    Attributes:
+        app: What answers requests, as an ASGI application.
+        ledger: The durable record.
+        store: Saved weights.
+        metrics: What is counted.
+    """
+
+    def __init__(
+        self, settings: ServiceSettings, ledger: Ledger, store: CheckpointStore, engine: Engine
+    ) -> None:
+        self.ledger = ledger
+        self.store = store
+        self.metrics = ServiceMetrics()
+        self._settings = settings
+        self._engine = engine
+        self._scheduler = Scheduler(ledger, engine, store, _scheduler_settings(settings))
+        self._measuring = Measuring(self.metrics, ledger)
+        self.app: App = make_app(
+            Parts(
+                ledger=ledger,
+                store=store,
+                base_models={model.name: model for model in engine.base_models()},
+                settings=_server_settings(settings),
+                secret=_secret(settings.data),
+            ),
+            observer=self._measuring.tell_exchange,
+        )
+        self._tasks: list[asyncio.Task[None]] = []
+        self._is_closed = False
+
+    @classmethod
+    async def open(cls, settings: ServiceSettings) -> Self:
+        """Open everything, and begin to recover and to work in the background.
+
+        Requests are taken at once; whether commands are run already, `ledger.board.scheduler`
+        says, and `/healthz` with it.
+
+        Raises:
+            TinkerError: A part cannot be opened; the message says which and why.
+        """
+        settings.data.mkdir(parents=True, exist_ok=True, mode=0o700)
+        async with contextlib.AsyncExitStack() as opened:
+            ledger = await opened.enter_async_context(
+                await open_ledger(settings.database, retention=settings.retention)
+            )
+            store = await asyncio.to_thread(
+                open_store, settings.checkpoints, work=settings.data / "work"
+            )
+            opened.callback(store.close)
+            engine = make_engine(settings.engine, settings.models)
+            await opened.enter_async_context(engine)
+            service = cls(settings, ledger, store, engine)
+            opened.pop_all()
+        service._begin()
+        return service
+
+    def _begin(self) -> None:
+        sessions = self.app.service.sessions
+        self._start("scheduler", self._scheduler.open)
+        self._start("silent sessions", _every(REAP_S, sessions.end_silent))
+        self._start("measuring", self._measuring.run)
+
+    def _start(self, what: str, work: Callable[[], Awaitable[object]]) -> None:
+        async def told() -> None:
+            try:
+                await work()
+            except asyncio.CancelledError:
+                raise
+            except Exception:
+                _log.exception("the service's work on %s has ended", what)
+                raise
+
+        self._tasks.append(asyncio.create_task(told(), name=f"service: {what}"))
+
+    async def close(self) -> None:
+        """Answer whoever waits, let what runs end, save every model, and let go of everything.
+
+        May be called again.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.app.service.end_waits()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._scheduler.close(self._settings.drain_s)
+        await self._engine.close()
+        await asyncio.to_thread(self.store.close)
+        await self.ledger.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+
+def _every(period_s: float, work: Callable[[], Awaitable[object]]) -> Callable[[], Awaitable[None]]:
+    """The work again and again; one time that fails is logged, and the next one comes."""
+
+    async def repeat() -> None:
+        while True:
+            await asyncio.sleep(period_s)
+            try:
+                await work()
+            except Exception as exc:  # noqa: BLE001 - the ledger may be away for a while
+                _log.warning("%s: %s; it is tried again", work.__qualname__, exc)
+
+    return repeat
+
+
+def _scheduler_settings(settings: ServiceSettings) -> SchedulerSettings:
+    return SchedulerSettings(gap_wait_s=settings.gap_wait_s)
+
+
+def _server_settings(settings: ServiceSettings) -> ServerSettings:
+    limits = settings.limits
+    return ServerSettings(
+        body_bytes=limits.body_bytes,
+        decoded_bytes=limits.decoded_bytes,
+        commands_in_flight=limits.in_flight,
+        long_poll_s=settings.long_poll_s,
+        session_timeout_s=settings.session_timeout_s,
+    )
+
+
+def _secret(data: Path) -> bytes:
+    """What tokens and addresses are signed with: made once, so that they outlive a restart."""
+    path = data / "secret"
+    try:
+        kept = path.read_bytes()
+        if len(kept) == SECRET_BYTES:
+            return kept
+    except FileNotFoundError:
+        pass
+    made = secrets.token_bytes(SECRET_BYTES)
+    written = path.with_suffix(f".{os.getpid()}")
+    with os.fdopen(os.open(written, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(made)
+        file.flush()
+        os.fsync(file.fileno())
+    written.replace(path)
+    return made

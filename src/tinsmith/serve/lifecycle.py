@@ -1,0 +1,175 @@
+"""`tinsmith serve`, from the first line it prints to its exit code.
+
+A signal ends it in order: no new connections, whoever waits is answered, what runs ends or is saved
+for the next start, everything is closed. A second signal ends it at once; nothing is lost by that,
+the next start only takes longer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import ssl
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+
+from tinsmith.errors import ValidationError
+from tinsmith.observe.log_fields import configure_logging
+from tinsmith.serve.assemble import Service
+from tinsmith.serve.operator_pages import OperatorPages
+from tinsmith.serve.settings import ServiceSettings, masked
+from tinsmith.server.keys import KeyRing
+
+_log = logging.getLogger(__name__)
+
+BACKLOG = 2048
+KEEP_ALIVE_S = 90.0
+"""Longer than our clients and the official ones keep an idle connection, so that they close it."""
+ANSWER_S = 5.0
+"""How long a stop waits for the answers that are being written."""
+
+
+def serve(settings: ServiceSettings) -> int:
+    """Serve until a signal comes; returns the exit code: 0 if all was closed in order.
+
+    Raises:
+        TinkerError: It cannot be started; the message says why and what to do.
+    """
+    restore = configure_logging(level=settings.log.level, format_=settings.log.format)
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(_serve(settings))
+    finally:
+        restore()
+
+
+def _loop_factory() -> Any:
+    try:
+        import uvloop
+    except ModuleNotFoundError:  # it has no wheel for every system
+        return None
+    return uvloop.new_event_loop
+
+
+async def _serve(settings: ServiceSettings) -> int:
+    listener = _listen(settings)
+    with contextlib.closing(listener):
+        async with await Service.open(settings) as service:
+            await _check_reach(settings, service)
+            server = _Server(_config(settings, service))
+            with server.ended_by_signals():
+                _log.info(
+                    "serving on %s; ledger %s, checkpoints %s, engine %s",
+                    _address(settings, listener),
+                    masked(settings.database),
+                    masked(settings.checkpoints),
+                    settings.engine,
+                )
+                await server.serve(sockets=[listener])
+            _log.info("closing: what runs may take %g s to end", settings.drain_s)
+        _log.info("closed")
+    return 0
+
+
+def _listen(settings: ServiceSettings) -> socket.socket:
+    """A socket that listens already, so that a port that is taken is told before any work."""
+    try:
+        if settings.unix_socket is not None:
+            settings.unix_socket.unlink(missing_ok=True)
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            listener.bind(str(settings.unix_socket))
+            listener.listen(BACKLOG)
+            return listener
+        return socket.create_server(
+            (settings.host, settings.port),
+            family=socket.AF_INET6 if ":" in settings.host else socket.AF_INET,
+            backlog=BACKLOG,
+        )
+    except OSError as exc:
+        where = settings.unix_socket or f"{settings.host} port {settings.port}"
+        raise ValidationError(
+            f"cannot listen on {where}: {exc.strerror or exc}", remedy="choose another one"
+        ) from exc
+
+
+def _address(settings: ServiceSettings, listener: socket.socket) -> str:
+    if settings.unix_socket is not None:
+        return f"the Unix socket {settings.unix_socket}"
+    scheme = "https" if settings.tls.cert is not None else "http"
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    return f"{scheme}://{host}:{listener.getsockname()[1]}"
+
+
+async def _check_reach(settings: ServiceSettings, service: Service) -> None:
+    if settings.is_loopback or await KeyRing(service.ledger).has_keys():
+        return
+    raise ValidationError(
+        f"{settings.host} can be reached by others, and there is no key: anybody could use it",
+        remedy="run `tinsmith key create` first, or serve on 127.0.0.1",
+    )
+
+
+def _config(settings: ServiceSettings, service: Service) -> uvicorn.Config:
+    if settings.tls.cert is not None:
+        _check_certificate(settings)
+    return uvicorn.Config(
+        OperatorPages(service, has_metrics=settings.metrics),
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        loop="none",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        proxy_headers=False,  # whoever connects could claim anything
+        timeout_keep_alive=int(KEEP_ALIVE_S),
+        timeout_graceful_shutdown=int(ANSWER_S),
+        ssl_certfile=settings.tls.cert,
+        ssl_keyfile=settings.tls.key,
+    )
+
+
+def _check_certificate(settings: ServiceSettings) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    assert settings.tls.cert is not None
+    try:
+        context.load_cert_chain(settings.tls.cert, settings.tls.key)
+    except (OSError, ssl.SSLError) as exc:
+        raise ValidationError(
+            f"the certificate {settings.tls.cert} cannot be used with its key: {exc}",
+            remedy="give the PEM files of a certificate, its chain and its unencrypted key",
+        ) from exc
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn, ended by our handlers: its own would end the process as killed by the signal."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    @contextlib.contextmanager
+    def ended_by_signals(self) -> Iterator[None]:
+        """Have the first signal end the server in order, and the second one the process."""
+        loop = asyncio.get_running_loop()
+
+        def end(number: signal.Signals) -> None:
+            if self.should_exit:
+                raise SystemExit(128 + number)
+            _log.info("%s: stopping; once more ends it at once", number.name)
+            self.should_exit = True
+            app: OperatorPages = self.config.app  # type: ignore[assignment]
+            app.service.app.service.end_waits()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, end, number)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
