@@ -1,8 +1,9 @@
 """Commands and their results as the ledger keeps them: the wire's own bytes behind one letter.
 
 A command is kept as it came, so that nothing is written anew on the way in: `J` and its JSON, or
-`P` and its protobuf. A result is kept in the format that current clients ask for, and is written in
-the other one for old ones.
+`P` and its protobuf. A sample may come in two forms, alone or among others; it is kept as `K` and
+its packed form, which takes the least to write and to read. A result is kept in the format that
+current clients ask for, and is written in the other one for old ones.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from tinsmith.types.buffers import Memory
 from tinsmith.types.futures import RequestFailedResponse
 from tinsmith.types.record import Frozen, Record
 from tinsmith.types.requests import SampleRequest, SaveWeightsForSamplerRequest
-from tinsmith.wire import json_format
+from tinsmith.wire import json_format, packed_format
+from tinsmith.wire.content import PACKED_TYPE
 from tinsmith.wire.endpoints import ENDPOINTS, FUTURE_RESULTS, Format, FutureResult
 from tinsmith.wire.exchange import decode_body, encode_body, read_request
 from tinsmith.wire.limits import DEFAULT_LIMITS, DecodeLimits
 
 _LETTERS = {Format.JSON: b"J", Format.PROTOBUF: b"P"}
 _FORMATS = {letter: format for format, letter in _LETTERS.items()}  # noqa: A001
+_PACKED = b"K"
 
 
 def stored_body(body: Memory, format: Format) -> bytes:  # noqa: A002
@@ -41,11 +44,15 @@ def read_stored(kind: str, payload: Memory, limits: DecodeLimits = DEFAULT_LIMIT
 
     Args:
         kind: The name of its endpoint.
-        payload: What `stored_body` or `stored_request` made.
+        payload: What `stored_body`, `stored_request` or `stored_sample` made.
         limits: How much memory decoding may take.
     """
-    format, body = _opened(payload)  # noqa: A001
-    return read_request(ENDPOINTS[kind], {}, {}, {"content-type": format.value}, body, limits)
+    body: Memory = memoryview(payload)[1:]
+    content_type = PACKED_TYPE
+    if bytes(payload[:1]) != _PACKED:
+        format, body = _opened(payload)  # noqa: A001
+        content_type = format.value
+    return read_request(ENDPOINTS[kind], {}, {}, {"content-type": content_type}, body, limits)
 
 
 def fingerprint(kind: str, request: Any, payload: Memory) -> bytes:
@@ -58,13 +65,13 @@ def fingerprint(kind: str, request: Any, payload: Memory) -> bytes:
         request = msgspec.structs.replace(request, sampling_session_seq_id=None)
         payload = stored_request(request)
     elif isinstance(request, SampleRequest):
-        payload = stored_request(request)
+        return stored_sample(request)[1]
     return _digest(kind, payload)
 
 
 def stored_sample(request: SampleRequest) -> tuple[bytes, bytes]:
     """A sample's payload and fingerprint, for one writing of it."""
-    payload = stored_request(request)
+    payload = b"".join((_PACKED, *packed_format.encode(request).body()))
     return payload, _digest("asample", payload)
 
 

@@ -54,6 +54,25 @@ def test_a_sample_has_one_fingerprint_however_its_body_was_written() -> None:
     assert first != other
 
 
+@pytest.mark.parametrize("tokens", [[1, 2], list(range(10_000))], ids=["short", "long"])
+def test_a_sample_is_read_back_and_told_by_its_tokens(tokens: list[int]) -> None:
+    sample = a_sample().model_copy(update={"prompt": ModelInput.from_ints(tokens)})
+    changed = sample.model_copy(update={"prompt": ModelInput.from_ints([*tokens[:-1], 7])})
+
+    payload, told_by = stored.stored_sample(sample)
+
+    assert stored.read_stored("asample", payload) == sample
+    assert stored.stored_sample(changed)[1] != told_by
+
+
+def test_a_kept_sample_that_was_cut_is_refused() -> None:
+    payload, _ = stored.stored_sample(a_sample())
+
+    for length in range(len(payload)):
+        with pytest.raises(DecodeError):
+            stored.read_stored("asample", payload[:length])
+
+
 def test_a_retried_save_for_a_new_sampler_may_name_another_sampler() -> None:
     prints = {
         stored.fingerprint(
