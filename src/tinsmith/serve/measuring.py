@@ -28,17 +28,17 @@ class Measuring:
         self._ledger = ledger
         board = ledger.board
         metrics.ready.read_with(lambda: float(board.scheduler.is_ready))
-        metrics.adapters.read_with(lambda: board.scheduler.figures.get("adapters", 0.0))
+        metrics.read_figures(lambda: board.scheduler.figures)
 
     def tell_exchange(self, report: ExchangeReport) -> None:
         """Count one exchange, and write it into the access log."""
         endpoint = report.endpoint or "none"
         status = "left" if report.status is None else str(report.status)
-        self._metrics.http_requests.inc(endpoint, status)
+        self._metrics.http_requests.add(1, endpoint, status)
         self._metrics.http_seconds.observe(report.ended_s - report.started_s, endpoint)
-        self._metrics.http_received_bytes.inc(by=report.body_bytes)
+        self._metrics.http_received_bytes.add(report.body_bytes)
         if report.status == _UNAUTHORISED:
-            self._metrics.unauthorised.inc()
+            self._metrics.unauthorised.add(1)
         log_exchange(report)
 
     async def run(self) -> None:
