@@ -1,4 +1,4 @@
-"""How much one tenant may have: commands and bytes under way, requests, sessions and models.
+"""How much one tenant may have under way: commands, their bytes, and how many in a minute.
 
 What is under way is counted here, by the request ids that this server gave out and has not seen
 settled. A result that is fetched, or told of in a feed, is off the count; when a tenant is at its
@@ -10,33 +10,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tinsmith.errors import RateLimitError, UnknownEntryError, UnprocessableEntityError
+from tinsmith.errors import RateLimitError, UnknownEntryError
 from tinsmith.ledger.base import Ledger
-from tinsmith.ledger.records import Model, Session, Tenant, TenantId
+from tinsmith.ledger.records import TenantId
+from tinsmith.server.quotas import Quotas
 from tinsmith.server.settings import ServerSettings
 
 RETRY_AFTER_S = 0.5
 _ASKED_AT_ONCE = 256
-_REMEMBERED_S = 5.0
 _MINUTE_S = 60.0
 
 
 class Admission:
     """Counts what tenants have under way, and refuses what is too much. For one event loop."""
 
-    def __init__(self, ledger: Ledger, settings: ServerSettings) -> None:
+    def __init__(self, ledger: Ledger, settings: ServerSettings, quotas: Quotas) -> None:
         self._ledger = ledger
         self._settings = settings
+        self._quotas = quotas
         self._tenants: dict[TenantId, _UnderWay] = {}
-        self._quotas: dict[TenantId, tuple[float, Mapping[str, int]]] = {}
 
     async def admit(self, tenant_id: TenantId, size: int) -> None:
         """Let one more command come in.
 
         Raises:
-            RateLimitError: The tenant has too much under way, or has asked too often.
+            RateLimitError: The tenant has too much under way, has asked too often, or has used up
+                its tokens.
         """
-        quotas = await self.quotas(tenant_id)
+        quotas = await self._quotas.of(tenant_id)
+        await self._quotas.check_tokens(tenant_id)
         under_way = self._under_way(tenant_id)
         self._check_pace(under_way, quotas)
         most = quotas.get("commands_in_flight", self._settings.commands_in_flight)
@@ -59,30 +61,6 @@ class Admission:
         under_way = self._tenants.get(tenant_id)
         if under_way is not None:
             under_way.remove(request_id)
-
-    async def check_sessions(self, tenant_id: TenantId) -> None:
-        """Raise if the tenant has as many sessions as it may."""
-        most = (await self.quotas(tenant_id)).get("sessions")
-        if most is not None:
-            have = await self._ledger.entries(Session).count(tenant_id=tenant_id)
-            _check_count("sessions", have, most)
-
-    async def check_models(self, tenant_id: TenantId) -> None:
-        """Raise if the tenant has as many models as it may."""
-        most = (await self.quotas(tenant_id)).get("models")
-        if most is not None:
-            models = await self._ledger.entries(Model).of_tenant(tenant_id, limit=10 * most + 1000)
-            _check_count("models", sum(m.released_at is None for m in models), most)
-
-    async def quotas(self, tenant_id: TenantId) -> Mapping[str, int]:
-        """A tenant's quotas, remembered for a moment."""
-        now = self._ledger.now()
-        until, quotas = self._quotas.get(tenant_id, (0.0, {}))
-        if until <= now:
-            tenant = await self._ledger.entries(Tenant).get(tenant_id)
-            quotas = tenant.quotas if tenant is not None else {}
-            self._quotas[tenant_id] = (now + _REMEMBERED_S, quotas)
-        return quotas
 
     def under_way(self) -> dict[TenantId, tuple[int, int]]:
         """Commands and bytes under way, by tenant."""
@@ -115,13 +93,6 @@ class Admission:
                 continue
             if command.is_settled:
                 under_way.remove(request_id)
-
-
-def _check_count(what: str, have: int, most: int) -> None:
-    if have >= most:
-        raise UnprocessableEntityError(
-            f"there are {have} {what} and {most} are allowed", remedy=f"end some of the {what}"
-        )
 
 
 class _UnderWay:

@@ -41,7 +41,7 @@ QUOTAS = {
     "requests_per_minute": "commands that are sent within a minute",
     "commands_in_flight": "commands that are not settled",
     "bytes_in_flight": "bytes of those commands",
-    "tokens_per_hour": "tokens trained on, read and sampled within an hour",
+    "tokens_per_hour": "tokens trained on, read anew and sampled within an hour of the clock",
     "sessions": "sessions that have not ended",
     "models": "models that are being trained",
     "storage_bytes": "bytes of saved checkpoints",

@@ -10,6 +10,7 @@ from tinsmith.server.auth import Credentials
 from tinsmith.server.longpoll import Waits
 from tinsmith.server.lookups import Lookups
 from tinsmith.server.parts import Parts
+from tinsmith.server.quotas import Quotas
 from tinsmith.server.sessions import Sessions
 
 
@@ -22,7 +23,8 @@ class Service:
         self.parts = parts
         self.lookups = Lookups(parts.ledger)
         self.credentials = Credentials(parts.ledger, parts.secret)
-        self.admission = Admission(parts.ledger, parts.settings)
+        self.quotas = Quotas(parts.ledger, parts.settings)
+        self.admission = Admission(parts.ledger, parts.settings, self.quotas)
         self.sessions = Sessions(parts.ledger, self.lookups, parts.settings.session_timeout_s)
         self.waits = Waits()
 

@@ -31,7 +31,7 @@ async def create_session(call: Call) -> CreateSessionResponse:
         *(("tags", tag) for tag in request.tags),
     )
     check_metadata("user_metadata", request.user_metadata)
-    await call.service.admission.check_sessions(call.tenant_id)
+    await call.service.quotas.check_sessions(call.tenant_id)
     now = call.ledger.now()
     session = Session(
         id=_session_id(call),

@@ -75,7 +75,7 @@ async def _create(
     submitted = submission(call, line, 0, session.id)
     try:
         await lookups.open_session(call.tenant_id, session.id)
-        await call.service.admission.check_models(call.tenant_id)
+        await call.service.quotas.check_models(call.tenant_id)
         model = Model(
             id=line,
             tenant_id=call.tenant_id,
@@ -138,6 +138,7 @@ async def _check(call: Call, model: Model) -> None:
         request, SaveWeightsRequest | SaveWeightsForSamplerRequest | SaveWeightsExternalRequest
     ):
         checks.check_save(model.id, request)
+        await call.service.quotas.check_storage(call.tenant_id)
 
 
 async def _check_pass(call: Call, model: Model) -> None:
