@@ -204,6 +204,21 @@ async def test_what_is_due_is_listed_earliest_first(ledger: Ledger) -> None:
     assert names(await checkpoints.due(99.0)) == ["b", "c"]
 
 
+@story
+async def test_an_entry_is_removed_only_if_it_is_still_due(ledger: Ledger) -> None:
+    """What was put in place of an expired checkpoint must not be taken for it."""
+    checkpoints = ledger.entries(CheckpointEntry)
+    path = (await checkpoints.add(a_checkpoint("a", expires_at=10.0))).id
+
+    assert not await checkpoints.remove(path, due_before=10.0)
+    await checkpoints.put(a_checkpoint("a", expires_at=None))
+    assert not await checkpoints.remove(path, due_before=20.0)
+    await checkpoints.put(a_checkpoint("a", expires_at=19.0))
+    assert await checkpoints.remove(path, due_before=20.0)
+    assert not await checkpoints.remove(path, due_before=20.0)
+    assert await checkpoints.get(path) is None
+
+
 # Usage
 
 

@@ -92,8 +92,12 @@ class Entries(abc.ABC, Generic[E]):
         """
 
     @abc.abstractmethod
-    async def remove(self, entry_id: str) -> bool:
-        """Forget an entry; False if there was none, which is no error."""
+    async def remove(self, entry_id: str, *, due_before: float | None = None) -> bool:
+        """Forget an entry; False if there was none, which is no error.
+
+        With `due_before`, only if its `due_at` is before that: an entry that was put in place of
+        the one that the caller means stays.
+        """
 
     @abc.abstractmethod
     async def all(self, *, limit: int = PAGE, offset: int = 0) -> list[E]:

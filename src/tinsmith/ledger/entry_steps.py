@@ -60,9 +60,17 @@ def change(effects: Effects, kind: type[E], entry_id: str, how: Callable[[E], E]
     return new
 
 
-def remove(_: Effects, kind: type[E], entry_id: str) -> Steps[bool]:
+def remove(
+    effects: Effects, kind: type[E], entry_id: str, due_before: float | None = None
+) -> Steps[bool]:
     """`Entries.remove`."""
-    return is_storable(entry_id) and bool((yield "remove_entry", (kind.kind, entry_id)))
+    if not is_storable(entry_id):
+        return False
+    if due_before is not None:
+        entry = yield from get(effects, kind, entry_id)
+        if entry is None or entry.due_at is None or entry.due_at >= due_before:
+            return False
+    return bool((yield "remove_entry", (kind.kind, entry_id)))
 
 
 def listed(_: Effects, kind: type[E], query: Query) -> Steps[list[E]]:

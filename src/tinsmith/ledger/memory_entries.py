@@ -56,9 +56,13 @@ class MemoryEntries(Entries[E], Generic[E]):
         self._kept[entry_id] = msgspec.json.encode(new)
         return new
 
-    async def remove(self, entry_id: str) -> bool:
+    async def remove(self, entry_id: str, *, due_before: float | None = None) -> bool:
         """`Entries.remove`."""
         await self._write()
+        if due_before is not None and entry_id in self._kept:
+            due_at = self._decoded(self._kept[entry_id]).due_at
+            if due_at is None or due_at >= due_before:
+                return False
         return self.drop(entry_id)
 
     async def all(self, *, limit: int = PAGE, offset: int = 0) -> list[E]:

@@ -362,6 +362,14 @@ class AuditEntry(Entry, frozen=True, kw_only=True):
         return self.created_at
 
 
+class StorageCount(Entry, frozen=True, kw_only=True):
+    """Up to when the storage that checkpoints take has been counted; there is one."""
+
+    kind: ClassVar[str] = "storage_count"
+
+    counted_until: float
+
+
 class Retention(msgspec.Struct, frozen=True, kw_only=True):
     """How long things are kept that nobody needs any more, in seconds."""
 

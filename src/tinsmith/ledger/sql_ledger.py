@@ -362,9 +362,9 @@ class _SqlEntries(Entries[E]):
             lambda effects: entry_steps.change(effects, self._kind, entry_id, change)
         )
 
-    async def remove(self, entry_id: str) -> bool:
+    async def remove(self, entry_id: str, *, due_before: float | None = None) -> bool:
         return await self._ledger._write(
-            lambda effects: entry_steps.remove(effects, self._kind, entry_id)
+            lambda effects: entry_steps.remove(effects, self._kind, entry_id, due_before)
         )
 
     async def all(self, *, limit: int = PAGE, offset: int = 0) -> list[E]:
