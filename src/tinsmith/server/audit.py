@@ -1,0 +1,74 @@
+"""What is noted of every change that a tenant makes to what it keeps.
+
+An event is called `<thing>.<what was done>`, such as `checkpoint.deleted`; the audit log is asked
+for by things.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from typing import Any
+
+from tinsmith.ledger.base import Ledger
+from tinsmith.ledger.records import AuditEntry, TenantId
+
+CHECKPOINT_CREATED = "checkpoint.created"
+CHECKPOINT_COPIED = "checkpoint.copied"
+CHECKPOINT_PUBLISHED = "checkpoint.published"
+CHECKPOINT_UNPUBLISHED = "checkpoint.unpublished"
+CHECKPOINT_TTL_SET = "checkpoint.ttl_set"
+CHECKPOINT_DELETED = "checkpoint.deleted"
+CHECKPOINT_EXPIRED = "checkpoint.expired"
+CHECKPOINT_IMPORTED = "checkpoint.imported"
+SESSION_ASSIGNED = "project.session_assigned"
+KEY_REVOKED = "organization.key_revoked"
+
+
+def change_id(*parts: str) -> str:
+    """The id of a change that its retries share: the same for the same parts."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        encoded = part.encode("utf-8", "surrogatepass")
+        digest.update(len(encoded).to_bytes(8, "big") + encoded)
+    return digest.hexdigest()
+
+
+async def note(
+    ledger: Ledger,
+    tenant_id: TenantId,
+    event: str,
+    *,
+    details: dict[str, Any] | None = None,
+    run_id: str | None = None,
+    tinker_path: str | None = None,
+    change: str | None = None,
+) -> None:
+    """Write an audit entry.
+
+    Args:
+        ledger: Where to.
+        tenant_id: Whose change it is.
+        event: What was done.
+        details: Whatever else is worth knowing. Never a secret.
+        run_id: What it was done to.
+        tinker_path: What it was done to.
+        change: From `change_id`; a change that is made twice is then noted once.
+    """
+    await ledger.entries(AuditEntry).add(
+        AuditEntry(
+            id=f"audit-{change or secrets.token_hex(16)}",
+            tenant_id=tenant_id,
+            created_at=ledger.now(),
+            event=event,
+            details=details or {},
+            model_id=run_id,
+            tinker_path=tinker_path,
+        )
+    )
+
+
+async def is_noted(ledger: Ledger, tenant_id: TenantId, change: str) -> bool:
+    """Whether a change was made before."""
+    entry = await ledger.entries(AuditEntry).get(f"audit-{change}")
+    return entry is not None and entry.tenant_id == tenant_id

@@ -1,0 +1,161 @@
+"""Walks over a tenant's entries, and how runs, checkpoints and times look in answers.
+
+A checkpoint that has expired is gone for its owner at that moment, although the sweeper may come
+later: every listing leaves it out.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import AsyncIterator
+from typing import Any, TypeVar
+
+import msgspec
+
+from tinsmith.errors import BadRequestError, shown
+from tinsmith.ledger.base import PAGE, Entries, Ledger
+from tinsmith.ledger.model_config import read_config
+from tinsmith.ledger.records import (
+    CheckpointEntry,
+    Entry,
+    LineId,
+    Model,
+    Session,
+    TenantId,
+)
+from tinsmith.types.checkpoints import Checkpoint, ParsedCheckpointTinkerPath
+from tinsmith.types.runs import TrainingRun
+
+E = TypeVar("E", bound=Entry)
+
+MOST_LISTED = 1000
+"""The largest page that may be asked for."""
+LARGEST_OFFSET = 2**31
+DEFAULT_PROJECT = "default"
+"""Of sessions that name none."""
+PROJECT = "project_id"
+"""In `Model.config`, for runs that have no session."""
+
+
+def check_page(limit: int, offset: int = 0) -> None:
+    """Refuse a page that is none, or too large; raises `BadRequestError`."""
+    if not 1 <= limit <= MOST_LISTED:
+        raise BadRequestError(f"limit is {shown(limit)}; it may be 1 to {MOST_LISTED}")
+    if not 0 <= offset <= LARGEST_OFFSET:
+        raise BadRequestError(f"offset is {shown(offset)}; it may be 0 to {LARGEST_OFFSET}")
+
+
+async def of_tenant(entries: Entries[E], tenant_id: TenantId) -> AsyncIterator[E]:
+    """All entries of a tenant, newest first."""
+    seen: set[str] = set()
+    while page := await entries.of_tenant(tenant_id, limit=PAGE, offset=len(seen)):
+        for entry in page:
+            # What is added meanwhile moves the pages: one that was given is not given again.
+            if entry.id not in seen:
+                seen.add(entry.id)
+                yield entry
+
+
+async def of_parent(entries: Entries[E], parent_id: str, tenant_id: TenantId) -> list[E]:
+    """All entries of a tenant that belong to one thing, newest first."""
+    found: list[E] = []
+    while page := await entries.of_parent(parent_id, limit=PAGE, offset=len(found)):
+        found += page
+    return [entry for entry in found if entry.tenant_id == tenant_id]
+
+
+# Times, owners, metadata
+
+
+def moment(seconds: float) -> datetime.datetime:
+    """A time of the ledger as answers have it, with its offset from UTC."""
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+
+
+def owner_urn(tenant_id: str) -> str:
+    """What a tenant is called as the owner of something; tokens name it so too."""
+    return f"tml:user:{tenant_id}"
+
+
+def metadata_as_text(metadata: dict[str, Any] | None) -> dict[str, str] | None:
+    """Metadata as answers show it: values of other kinds are written as JSON."""
+    if metadata is None:
+        return None
+    return {
+        name: value if isinstance(value, str) else msgspec.json.encode(value).decode()
+        for name, value in metadata.items()
+    }
+
+
+# Checkpoints
+
+
+def is_living(entry: CheckpointEntry, now: float) -> bool:
+    """Whether a checkpoint has not expired."""
+    return entry.expires_at is None or entry.expires_at > now
+
+
+async def checkpoints_of_run(ledger: Ledger, model: Model) -> list[CheckpointEntry]:
+    """The living checkpoints of a run, newest first."""
+    found = await of_parent(ledger.entries(CheckpointEntry), model.id, model.tenant_id)
+    now = ledger.now()
+    return [entry for entry in found if is_living(entry, now)]
+
+
+def shown_checkpoint(entry: CheckpointEntry) -> Checkpoint:
+    """A checkpoint as listings show it."""
+    parsed = ParsedCheckpointTinkerPath.from_tinker_path(entry.id)
+    return Checkpoint(
+        checkpoint_id=entry.checkpoint_id,
+        checkpoint_type=parsed.checkpoint_type,
+        time=moment(entry.created_at),
+        tinker_path=entry.id,
+        size_bytes=entry.size_bytes,
+        public=entry.is_published,
+        user_metadata=entry.user_metadata,
+        expires_at=None if entry.expires_at is None else moment(entry.expires_at),
+    )
+
+
+# Runs
+
+
+async def shown_run(ledger: Ledger, model: Model) -> TrainingRun:
+    """A run as listings show it."""
+    last: dict[str, Checkpoint] = {}
+    saved = await checkpoints_of_run(ledger, model)
+    for entry in saved:
+        one = shown_checkpoint(entry)
+        last.setdefault(one.checkpoint_type, one)
+    known_at = max([model.created_at, *(entry.created_at for entry in saved)])
+    line = await ledger.line(LineId(model.id))
+    lora, _ = read_config(model.config)
+    return TrainingRun(
+        training_run_id=model.id,
+        base_model=model.base_model,
+        model_owner=model.tenant_id,
+        is_lora=True,
+        lora_rank=lora.rank,
+        last_request_time=moment(line.asked_at or known_at),
+        last_checkpoint=last.get("training"),
+        last_sampler_checkpoint=last.get("sampler"),
+        user_metadata=metadata_as_text(model.user_metadata),
+    )
+
+
+class Projects:
+    """Which project a run belongs to: that of its session, or for a copy the one that it names."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._sessions = ledger.entries(Session)
+        self._known: dict[str, str] = {}
+
+    async def of_run(self, model: Model) -> str:
+        """A run's project."""
+        own = model.config.get(PROJECT)
+        if isinstance(own, str):
+            return own
+        if model.session_id not in self._known:
+            session = await self._sessions.get(model.session_id)
+            self._known[model.session_id] = session.project_id if session else DEFAULT_PROJECT
+        return self._known[model.session_id]

@@ -1,0 +1,274 @@
+"""Takes away what nobody needs any more, and counts what checkpoints take.
+
+`Sweeper.sweep` is to be called every minute or so. It removes checkpoints that have expired,
+weights of samplers whose session has ended, and what crashes left; it has the ledger and the store
+remove what is theirs; and once an hour it counts gigabyte-hours of storage.
+
+It may be killed at any point, and may run in several servers on one database: whatever was begun
+is ended by the next sweep. Files go first and the entry after them, so that nothing is forgotten
+that still takes room. A checkpoint that is being saved anew while its old self expires is left
+alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from tinsmith.checkpoints.base import CheckpointStore
+from tinsmith.checkpoints.paths import SAMPLERS, SNAPSHOTS, CheckpointPath
+from tinsmith.errors import CheckpointNotFoundError, TinkerError, UnknownEntryError
+from tinsmith.ledger.base import PAGE, Ledger
+from tinsmith.ledger.records import (
+    CheckpointEntry,
+    Model,
+    Sampler,
+    Session,
+    StorageCount,
+    Swept,
+    TenantId,
+    UsageKey,
+    Use,
+)
+from tinsmith.server import audit
+from tinsmith.server.listings import is_living
+
+_log = logging.getLogger(__name__)
+
+AT_ONCE = 200
+"""How many checkpoints one sweep deletes at most."""
+EVERY_S = 3600.0
+"""How often storage is counted, and all files are looked through."""
+ORPHANED_S = 3600.0
+"""How long files without an entry are left alone: a save writes its files first."""
+LONGEST_COUNT_S = 7 * 24 * 3600.0
+"""Storage is counted for a time in which no server ran, but for no longer than this."""
+STORAGE = "storage"
+GIGABYTE = 10**9
+_COUNT = "storage"
+
+
+class SweepReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What one sweep did."""
+
+    expired: int = 0
+    """Checkpoints that were deleted because their time was over."""
+    abandoned: int = 0
+    """Weights of ended samplers, and files that no entry names."""
+    remains: int = 0
+    """What crashes and readers had left in the store."""
+    gigabyte_hours: float = 0.0
+    ledger: Swept = Swept()
+    problems: tuple[str, ...] = ()
+    """What could not be done; the next sweep tries again."""
+
+
+class Sweeper:
+    """Sweeps one ledger and one store. For one event loop."""
+
+    def __init__(self, ledger: Ledger, store: CheckpointStore | None) -> None:
+        self._ledger = ledger
+        self._store = store
+        self._looked_at: float | None = None
+        self._orphans: dict[CheckpointPath, float] = {}
+
+    async def sweep(self) -> SweepReport:
+        """Do all of it once. What fails is told in the report and in the log, and tried again."""
+        problems: list[str] = []
+        report = SweepReport()
+        steps: list[tuple[str, Callable[[SweepReport], Awaitable[SweepReport]]]] = [
+            ("expired checkpoints", self._expire),
+            ("abandoned files", self._abandon),
+            ("the store", self._sweep_store),
+            ("storage", self._count),
+            ("the ledger", self._sweep_ledger),
+        ]
+        for name, step in steps:
+            try:
+                report = await step(report)
+            except TinkerError as exc:
+                _log.warning("sweeping %s: %s", name, exc)
+                problems.append(f"{name}: {exc}")
+        return msgspec.structs.replace(report, problems=tuple(problems))
+
+    # Checkpoints whose time is over
+
+    async def _expire(self, report: SweepReport) -> SweepReport:
+        now = self._ledger.now()
+        count = 0
+        for entry in await self._ledger.entries(CheckpointEntry).due(now, limit=AT_ONCE):
+            count += await self._expire_one(entry, now)
+        return msgspec.structs.replace(report, expired=count)
+
+    async def _expire_one(self, entry: CheckpointEntry, now: float) -> bool:
+        if self._store is not None and not await self._delete_files(entry):
+            return False
+        if not await self._ledger.entries(CheckpointEntry).remove(entry.id, due_before=now):
+            return False
+        await audit.note(
+            self._ledger,
+            entry.tenant_id,
+            audit.CHECKPOINT_EXPIRED,
+            run_id=entry.run_id,
+            tinker_path=entry.id,
+            change=audit.change_id("expire", entry.id, str(entry.expires_at)),
+        )
+        await forget_empty_copy(self._ledger, entry.run_id)
+        return True
+
+    async def _delete_files(self, entry: CheckpointEntry) -> bool:
+        """Delete the files of an expired checkpoint; False if they are another's by now."""
+        store = self._store
+        assert store is not None
+        path = CheckpointPath.parse(entry.id)
+        try:
+            manifest = await asyncio.to_thread(store.info, path)
+        except CheckpointNotFoundError:
+            return True
+        if await self._is_under_way(manifest.origin):
+            return False  # it is being saved anew: files are there before the entry is
+        kept = await self._ledger.entries(CheckpointEntry).get(entry.id)
+        if kept is None or is_living(kept, self._ledger.now()):
+            return False
+
+        def delete() -> bool:
+            if store.info(path).version != manifest.version:
+                return False
+            store.delete(path)
+            return True
+
+        try:
+            return await asyncio.to_thread(delete)
+        except CheckpointNotFoundError:
+            return True
+
+    async def _is_under_way(self, origin: str) -> bool:
+        """Whether the command that wrote files has not ended."""
+        try:
+            return not (await self._ledger.command(origin)).is_settled
+        except UnknownEntryError:
+            return False
+
+    # Files that nobody will ask for
+
+    async def _abandon(self, report: SweepReport) -> SweepReport:
+        now = self._ledger.now()
+        is_due = self._looked_at is None or now >= self._looked_at + EVERY_S
+        if self._store is None or not is_due:
+            return report
+        store = self._store
+        paths = await asyncio.to_thread(lambda: list(store.paths()))
+        orphans = [path for path in paths if await self._is_orphan(path)]
+        self._orphans = {path: self._orphans.get(path, now) for path in orphans}
+        count = 0
+        for path, seen_at in list(self._orphans.items()):
+            if now >= seen_at + ORPHANED_S and count < AT_ONCE:
+                # Asked again: it may have been named since.
+                if await self._is_orphan(path):
+                    await asyncio.to_thread(store.delete, path)
+                    count += 1
+                del self._orphans[path]
+        self._looked_at = now
+        return msgspec.structs.replace(report, abandoned=count)
+
+    async def _is_orphan(self, path: CheckpointPath) -> bool:
+        if path.kind == SNAPSHOTS:
+            model = await self._ledger.entries(Model).get(path.run_id)
+            return model is None or model.released_at is not None
+        if path.kind == SAMPLERS:
+            sampler = await self._ledger.entries(Sampler).get(path.run_id)
+            if sampler is None:
+                return True
+            session = await self._ledger.entries(Session).get(sampler.session_id)
+            return session is None or session.ended_at is not None
+        return await self._ledger.entries(CheckpointEntry).get(str(path)) is None
+
+    async def _sweep_store(self, report: SweepReport) -> SweepReport:
+        if self._store is None:
+            return report
+        remains = await asyncio.to_thread(self._store.sweep)
+        return msgspec.structs.replace(report, remains=remains)
+
+    async def _sweep_ledger(self, report: SweepReport) -> SweepReport:
+        return msgspec.structs.replace(report, ledger=await self._ledger.sweep())
+
+    # Storage
+
+    async def _count(self, report: SweepReport) -> SweepReport:
+        """Count gigabyte-hours since the last time, if that is an hour ago.
+
+        Noted first and counted then: after a crash in between an hour is given away, not charged
+        twice.
+        """
+        now = self._ledger.now()
+        since = await self._take_turn(now)
+        if since is None:
+            return report
+        hours = min(now - since, LONGEST_COUNT_S) / 3600.0
+        uses = [
+            Use(key=key, amount=size / GIGABYTE * hours)
+            for key, size in (await self._sizes(now)).items()
+            if size
+        ]
+        if uses:
+            await self._ledger.add_uses(uses)
+        return msgspec.structs.replace(report, gigabyte_hours=sum(use.amount for use in uses))
+
+    async def _take_turn(self, now: float) -> float | None:
+        """Since when to count, if it is this server's turn; moves the mark to now."""
+        counts = self._ledger.entries(StorageCount)
+        first = StorageCount(id=_COUNT, tenant_id=TenantId(""), created_at=now, counted_until=now)
+        since = (await counts.add(first)).counted_until
+        if now < since + EVERY_S:
+            return None
+
+        def moved(kept: StorageCount) -> StorageCount:
+            if kept.counted_until != since:
+                raise _TurnTakenError("another server counts")
+            return msgspec.structs.replace(kept, counted_until=now)
+
+        try:
+            await counts.change(_COUNT, moved)
+        except _TurnTakenError:
+            return None
+        return since
+
+    async def _sizes(self, now: float) -> dict[UsageKey, int]:
+        """Bytes of all checkpoints, by whose they are."""
+        sizes: dict[UsageKey, int] = {}
+        models: dict[str, Model | None] = {}
+        offset = 0
+        while page := await self._ledger.entries(CheckpointEntry).all(limit=PAGE, offset=offset):
+            offset += len(page)
+            for entry in page:
+                if not is_living(entry, now):
+                    continue
+                if entry.run_id not in models:
+                    models[entry.run_id] = await self._ledger.entries(Model).get(entry.run_id)
+                model = models[entry.run_id]
+                key = UsageKey(
+                    tenant_id=entry.tenant_id,
+                    kind=STORAGE,
+                    session_id=model.session_id if model is not None else "",
+                    base_model=model.base_model if model is not None else "",
+                )
+                sizes[key] = sizes.get(key, 0) + entry.size_bytes
+        return sizes
+
+
+class _TurnTakenError(Exception):
+    """Another server has counted meanwhile."""
+
+
+async def forget_empty_copy(ledger: Ledger, run_id: str) -> Model | None:
+    """Forget the run that was made to hold a copy, once that is gone; returns it if so."""
+    model = await ledger.entries(Model).get(run_id)
+    if model is None or model.session_id:
+        return None
+    if await ledger.entries(CheckpointEntry).of_parent(run_id, limit=1):
+        return None
+    await ledger.entries(Model).remove(run_id)
+    return model
