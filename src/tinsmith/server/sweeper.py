@@ -128,8 +128,10 @@ class Sweeper:
             manifest = await asyncio.to_thread(store.info, path)
         except CheckpointNotFoundError:
             return True
-        if await self._is_under_way(manifest.origin):
-            return False  # it is being saved anew: files are there before the entry is
+        # While it is being saved anew, the new files are there before their entry is.
+        is_its_own = entry.details.get("version", manifest.version) == manifest.version
+        if not is_its_own or await self._is_under_way(manifest.origin):
+            return False
         kept = await self._ledger.entries(CheckpointEntry).get(entry.id)
         if kept is None or is_living(kept, self._ledger.now()):
             return False

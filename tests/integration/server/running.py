@@ -14,6 +14,7 @@ from typing import Any, Self, TypeVar
 import httpx
 import uvicorn
 
+from tinsmith.checkpoints.base import CheckpointStore
 from tinsmith.engines.base import BaseModel
 from tinsmith.ledger.base import Ledger
 from tinsmith.ledger.board import SchedulerReport
@@ -105,6 +106,7 @@ class RunningServer:
                     name="alias", vocabulary=1000, max_context=512, alias_of=MODEL
                 ),
             },
+            store=self._open_store(),
             settings=self.settings,
             secret=b"s" * 32,
         )
@@ -121,6 +123,9 @@ class RunningServer:
 
     async def _open_ledger(self) -> Ledger:
         return MemoryLedger()
+
+    def _open_store(self) -> CheckpointStore | None:
+        return None
 
     async def _close(self) -> None:
         self.app.service.end_waits()

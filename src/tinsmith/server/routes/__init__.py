@@ -27,6 +27,12 @@ MODULES: tuple[str, ...] = (
     "futures",
     "extensions",
     "streams",
+    "runs",
+    "checkpoints",
+    "downloads",
+    "search",
+    "usage",
+    "pages",
 )
 """In the order in which their own paths are tried."""
 

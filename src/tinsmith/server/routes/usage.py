@@ -1,0 +1,209 @@
+"""What a tenant used, what its checkpoints take, and what it changed.
+
+Usage is what the ledger counted, by the hour. There are no prices: costs are left out.
+"""
+
+from __future__ import annotations
+
+import datetime
+
+from tinsmith.errors import BadRequestError
+from tinsmith.ledger.base import Ledger
+from tinsmith.ledger.records import (
+    AuditEntry,
+    CheckpointEntry,
+    Model,
+    Session,
+    TenantId,
+    UsageRow,
+)
+from tinsmith.server.call import Call, Handler
+from tinsmith.server.listings import (
+    DEFAULT_PROJECT,
+    Projects,
+    is_living,
+    metadata_as_text,
+    moment,
+    of_tenant,
+    owner_urn,
+)
+from tinsmith.types.requests import (
+    GetAuditLogRequest,
+    GetBillingUsageRequest,
+    GetCurrentCheckpointStorageUsageRequest,
+)
+from tinsmith.types.usage import (
+    AuditLogEntry,
+    AuditLogResponse,
+    BillingEventInfo,
+    BillingUsageEvent,
+    BillingUsageResponse,
+    BillingUsageSession,
+    CheckpointBillingEvent,
+    CurrentCheckpointStorageUsageItem,
+    CurrentCheckpointStorageUsageResponse,
+    SamplingPrefillBillingEvent,
+    SamplingSampleBillingEvent,
+    StorageBillingEvent,
+    TrainingBillingEvent,
+)
+
+HOUR_S = 3600
+LONGEST_DAYS = 14
+MOST_AUDIT_ENTRIES = 100_000
+GIGABYTE = 10**9
+
+STORAGE = "storage"
+"""The kind of use that the sweeper counts, in gigabyte-hours."""
+
+
+async def get_billing_usage(call: Call) -> BillingUsageResponse:
+    """What was used in whole hours of at most two weeks."""
+    request: GetBillingUsageRequest = call.request
+    since = _whole_hour("starting_on", request.starting_on)
+    before = _whole_hour("ending_before", request.ending_before)
+    if not since < before <= since + LONGEST_DAYS * 24 * HOUR_S:
+        raise BadRequestError(
+            "ending_before must come after starting_on, by at most "
+            f"{LONGEST_DAYS} days; it comes {(before - since) / 86400:g} days after it"
+        )
+    rows = await call.ledger.usage(call.tenant_id, since=since, before=before)
+    sessions = await _sessions(call.ledger, call.tenant_id, rows)
+    events = [_event(row, sessions) for row in rows]
+    this_hour = call.ledger.now() // HOUR_S * HOUR_S
+    return BillingUsageResponse(
+        data=[event for event in events if event is not None],
+        sessions={
+            name: BillingUsageSession(user_metadata=metadata_as_text(session.user_metadata))
+            for name, session in sessions.items()
+        },
+        cost_data_through=moment(min(before, this_hour)),
+    )
+
+
+def _whole_hour(field: str, given: datetime.datetime) -> float:
+    if given.tzinfo is None:
+        given = given.replace(tzinfo=datetime.UTC)
+    try:
+        seconds = given.timestamp()
+    except (OverflowError, ValueError) as exc:
+        raise BadRequestError(f"{field} is {given}, which is out of range") from exc
+    if seconds < 0 or seconds % HOUR_S:
+        raise BadRequestError(f"{field} is {given.isoformat()}; it must be a whole hour")
+    return seconds
+
+
+async def _sessions(
+    ledger: Ledger, tenant_id: TenantId, rows: list[UsageRow]
+) -> dict[str, Session]:
+    """The sessions that usage names, as far as they are still known."""
+    found = {}
+    for name in {row.key.session_id for row in rows if row.key.session_id}:
+        session = await ledger.entries(Session).get(name)
+        if session is not None and session.tenant_id == tenant_id:
+            found[name] = session
+    return found
+
+
+def _event(row: UsageRow, sessions: dict[str, Session]) -> BillingUsageEvent | None:
+    info = _info(row.key.kind, row.amount)
+    if info is None:
+        return None
+    session = sessions.get(row.key.session_id)
+    return BillingUsageEvent(
+        bucket_start=moment(row.hour),
+        bucket_end=moment(row.hour + HOUR_S),
+        base_model=row.key.base_model or None,
+        user_id=owner_urn(row.key.tenant_id),
+        user_name=row.key.tenant_id,
+        session_id=row.key.session_id or None,
+        project_id=session.project_id if session is not None else None,
+        event_info=info,
+    )
+
+
+def _info(kind: str, amount: float) -> BillingEventInfo | None:
+    """A kind of use as the API tells it; None for one that it does not know."""
+    count = round(amount)
+    if kind == "training":
+        return TrainingBillingEvent(token_count=count)
+    if kind == "sampling_prefill":
+        return SamplingPrefillBillingEvent(cached=False, token_count=count)
+    if kind == "sampling_prefill_cached":
+        return SamplingPrefillBillingEvent(cached=True, token_count=count)
+    if kind == "sampling_sample":
+        return SamplingSampleBillingEvent(token_count=count)
+    if kind == "checkpoint":
+        return CheckpointBillingEvent(count=count)
+    if kind == STORAGE:
+        return StorageBillingEvent(gigabyte_hours=amount)
+    return None
+
+
+async def get_current_checkpoint_storage_usage(
+    call: Call,
+) -> CurrentCheckpointStorageUsageResponse:
+    """What the checkpoints of each project take now."""
+    request: GetCurrentCheckpointStorageUsageRequest = call.request
+    sizes: dict[str, list[int]] = {}
+    projects, now = Projects(call.ledger), call.ledger.now()
+    of_run: dict[str, str] = {}
+    async for entry in of_tenant(call.ledger.entries(CheckpointEntry), call.tenant_id):
+        if not is_living(entry, now):
+            continue
+        if entry.run_id not in of_run:
+            model = await call.ledger.entries(Model).get(entry.run_id)
+            of_run[entry.run_id] = await projects.of_run(model) if model else DEFAULT_PROJECT
+        sizes.setdefault(of_run[entry.run_id], []).append(entry.size_bytes)
+    return CurrentCheckpointStorageUsageResponse(
+        data=[
+            CurrentCheckpointStorageUsageItem(
+                project_id=project,
+                org_user_urn=owner_urn(call.tenant_id),
+                user_name=call.tenant_id,
+                checkpoint_count=len(found),
+                size_bytes=sum(found),
+                size_gigabytes=sum(found) / GIGABYTE,
+            )
+            for project, found in sorted(sizes.items())
+            if request.project_id in (None, project)
+        ]
+    )
+
+
+async def get_audit_log(call: Call) -> AuditLogResponse:
+    """What was done to one kind of thing, on one day if given, oldest first."""
+    request: GetAuditLogRequest = call.request
+    since, before = 0.0, call.ledger.now() + HOUR_S
+    if request.day is not None:
+        start = datetime.datetime.combine(request.day, datetime.time(), datetime.UTC)
+        since = max(0.0, start.timestamp())
+        before = start.timestamp() + 24 * HOUR_S
+    kind = request.event_type.removesuffix("s")
+    entries = await call.ledger.entries(AuditEntry).due(
+        before, since=since, tenant_id=call.tenant_id, limit=MOST_AUDIT_ENTRIES
+    )
+    return AuditLogResponse(
+        entries=[
+            _shown(entry)
+            for entry in entries
+            if kind == "all" or entry.event.startswith(f"{kind}.")
+        ]
+    )
+
+
+def _shown(entry: AuditEntry) -> AuditLogEntry:
+    return AuditLogEntry(
+        timestamp=moment(entry.created_at),
+        event=entry.event,
+        event_details=entry.details,
+        model_id=entry.model_id,
+        tinker_path=entry.tinker_path,
+    )
+
+
+HANDLERS: dict[str, Handler] = {
+    "get_billing_usage": get_billing_usage,
+    "get_current_checkpoint_storage_usage": get_current_checkpoint_storage_usage,
+    "get_audit_log": get_audit_log,
+}
