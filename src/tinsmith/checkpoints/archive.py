@@ -14,14 +14,21 @@ from __future__ import annotations
 
 import tarfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
-from tinsmith.checkpoints.base import PIECE_BYTES, Reading
+from tinsmith.checkpoints.base import PIECE_BYTES, CheckpointStore, Reading
 from tinsmith.checkpoints.disk import disk_errors
 from tinsmith.checkpoints.format import ADAPTER_MODEL, Layout, layer_of, tensor_name
 from tinsmith.checkpoints.manifest import FileEntry
+from tinsmith.checkpoints.paths import CheckpointPath
 from tinsmith.checkpoints.safetensors_file import encode_header, read_header
-from tinsmith.errors import CheckpointDamagedError, CheckpointFormatError, ValidationError
+from tinsmith.errors import (
+    CheckpointDamagedError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    ValidationError,
+)
 
 
 class _Part(NamedTuple):
@@ -38,64 +45,66 @@ class _Part(NamedTuple):
 
 
 class Archive:
-    """The archive of a checkpoint that is open; it may be read in any part and any number of times.
+    """The archive of a checkpoint as it is now. It may be read in any part, any number of times.
+
+    Holds nothing open. Making one blocks, as the store does.
 
     Args:
-        reading: Stays the caller's, and open for as long as the archive is read.
+        store: Where the checkpoint is.
+        path: Which one.
         layout: The names of tensors in it.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
     """
 
-    def __init__(self, reading: Reading, *, layout: Layout = Layout.TINKER) -> None:
-        self._reading = reading
+    def __init__(
+        self, store: CheckpointStore, path: CheckpointPath, *, layout: Layout = Layout.TINKER
+    ) -> None:
+        self._store = store
+        self._path = path
         self._layout = layout
-        with disk_errors(f"{reading.manifest.path} cannot be archived"):
-            self._parts = list(self._planned())
+        with store.open(path) as reading, disk_errors(f"{path} cannot be archived"):
+            self.manifest = reading.manifest
+            self._parts = list(self._planned(reading))
         self.size_bytes = sum(part.size_bytes for part in self._parts)
-        self.tag = f"{reading.manifest.version}-{layout.value}"
+        self.tag = f"{self.manifest.version}-{layout.value}"
         """Differs from that of any other archive; an entity tag for HTTP."""
 
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
         """Bytes `start` to `stop`, in pieces of 1 MiB at most. Reads the disk between pieces.
 
+        The checkpoint is open until the iterator ends or is dropped.
+
         Raises:
             ValidationError: The range is not inside the archive.
+            CheckpointNotFoundError: It was deleted or overwritten since this archive was made.
         """
         stop = self.size_bytes if stop is None else stop
         if not 0 <= start <= stop <= self.size_bytes:
             raise ValidationError(
                 f"range is {start} to {stop}; the archive has {self.size_bytes} bytes"
             )
-        return self._pieces(start, stop)
+        reading = self._store.open(self._path)
+        if reading.manifest.version != self.manifest.version:
+            reading.close()
+            raise CheckpointNotFoundError(f"{self._path} was overwritten since it was looked at")
+        return self._pieces(reading, start, stop)
 
-    def _pieces(self, start: int, stop: int) -> Iterator[bytes]:
-        begin = 0
-        for part in self._parts:
-            end = begin + part.size_bytes
-            if begin < stop and end > start:
-                yield from self._of_part(part, max(start - begin, 0), min(stop, end) - begin)
-            begin = end
+    def _pieces(self, reading: Reading, start: int, stop: int) -> Iterator[bytes]:
+        with reading:
+            begin = 0
+            for part in self._parts:
+                end = begin + part.size_bytes
+                if begin < stop and end > start:
+                    first, last = max(start - begin, 0), min(stop, end) - begin
+                    yield from _of_part(reading.folder, part, first, last)
+                begin = end
 
-    def _of_part(self, part: _Part, start: int, stop: int) -> Iterator[bytes]:
-        if not part.file:
-            yield part.content[start:stop]
-            return
-        with disk_errors(f"{part.file} cannot be read"):
-            file = (self._reading.folder / part.file).open("rb")
-        with file:
-            file.seek(part.start + start)
-            left = stop - start
-            while left > 0:
-                with disk_errors(f"{part.file} cannot be read"):
-                    piece = file.read(min(left, PIECE_BYTES))
-                if not piece:
-                    raise CheckpointDamagedError(f"{part.file} is shorter than it was")
-                left -= len(piece)
-                yield piece
-
-    def _planned(self) -> Iterator[_Part]:
+    def _planned(self, reading: Reading) -> Iterator[_Part]:
         total = 0
-        for entry in self._reading.manifest.files:
-            contents = self._contents(entry)
+        for entry in reading.manifest.files:
+            contents = self._contents(reading.folder, entry)
             size_bytes = sum(part.size_bytes for part in contents)
             yield _Part(_tar_header(entry.name, size_bytes))
             yield from contents
@@ -104,11 +113,11 @@ class Archive:
         total += 2 * tarfile.BLOCKSIZE
         yield _Part(bytes(2 * tarfile.BLOCKSIZE + -total % tarfile.RECORDSIZE))
 
-    def _contents(self, entry: FileEntry) -> list[_Part]:
+    def _contents(self, folder: Path, entry: FileEntry) -> list[_Part]:
         """A file as it is given out."""
         if entry.name != ADAPTER_MODEL or self._layout is Layout.PEFT:
             return [_Part(b"", entry.name, 0, entry.size_bytes)]
-        header = read_header(self._reading.folder / entry.name)
+        header = read_header(folder / entry.name)
         renamed = {self._renamed(name): tensor for name, tensor in header.tensors.items()}
         return [
             _Part(encode_header(renamed, header.metadata)),
@@ -120,6 +129,24 @@ class Archive:
             return tensor_name(*layer_of(name), self._layout)
         except CheckpointFormatError:  # an engine's own
             return name
+
+
+def _of_part(folder: Path, part: _Part, start: int, stop: int) -> Iterator[bytes]:
+    if not part.file:
+        yield part.content[start:stop]
+        return
+    with disk_errors(f"{part.file} cannot be read"):
+        file = (folder / part.file).open("rb")
+    with file:
+        file.seek(part.start + start)
+        left = stop - start
+        while left > 0:
+            with disk_errors(f"{part.file} cannot be read"):
+                piece = file.read(min(left, PIECE_BYTES))
+            if not piece:
+                raise CheckpointDamagedError(f"{part.file} is shorter than it was")
+            left -= len(piece)
+            yield piece
 
 
 def _tar_header(name: str, size_bytes: int) -> bytes:

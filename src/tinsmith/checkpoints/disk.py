@@ -50,6 +50,10 @@ class FolderLock:
     def __exit__(self, *_: object) -> None:
         self.release()
 
+    def __del__(self) -> None:
+        # Of a caller that was cancelled: what nobody holds any more must not stay locked.
+        self.release()
+
 
 def lock(path: Path, *, is_shared: bool = False) -> FolderLock:
     """Wait for a lock on what is there."""
