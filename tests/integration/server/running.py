@@ -89,6 +89,16 @@ class RunningServer:
         with self._changed:
             assert self._changed.wait_for(is_so, timeout_s), "it never became so"
 
+    def wait_polls(self, count: int) -> None:
+        """Wait until so many polls are held."""
+
+        async def held() -> None:
+            async with asyncio.timeout(20):
+                while len(self.app.service.waits) < count:  # noqa: ASYNC110 - of another loop
+                    await asyncio.sleep(0.005)
+
+        self.run(held())
+
     # On the server's own loop
 
     async def _open(self) -> None:
