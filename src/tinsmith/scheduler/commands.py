@@ -10,9 +10,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import msgspec
 
+from tinsmith.checkpoints.encryption import encrypt_files
 from tinsmith.checkpoints.paths import CheckpointPath
 from tinsmith.engines.base import AdapterId, Saved
 from tinsmith.errors import (
@@ -257,13 +259,13 @@ class Singles:
 
     async def _save_external(self, command: Command) -> Done:
         request: SaveWeightsExternalRequest = await self._parts.request(command)
-        if request.age_encryption_recipients:
-            raise BadRequestError("encrypted exports are not there yet")
+        recipients = request.age_encryption_recipients or []
         path = await self._checkpoint(
             command,
             CheckpointPath(command.line, "external_weights", request.path),
             Saved.WEIGHTS,
             ttl_s=request.ttl_seconds,
+            finish=(lambda folder: encrypt_files(folder, recipients)) if recipients else None,
         )
         size_bytes = await asyncio.to_thread(self._parts.store.size, CheckpointPath.parse(path))
         response = SaveWeightsExternalResponseInternal(
@@ -280,9 +282,12 @@ class Singles:
         overwrite: bool = False,
         ttl_s: float | None = None,
         user_metadata: dict[str, str] | None = None,
+        finish: Callable[[Path], None] | None = None,
     ) -> str:
         known = self._parts.models.ready(command.line)
-        manifest = await saves.write_files(self._parts, command, path, saved, overwrite=overwrite)
+        manifest = await saves.write_files(
+            self._parts, command, path, saved, overwrite=overwrite, finish=finish
+        )
         entry = await saves.keep_entry(
             self._parts,
             command,

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import TypeVar
 
 from tinsmith.checkpoints.manifest import Manifest
@@ -53,7 +54,7 @@ async def write_files(
     saved: Saved,
     *,
     overwrite: bool = False,
-    finish: Callable[[str], None] | None = None,
+    finish: Callable[[Path], None] | None = None,
 ) -> Manifest:
     """Write a model's files as a checkpoint.
 
@@ -73,7 +74,7 @@ async def write_files(
         try:
             await parts.engine.save_adapter(AdapterId(command.line), staging.folder, saved)
             if finish is not None:
-                await asyncio.to_thread(finish, str(staging.folder))
+                await asyncio.to_thread(finish, staging.folder)
             return await asyncio.to_thread(staging.commit, overwrite=overwrite)
         finally:
             await asyncio.to_thread(staging.discard)

@@ -55,8 +55,13 @@ class Snapshots:
     def _start(self, line: LineId, known: KnownModel) -> asyncio.Task[None]:
         self._parts.order.start(line)  # before the first wait: no command may slip in between
         task = asyncio.create_task(self._take(line, known))
-        task.add_done_callback(lambda _: self._tasks.pop(line, None))
+        task.add_done_callback(lambda _: self._ended(line))
         return task
+
+    def _ended(self, line: LineId) -> None:
+        self._tasks.pop(line, None)
+        if not self._parts.is_closing:
+            self.consider(line)  # much may have been done while it was written
 
     async def take_all(self) -> None:
         """Take one of each model that has changed since its last; for the end of the service."""

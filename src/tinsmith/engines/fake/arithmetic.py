@@ -38,8 +38,8 @@ _START = 7
 Array: TypeAlias = "np.ndarray[Any, Any]"
 Tensors: TypeAlias = dict[str, Array]
 
-_LAYER = "base_model.model.model.layers.0."
-_UNEMBED = "base_model.model.model.unembed_tokens"
+_LAYER = "model.layers.0."
+_OUTPUT = "lm_head"
 
 
 class Vocabulary:
@@ -81,19 +81,19 @@ def fresh_weights(lora: LoraConfig, seed: str) -> Tensors:
     made: Tensors = {}
     for part in trained_parts(lora):
         spread = 1 / math.sqrt(lora.rank)
-        made[f"{part}.lora_A.weight"] = chance.normal(
-            scale=spread, size=(lora.rank, CONTEXTS)
-        ).astype(np.float32)
-        made[f"{part}.lora_B.weight"] = np.zeros((CLASSES, lora.rank), np.float32)
+        made[f"{part}.A"] = chance.normal(scale=spread, size=(lora.rank, CONTEXTS)).astype(
+            np.float32
+        )
+        made[f"{part}.B"] = np.zeros((CLASSES, lora.rank), np.float32)
     return made
 
 
 def trained_parts(lora: LoraConfig) -> list[str]:
-    """The parts of a model that an adapter has matrices for, by the names that others give them."""
+    """The layers that an adapter has matrices for, called as in models of the usual build."""
     parts = {
         f"{_LAYER}self_attn.q_proj": lora.train_attn,
         f"{_LAYER}mlp.gate_proj": lora.train_mlp,
-        _UNEMBED: lora.train_unembed,
+        _OUTPUT: lora.train_unembed,
     }
     return [part for part, is_trained in parts.items() if is_trained]
 
@@ -102,7 +102,7 @@ def log_table(base_CK: Array, weights: Tensors) -> Array:
     """The log-probability of each class after each context."""
     logits_CK: Array = base_CK.copy()
     for name, a_RC in weights.items():
-        if name.endswith(".lora_A.weight"):
+        if name.endswith(".A"):
             b_KR = weights[_partner(name)].astype(np.float64)
             logits_CK += (ALPHA / len(a_RC)) * (b_KR @ a_RC.astype(np.float64)).T
     logits_CK -= logits_CK.max(axis=1, keepdims=True)
@@ -115,7 +115,7 @@ def gradients(weights: Tensors, table_CK: Array, slopes_CK: Array) -> Tensors:
     dlogits_CK = slopes_CK - np.exp(table_CK) * slopes_CK.sum(axis=1, keepdims=True)
     made: Tensors = {}
     for name, a_RC in weights.items():
-        if name.endswith(".lora_A.weight"):
+        if name.endswith(".A"):
             scale = ALPHA / len(a_RC)
             b_KR = weights[_partner(name)].astype(np.float64)
             made[name] = (scale * (dlogits_CK @ b_KR).T).astype(np.float32)
@@ -150,7 +150,7 @@ def _row(before: Any, token: Any) -> Any:
 
 
 def _partner(name_of_a: str) -> str:
-    return name_of_a.removesuffix("A.weight") + "B.weight"
+    return name_of_a.removesuffix("A") + "B"
 
 
 def input_tokens(given: ModelInput) -> Array:

@@ -176,6 +176,9 @@ class FakeEngine(Engine):
         return self._models[name]
 
     def _check_base(self, saved: str, wanted: str) -> None:
+        """Refuse weights of another model; those of other programs may not tell theirs."""
+        if not saved:
+            return
         first = self._model(wanted)
         names = {first.name, first.alias_of or first.name}
         known = self._models.get(saved)

@@ -1,97 +1,140 @@
-"""Adapters of the fake engine as files."""
+"""Adapters of the fake engine as files, in the form of all checkpoints (`checkpoints/format.py`).
+
+Moments are kept under the names of their matrices with `first.` and `second.` before them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
+from tinsmith.checkpoints import format as files
 from tinsmith.engines.base import AdapterSpec, Saved
-from tinsmith.engines.fake.arithmetic import Array, Tensors, fresh_weights
+from tinsmith.engines.fake.arithmetic import ALPHA, Array, Tensors, fresh_weights
 from tinsmith.engines.fake.training import Adapter
-from tinsmith.errors import ValidationError
+from tinsmith.errors import CheckpointFormatError, ValidationError
+from tinsmith.types.record import to_plain
 
-
-class _Config(msgspec.Struct, frozen=True, kw_only=True):
-    base_model: str
-    rank: int
-    optimizer: str
-    steps: int
-    parts: int
+NAME = "fake"
 
 
 def save(adapter: Adapter, folder: Path, parts: Saved) -> None:
     """Write an adapter into an empty folder."""
     spec = adapter.spec
-    config = _Config(
-        base_model=spec.base_model,
-        rank=spec.lora.rank,
-        optimizer=spec.optimizer.type,
-        steps=adapter.steps if Saved.OPTIMIZER in parts else 0,
-        parts=parts.value,
+    files.write_adapter(
+        folder,
+        files.Adapter(
+            base_model=spec.base_model,
+            rank=spec.lora.rank,
+            alpha=ALPHA,
+            layers={
+                module: files.LoraPair(
+                    adapter.weights[f"{module}.A"], adapter.weights[f"{module}.B"]
+                )
+                for module in dict.fromkeys(name[:-2] for name in adapter.weights)
+            },
+        ),
     )
-    (folder / "adapter.json").write_bytes(msgspec.json.encode(config))
-    _write(folder / "weights.npz", adapter.weights)
-    if Saved.OPTIMIZER in parts:
-        _write(folder / "first_moments.npz", adapter.first_moments)
-        _write(folder / "second_moments.npz", adapter.second_moments)
-    if Saved.GRADIENTS in parts:
-        _write(folder / "gradients.npz", adapter.gradients)
+    if parts & (Saved.OPTIMIZER | Saved.GRADIENTS):
+        state = files.TrainingState(
+            engine=NAME,
+            base_model=spec.base_model,
+            lora=to_plain(spec.lora),
+            optimizer=to_plain(spec.optimizer),
+            steps=adapter.steps,
+        )
+        moments = {
+            **{f"first.{name}": one for name, one in adapter.first_moments.items()},
+            **{f"second.{name}": one for name, one in adapter.second_moments.items()},
+        }
+        files.write_training(
+            folder,
+            state,
+            optimizer=moments if Saved.OPTIMIZER in parts else None,
+            gradients=adapter.gradients if Saved.GRADIENTS in parts else None,
+        )
 
 
 def load(spec: AdapterSpec, base_CK: Array, folder: Path, parts: Saved) -> Adapter:
     """Read an adapter; raises `ValidationError` if it does not fit."""
-    config = _config(folder)
-    if parts & ~Saved(config.parts):
-        raise ValidationError("the checkpoint has no optimizer state")
-    adapter = Adapter(spec, base_CK, load_weights(folder))
-    expected = {name: one.shape for name, one in fresh_weights(spec.lora, "").items()}
-    found = {name: one.shape for name, one in adapter.weights.items()}
-    if expected != found:
-        raise ValidationError(
-            f"the checkpoint has rank {config.rank} or other layers than the model, "
-            f"whose rank is {spec.lora.rank}"
-        )
-    if Saved.OPTIMIZER in parts:
-        if config.optimizer != spec.optimizer.type:
-            raise ValidationError(
-                f"the checkpoint was trained with {config.optimizer!r}, the model is made for "
-                f"{spec.optimizer.type!r}"
-            )
-        adapter.first_moments = _read(folder / "first_moments.npz")
-        adapter.second_moments = _read(folder / "second_moments.npz")
-        adapter.steps = config.steps
-    if Saved.GRADIENTS in parts:
-        adapter.gradients = _read(folder / "gradients.npz")
-    return adapter
+    with _fitting():
+        adapter = Adapter(spec, base_CK, load_weights(folder))
+        _check_layout(adapter)
+        if Saved.OPTIMIZER in parts:
+            _load_moments(adapter, folder)
+        if Saved.GRADIENTS in parts:
+            gradients = files.read_arrays(folder, files.GRADIENTS)
+            if gradients is None:
+                raise ValidationError("the checkpoint has no gradients")
+            adapter.gradients = gradients
+        return adapter
 
 
 def load_weights(folder: Path) -> Tensors:
-    """The weights alone."""
-    return _read(folder / "weights.npz")
+    """The weights alone; those of other programs are scaled as ours are."""
+    with _fitting():
+        found = files.read_adapter(folder)
+        scale = np.float32(found.alpha / ALPHA)
+        weights: Tensors = {}
+        for module, pair in found.layers.items():
+            weights[f"{module}.A"] = pair.a.astype(np.float32)
+            weights[f"{module}.B"] = pair.b.astype(np.float32) * scale
+        return weights
 
 
 def base_model_of(folder: Path) -> str:
-    """The name of the base model that the files belong to."""
-    return _config(folder).base_model
+    """The name of the base model that the files belong to; empty if they do not tell."""
+    with _fitting():
+        config = files.read_json(folder / files.ADAPTER_CONFIG, files.PeftConfig)
+    return config.base_model_name_or_path or ""
 
 
-def _config(folder: Path) -> _Config:
+def _check_layout(adapter: Adapter) -> None:
+    wanted = fresh_weights(adapter.spec.lora, "")
+    for name, array in wanted.items():
+        found = adapter.weights.get(name)
+        if found is None or found.shape != array.shape:
+            raise ValidationError(
+                f"the checkpoint has {'no' if found is None else f'{found.shape} for'} {name}, "
+                f"the model has {array.shape}",
+                remedy="make the model with the rank and the layers of the checkpoint",
+            )
+    if len(adapter.weights) > len(wanted):
+        raise ValidationError("the checkpoint trains layers that the model does not")
+    adapter.weights = {name: adapter.weights[name] for name in wanted}
+
+
+def _load_moments(adapter: Adapter, folder: Path) -> None:
+    state, moments = files.read_state(folder), files.read_arrays(folder, files.OPTIMIZER)
+    if state is None or moments is None or state.engine != NAME:
+        raise ValidationError(
+            "the checkpoint has no optimizer state that this engine can read",
+            remedy="load it with optimizer=False",
+        )
+    if state.optimizer.get("type") != adapter.spec.optimizer.type:
+        raise ValidationError(
+            f"the checkpoint was trained with {state.optimizer.get('type')!r}, the model is made "
+            f"for {adapter.spec.optimizer.type!r}",
+            remedy="load it with optimizer=False",
+        )
+    adapter.steps = state.steps
+    adapter.first_moments = _named(moments, "first.")
+    adapter.second_moments = _named(moments, "second.")
+
+
+def _named(moments: Tensors, prefix: str) -> Tensors:
+    return {
+        name.removeprefix(prefix): one for name, one in moments.items() if name.startswith(prefix)
+    }
+
+
+@contextmanager
+def _fitting() -> Iterator[None]:
+    """What is wrong with the files is the matter of who asked for them."""
     try:
-        return msgspec.json.decode((folder / "adapter.json").read_bytes(), type=_Config)
-    except (OSError, msgspec.MsgspecError) as exc:
-        raise ValidationError(f"{folder.name} holds no adapter: {exc}") from exc
-
-
-def _write(file: Path, tensors: Tensors) -> None:
-    with file.open("wb") as content:
-        np.savez(content, **tensors)  # type: ignore[arg-type]  # its stubs know one array only
-
-
-def _read(file: Path) -> Tensors:
-    try:
-        with np.load(file, allow_pickle=False) as content:
-            return {name: content[name] for name in content.files}
-    except (OSError, ValueError) as exc:
-        raise ValidationError(f"{file.name} cannot be read: {exc}") from exc
+        yield
+    except CheckpointFormatError as exc:
+        raise ValidationError(str(exc)) from exc
