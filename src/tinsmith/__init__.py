@@ -47,6 +47,12 @@ if TYPE_CHECKING:
     from tinsmith.errors import BillingError as BillingError
     from tinsmith.errors import BodyTooLargeError as BodyTooLargeError
     from tinsmith.errors import CertificateError as CertificateError
+    from tinsmith.errors import CheckpointDamagedError as CheckpointDamagedError
+    from tinsmith.errors import CheckpointError as CheckpointError
+    from tinsmith.errors import CheckpointExistsError as CheckpointExistsError
+    from tinsmith.errors import CheckpointFormatError as CheckpointFormatError
+    from tinsmith.errors import CheckpointNotFoundError as CheckpointNotFoundError
+    from tinsmith.errors import CheckpointUnavailableError as CheckpointUnavailableError
     from tinsmith.errors import ClosedError as ClosedError
     from tinsmith.errors import CommandConflictError as CommandConflictError
     from tinsmith.errors import CommandPassedError as CommandPassedError
@@ -66,6 +72,7 @@ if TYPE_CHECKING:
     from tinsmith.errors import ResultExpiredError as ResultExpiredError
     from tinsmith.errors import ResultGoneError as ResultGoneError
     from tinsmith.errors import ResultRefusedError as ResultRefusedError
+    from tinsmith.errors import StorageFullError as StorageFullError
     from tinsmith.errors import TinkerError as TinkerError
     from tinsmith.errors import TinsmithError as TinsmithError
     from tinsmith.errors import TokenizerError as TokenizerError
@@ -142,6 +149,12 @@ _MODULE_OF = {
     "BillingError": "tinsmith.errors",
     "BodyTooLargeError": "tinsmith.errors",
     "CertificateError": "tinsmith.errors",
+    "CheckpointDamagedError": "tinsmith.errors",
+    "CheckpointError": "tinsmith.errors",
+    "CheckpointExistsError": "tinsmith.errors",
+    "CheckpointFormatError": "tinsmith.errors",
+    "CheckpointNotFoundError": "tinsmith.errors",
+    "CheckpointUnavailableError": "tinsmith.errors",
     "ClosedError": "tinsmith.errors",
     "CommandConflictError": "tinsmith.errors",
     "CommandPassedError": "tinsmith.errors",
@@ -161,6 +174,7 @@ _MODULE_OF = {
     "ResultExpiredError": "tinsmith.errors",
     "ResultGoneError": "tinsmith.errors",
     "ResultRefusedError": "tinsmith.errors",
+    "StorageFullError": "tinsmith.errors",
     "TinkerError": "tinsmith.errors",
     "TinsmithError": "tinsmith.errors",
     "TokenizerError": "tinsmith.errors",
