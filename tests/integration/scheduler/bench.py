@@ -226,11 +226,11 @@ class Bench:
         return read_result(command.kind, kept.payload)
 
     async def weights(self, line: str, name: str) -> dict[str, bytes]:
-        """What an adapter is now, as files."""
+        """What an adapter is now: its weights, moments and gradients, as files."""
         folder = self.folder / "weights" / name
         folder.mkdir(parents=True)
         await self.engine.save_adapter(AdapterId(line), folder, Saved.SNAPSHOT)
-        return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+        return {file.name: file.read_bytes() for file in sorted(folder.glob("*.safetensors"))}
 
 
 def _is_schedulers(task: asyncio.Task[Any]) -> bool:
