@@ -95,20 +95,17 @@ def run(arguments: argparse.Namespace) -> int | None:
     return None
 
 
-def _serve(loaded: Loaded) -> int | None:
-    import importlib
-
+def _serve(loaded: Loaded) -> int:
     from tinsmith.cli.failures import CommandError
 
     try:
-        lifecycle = importlib.import_module("tinsmith.serve.lifecycle")
+        from tinsmith.serve.lifecycle import serve
     except ModuleNotFoundError as exc:
         raise CommandError(
             f"the service needs {exc.name}, which is not installed",
             remedy="pip install 'tinsmith[server]'",
         ) from exc
-    status: int | None = lifecycle.serve(loaded.settings)
-    return status
+    return serve(loaded.settings)
 
 
 def _destination(option: Option) -> str:

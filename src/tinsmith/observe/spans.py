@@ -16,17 +16,15 @@ from tinsmith.observe.log_fields import FIELDS
 
 SPANS = {
     "http": "one HTTP exchange; it continues the trace of its `traceparent` header",
-    "batch": "one batch in the engine",
-    "snapshot": "a model's state is written",
-    "replay": "a model is brought up to date after a start",
-    "checkpoint": "a checkpoint is written, copied or removed",
+    "batch": "one training batch in the engine",
+    "snapshot": "the engine writes a model's state",
 }
 """Every span and what it is."""
 
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
-class OpenTelemetryMissingError(RuntimeError):
+class OpenTelemetryMissingError(ImportError):
     """Spans were asked for, and the library that sends them is not installed."""
 
 
@@ -85,6 +83,17 @@ class Spans:
                 span.set_attribute("tinsmith.error", type(exc).__name__)
                 span.set_status(trace.Status(trace.StatusCode.ERROR))
                 raise
+
+    def tell(self, **fields: Any) -> None:
+        """Add attributes to the span that is open here, if one is."""
+        if self._tracer is None:
+            return
+        from opentelemetry import trace
+
+        span = trace.get_current_span()
+        for field, value in fields.items():
+            if value is not None:
+                span.set_attribute(f"tinsmith.{field}", value)
 
     def close(self) -> None:
         """Send what is left. May be called again."""

@@ -144,11 +144,11 @@ class Intake:
                 return
             if not is_refused:
                 _log.warning(
-                    "line %s goes on with number %d: %d has not come within %.1f s",
-                    line,
+                    "a line goes on with number %d: %d has not come within %.1f s",
                     gap.found,
                     gap.missing,
                     waited_s,
+                    extra={"model": line},
                 )
                 parts.statistics.count("skipped_numbers", gap.found - gap.missing)
             await parts.ask(lambda: parts.ledger.pass_over(line, gap.found))

@@ -25,6 +25,7 @@ from tinsmith.engines.base import Engine
 from tinsmith.errors import LedgerError
 from tinsmith.ledger.base import Ledger
 from tinsmith.ledger.board import SchedulerReport
+from tinsmith.observe.spans import Spans
 from tinsmith.scheduler.commands import Singles
 from tinsmith.scheduler.fairness import EngineTurns
 from tinsmith.scheduler.intake import Intake
@@ -55,6 +56,7 @@ class Scheduler:
         engine: Engine,
         store: CheckpointStore,
         settings: SchedulerSettings | None = None,
+        spans: Spans | None = None,
     ) -> None:
         settings = settings or SchedulerSettings()
         patient = PatientLedger(ledger.board)
@@ -66,6 +68,7 @@ class Scheduler:
             patient=patient,
             settler=Settler(ledger, patient, most_unsettled=settings.most_unsettled),
             turns=EngineTurns(is_shared=not engine.samples_apart),
+            spans=spans or Spans(),
         )
         self._snapshots = Snapshots(self._parts)
         self._training = Training(self._parts, self._snapshots)

@@ -11,6 +11,7 @@ from tinsmith.checkpoints.base import CheckpointStore
 from tinsmith.engines.base import Engine
 from tinsmith.ledger.base import Ledger
 from tinsmith.ledger.records import Command, UsageKey, Use
+from tinsmith.observe.spans import Spans
 from tinsmith.scheduler.admission import SampleQueue
 from tinsmith.scheduler.fairness import EngineTurns
 from tinsmith.scheduler.models import Models
@@ -39,6 +40,7 @@ class Parts:
     models: Models = dataclasses.field(default_factory=Models)
     samples: SampleQueue = dataclasses.field(default_factory=SampleQueue)
     statistics: Statistics = dataclasses.field(default_factory=Statistics)
+    spans: Spans = dataclasses.field(default_factory=Spans)
     is_closing: bool = False
     problem: str | None = None
     """What keeps the scheduler from working, if it is not the ledger."""
@@ -71,6 +73,17 @@ class Parts:
         """What was submitted; raises `DecodeError`, `LedgerDamagedError` if it cannot be read."""
         payload = await self.ask(lambda: self.ledger.payload(command.request_id))
         return read_stored(command.kind, payload)
+
+
+def about(command: Command) -> dict[str, str]:
+    """The fields of a log line about a command."""
+    return {
+        "command": command.request_id,
+        "kind": command.kind,
+        "tenant": command.tenant_id,
+        "session": command.session_id,
+        "model": command.line,
+    }
 
 
 def use(command: Command, kind: str, amount: float, base_model: str) -> Use:

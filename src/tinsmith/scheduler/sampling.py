@@ -15,7 +15,7 @@ from tinsmith.engines.base import SampleEvent, SampleOutcome, SampleTokens, Samp
 from tinsmith.errors import ClosedError, TinkerError
 from tinsmith.ledger.board import TokenPiece
 from tinsmith.ledger.records import Command, RequestId, Use
-from tinsmith.scheduler.parts import Parts, use
+from tinsmith.scheduler.parts import Parts, about, use
 from tinsmith.scheduler.samplers import Samplers, Source
 from tinsmith.scheduler.settling import failure, success
 from tinsmith.types.requests import SampleRequest
@@ -104,7 +104,7 @@ class Sampling:
         except TinkerError as exc:
             self._end(command, exc)
         except Exception as exc:  # noqa: BLE001 - whatever it is, others go on
-            _log.exception("sample %s of tenant %s failed", request_id, command.tenant_id)
+            _log.exception("a sample failed", extra=about(command))
             self._end(command, exc)
         finally:
             self._preparing.pop(request_id, None)
@@ -156,7 +156,7 @@ class Sampling:
         if event.result is None:
             error = event.error or RuntimeError("the engine gave no outcome")
             if not isinstance(error, TinkerError):
-                _log.error("sample %s failed", request_id, exc_info=error)
+                _log.error("a sample failed", extra=about(admitted.command), exc_info=error)
             self._end(admitted.command, error)
             return
         self._parts.settler.add(

@@ -19,6 +19,8 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How often it looks meanwhile whether the missing number was refused."""
     most_batch_commands: int = 256
     """How many commands share one call of the engine."""
+    most_batch_tokens: int = 65_536
+    """How many tokens share one call of the engine, if it can take as many."""
     most_singles: int = 16
     """How many commands that are not batched run at a time: creations, saves, loads."""
     most_sampler_weights: int = 64

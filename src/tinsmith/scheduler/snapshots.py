@@ -91,7 +91,8 @@ class Snapshots:
             staging = await asyncio.to_thread(self._parts.store.begin, path, origin=str(path))
             try:
                 folder = staging.folder
-                await self._parts.engine.save_adapter(AdapterId(line), folder, Saved.SNAPSHOT)
+                with self._parts.spans.span("snapshot", model=line):
+                    await self._parts.engine.save_adapter(AdapterId(line), folder, Saved.SNAPSHOT)
                 known.note_saved()
                 self._go_on(line)
                 is_held = False
@@ -103,7 +104,7 @@ class Snapshots:
         except (CheckpointError, ValidationError, OSError) as exc:
             self._failed(line, known, exc)
         except Exception as exc:  # noqa: BLE001 - whatever it is, others go on
-            _log.exception("a snapshot of %s failed", line)
+            _log.exception("a snapshot failed", extra={"model": line})
             self._failed(line, known, exc)
         finally:
             if is_held:
@@ -122,7 +123,7 @@ class Snapshots:
             await asyncio.to_thread(self._parts.store.delete, CheckpointPath.parse(old))
 
     def _failed(self, line: LineId, known: KnownModel, error: BaseException) -> None:
-        _log.warning("no snapshot of %s could be written: %s", line, error)
+        _log.warning("no snapshot could be written: %s", error, extra={"model": line})
         self._parts.statistics.count("failed_snapshots")
         known.unsaved_commands = max(known.unsaved_commands, self._parts.settings.snapshot_commands)
         self._not_before[line] = time.monotonic() + RETRY_S

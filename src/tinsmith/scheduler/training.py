@@ -25,7 +25,7 @@ from tinsmith.ledger.records import Command, CustomLoss, LineId, SessionId, Sett
 from tinsmith.scheduler.batching import Batch, choose_batch
 from tinsmith.scheduler.fairness import Shares
 from tinsmith.scheduler.order import PASSES
-from tinsmith.scheduler.parts import Parts, use
+from tinsmith.scheduler.parts import Parts, about, use
 from tinsmith.scheduler.settling import failure, success
 from tinsmith.scheduler.snapshots import Snapshots
 from tinsmith.types.requests import CreateCustomLossRequest
@@ -65,7 +65,9 @@ class Training:
             self._parts.order,
             self._shares,
             self._base_model,
-            most_tokens=self._parts.engine.capacity().batch_tokens,
+            most_tokens=min(
+                self._parts.engine.capacity().batch_tokens, self._parts.settings.most_batch_tokens
+            ),
             most_commands=self._parts.settings.most_batch_commands,
         )
 
@@ -119,7 +121,7 @@ class Training:
         except TinkerError as exc:
             return exc
         except Exception as exc:  # noqa: BLE001 - whatever it is, others go on
-            _log.exception("command %s cannot be read", command.request_id)
+            _log.exception("a command cannot be read", extra=about(command))
             return exc
 
     async def _loss(self, command: Command, config: dict[str, float | str]) -> CustomLossSpec:
@@ -145,7 +147,8 @@ class Training:
             return {}
         try:
             async with self._parts.turns.turn("training"):
-                outcomes = await self._parts.engine.train(works)
+                with self._parts.spans.span("batch", kind="training", commands=len(works)):
+                    outcomes = await self._parts.engine.train(works)
         except ClosedError:
             raise
         except Exception as exc:  # noqa: BLE001 - whatever it is, others go on
@@ -177,12 +180,7 @@ class Training:
             return failure(command, RuntimeError("the engine gave no outcome"))
         if outcome.error is not None:
             if not isinstance(outcome.error, TinkerError):
-                _log.error(
-                    "command %s of tenant %s failed",
-                    command.request_id,
-                    command.tenant_id,
-                    exc_info=outcome.error,
-                )
+                _log.error("a command failed", extra=about(command), exc_info=outcome.error)
             return failure(command, outcome.error)
         uses = []
         if isinstance(work, PassWork):

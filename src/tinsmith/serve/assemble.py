@@ -16,17 +16,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import msgspec
+
 from tinsmith.checkpoints.base import CheckpointStore
 from tinsmith.checkpoints.registry import open_store
-from tinsmith.engines.base import Engine
+from tinsmith.engines.base import BaseModel, Engine
 from tinsmith.engines.registry import make_engine
 from tinsmith.ledger.base import Ledger
 from tinsmith.ledger.registry import open_ledger
 from tinsmith.observe.metrics import ServiceMetrics
+from tinsmith.observe.spans import Spans, open_spans
 from tinsmith.scheduler.loop import Scheduler
 from tinsmith.scheduler.settings import SchedulerSettings
 from tinsmith.serve.measuring import Measuring
-from tinsmith.serve.settings import ServiceSettings
+from tinsmith.serve.settings import Limits, ServiceSettings
 from tinsmith.server.app import App, make_app
 from tinsmith.server.parts import Parts
 from tinsmith.server.settings import ServerSettings
@@ -46,28 +49,38 @@ class Service:
         ledger: The durable record.
         store: Saved weights.
         metrics: What is counted.
+        spans: Where its spans go, if anywhere.
     """
 
     def __init__(
-        self, settings: ServiceSettings, ledger: Ledger, store: CheckpointStore, engine: Engine
+        self,
+        settings: ServiceSettings,
+        ledger: Ledger,
+        store: CheckpointStore,
+        engine: Engine,
+        spans: Spans,
     ) -> None:
         self.ledger = ledger
         self.store = store
+        self.spans = spans
         self.metrics = ServiceMetrics()
         self._settings = settings
         self._engine = engine
-        self._scheduler = Scheduler(ledger, engine, store, _scheduler_settings(settings))
-        self._measuring = Measuring(self.metrics, ledger)
+        self._scheduler = Scheduler(ledger, engine, store, _scheduler_settings(settings), spans)
+        self._measuring = Measuring(self.metrics, ledger, spans)
         self.app: App = make_app(
             Parts(
                 ledger=ledger,
                 store=store,
-                base_models={model.name: model for model in engine.base_models()},
+                base_models={
+                    model.name: _held_to(settings.limits, model) for model in engine.base_models()
+                },
                 settings=_server_settings(settings),
                 secret=_secret(settings.data),
             ),
             observer=self._measuring.tell_exchange,
         )
+        self.metrics.long_polls.read_with(lambda: len(self.app.service.waits))
         self._tasks: list[asyncio.Task[None]] = []
         self._is_closed = False
 
@@ -92,7 +105,8 @@ class Service:
             opened.callback(store.close)
             engine = make_engine(settings.engine, settings.models)
             await opened.enter_async_context(engine)
-            service = cls(settings, ledger, store, engine)
+            spans = open_spans(settings.otel_endpoint)
+            service = cls(settings, ledger, store, engine, spans)
             opened.pop_all()
         service._begin()
         return service
@@ -131,6 +145,7 @@ class Service:
         await self._engine.close()
         await asyncio.to_thread(self.store.close)
         await self.ledger.close()
+        await asyncio.to_thread(self.spans.close)
 
     async def __aenter__(self) -> Self:
         return self
@@ -159,7 +174,21 @@ def _every(period_s: float, work: Callable[[], Awaitable[object]]) -> Callable[[
 
 
 def _scheduler_settings(settings: ServiceSettings) -> SchedulerSettings:
-    return SchedulerSettings(gap_wait_s=settings.gap_wait_s)
+    return SchedulerSettings(
+        gap_wait_s=settings.gap_wait_s,
+        snapshot_commands=settings.snapshots.every_commands,
+        snapshot_work_s=settings.snapshots.every_s,
+        most_batch_tokens=settings.limits.batch_tokens,
+    )
+
+
+def _held_to(limits: Limits, model: BaseModel) -> BaseModel:
+    """The model as the server offers it: what the engine could do, within the limits."""
+    return msgspec.structs.replace(
+        model,
+        max_context=min(model.max_context, limits.prompt_tokens),
+        max_rank=min(model.max_rank, limits.rank),
+    )
 
 
 def _server_settings(settings: ServiceSettings) -> ServerSettings:
@@ -168,6 +197,8 @@ def _server_settings(settings: ServiceSettings) -> ServerSettings:
         body_bytes=limits.body_bytes,
         decoded_bytes=limits.decoded_bytes,
         commands_in_flight=limits.in_flight,
+        most_sessions=limits.sessions,
+        most_models=limits.models,
         long_poll_s=settings.long_poll_s,
         session_timeout_s=settings.session_timeout_s,
     )

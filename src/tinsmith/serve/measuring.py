@@ -12,6 +12,7 @@ import logging
 from tinsmith.errors import LedgerError
 from tinsmith.ledger.base import Ledger
 from tinsmith.observe.metrics import ServiceMetrics
+from tinsmith.observe.spans import Spans
 from tinsmith.server.exchanges import ExchangeReport, log_exchange
 
 _log = logging.getLogger(__name__)
@@ -23,23 +24,32 @@ _UNAUTHORISED = 401
 class Measuring:
     """Keeps the metrics of one service up to date. For one event loop."""
 
-    def __init__(self, metrics: ServiceMetrics, ledger: Ledger) -> None:
+    def __init__(self, metrics: ServiceMetrics, ledger: Ledger, spans: Spans) -> None:
         self._metrics = metrics
+        self._spans = spans
         self._ledger = ledger
         board = ledger.board
         metrics.ready.read_with(lambda: float(board.scheduler.is_ready))
         metrics.read_figures(lambda: board.scheduler.figures)
 
     def tell_exchange(self, report: ExchangeReport) -> None:
-        """Count one exchange, and write it into the access log."""
+        """Count one exchange, write it into the log, and name its span."""
         endpoint = report.endpoint or "none"
         status = "left" if report.status is None else str(report.status)
         self._metrics.http_requests.add(1, endpoint, status)
         self._metrics.http_seconds.observe(report.ended_s - report.started_s, endpoint)
         self._metrics.http_received_bytes.add(report.body_bytes)
+        self._metrics.http_sent_bytes.add(report.reply_bytes)
         if report.status == _UNAUTHORISED:
             self._metrics.unauthorised.add(1)
         log_exchange(report)
+        self._spans.tell(
+            request=report.call_id,
+            endpoint=report.endpoint,
+            tenant=report.tenant_id,
+            status=report.status,
+            error=None if report.error is None else type(report.error).__name__,
+        )
 
     async def run(self) -> None:
         """Read the ledger's figures again and again."""

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from tinsmith.observe.instruments import CONTENT_TYPE
 from tinsmith.serve.assemble import Service
 
-METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+METRICS_TYPE = CONTENT_TYPE.encode()
 JSON_TYPE = b"application/json"
 
 
@@ -31,12 +33,22 @@ class OperatorPages:
         """As ASGI has it."""
         page = self._page(scope) if scope["type"] == "http" else None
         if page is None:
-            await self.service.app(scope, receive, send)
+            with self._span(scope):
+                await self.service.app(scope, receive, send)
             return
         status, content_type, body = page
         headers = [(b"content-type", content_type), (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+
+    def _span(self, scope: MutableMapping[str, Any]) -> AbstractContextManager[None]:
+        spans = self.service.spans
+        if not spans.is_on or scope["type"] != "http":
+            return nullcontext()
+        headers = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
+        }
+        return spans.span("http", carrier=headers)
 
     def _page(self, scope: MutableMapping[str, Any]) -> tuple[int, bytes, bytes] | None:
         if scope["method"] not in ("GET", "HEAD"):

@@ -21,6 +21,7 @@ from urllib.parse import parse_qsl, quote
 
 from tinsmith.errors import APIStatusError, BadRequestError, NotFoundError, TinkerError
 from tinsmith.ledger.records import TenantId
+from tinsmith.observe.log_fields import bind, unbind
 from tinsmith.server.bodies import BodyReader, ClientLeftError, Message, Receive, packed
 from tinsmith.server.call import Answer, Call, Handler, StreamedReply
 from tinsmith.server.exchanges import ExchangeReport, Observer, log_exchange
@@ -91,6 +92,7 @@ class App:
         report = ExchangeReport(
             call_id=secrets.token_hex(8), method=scope["method"], started_s=time.perf_counter()
         )
+        fields = bind(request=report.call_id)
         try:
             reply = await self._reply(scope, receive, report)
             report.status = reply.status
@@ -103,6 +105,7 @@ class App:
         finally:
             report.ended_s = time.perf_counter()
             self._observer(report)
+            unbind(fields)
 
     async def _reply(
         self, scope: Message, receive: Receive, report: ExchangeReport
@@ -113,6 +116,7 @@ class App:
             endpoint, fields = self._find(scope, report)
             report.endpoint = endpoint.name
             tenant_id = await self._tenant(endpoint, headers, report)
+            bind(endpoint=endpoint.name, tenant=tenant_id)
             raw = await self._bodies.read(receive, headers)
             report.body_bytes = len(raw)
             request, body = await self._decode(endpoint, fields, scope, headers, raw)
@@ -136,7 +140,7 @@ class App:
             report.error = exc
             return _refusal(exc)
         except Exception as exc:  # noqa: BLE001 - the outer edge; told in full in the log
-            _log.exception("%s (%s) failed", report.endpoint or "a request", report.call_id)
+            _log.exception("a request failed")
             report.error = exc
             return reply_from_error(exc)
 

@@ -10,6 +10,8 @@ import msgspec
 
 _log = logging.getLogger("tinsmith.access")
 
+_FAILED = 500
+
 
 class ExchangeReport(msgspec.Struct, kw_only=True, eq=False):
     """One exchange. Filled while it goes on; frozen in spirit once it is given away."""
@@ -35,17 +37,22 @@ Observer: TypeAlias = Callable[[ExchangeReport], None]
 
 
 def log_exchange(report: ExchangeReport) -> None:
-    """Write one line into the access log, which nobody reads unless it is switched on."""
-    if _log.isEnabledFor(logging.DEBUG):
-        _log.debug(
-            "%s %s %s %s in %.1f ms, %d bytes in, %d out, tenant %r, id %s",
-            report.method,
-            report.path,
-            report.endpoint,
-            "left" if report.client_left else report.status,
-            (report.ended_s - report.started_s) * 1000,
-            report.body_bytes,
-            report.reply_bytes,
-            report.tenant_id,
-            report.call_id,
-        )
+    """Write one line into the log: of failures as a warning, of others where debugging is on."""
+    is_failed = report.status is not None and report.status >= _FAILED
+    level = logging.WARNING if is_failed else logging.DEBUG
+    if not _log.isEnabledFor(level):
+        return
+    error = report.error
+    _log.log(
+        level,
+        "%s %s: %s",
+        report.method,
+        report.path,
+        "the client left" if report.client_left else error or "answered",
+        extra={
+            "status": report.status,
+            "duration_ms": round((report.ended_s - report.started_s) * 1000, 1),
+            "body_bytes": report.body_bytes,
+            **({} if error is None else {"error": type(error).__name__}),
+        },
+    )

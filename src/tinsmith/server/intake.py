@@ -17,6 +17,7 @@ from tinsmith.ledger.records import (
     Submission,
     request_id,
 )
+from tinsmith.observe.log_fields import bind
 from tinsmith.server.call import Call
 from tinsmith.types.futures import UntypedAPIFuture
 from tinsmith.types.requests import SampleRequest
@@ -56,6 +57,7 @@ def submission(
 
 async def append(call: Call, submitted: Submission) -> Appended:
     """Append a command that was checked, if its tenant has room for it."""
+    bind(model=submitted.line, session=submitted.session_id)
     admission = call.service.admission
     await admission.admit(call.tenant_id, len(submitted.payload))
     appended = await call.ledger.append(submitted)

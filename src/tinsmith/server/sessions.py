@@ -73,7 +73,8 @@ class Sessions:
         for session in await self._silent(before):
             silent_s = self._ledger.now() - session.heartbeat_at
             detail = f"no heartbeat for {silent_s:.0f} s"
-            _log.info("session %s is ended: %s", session.id, detail)
+            told = {"session": session.id, "tenant": session.tenant_id}
+            _log.info("a session is ended: %s", detail, extra=told)
             await self.end(session.id, to_plain(SessionCancelled(detail=detail)))
             count += 1
         self._looked_until = before
