@@ -176,6 +176,16 @@ def test_ranges_of_files(store: CheckpointStore) -> None:
             store.read(PATH, name)
 
 
+def test_a_range_is_of_the_version_that_it_was_chosen_by(store: CheckpointStore) -> None:
+    file = "adapter_model.safetensors"
+    old = save(store, content=b"old and long")
+    new = save(store, content=b"new", overwrite=True)
+
+    assert b"".join(store.read(PATH, file, 1, 3, version=new.version)) == b"ew"
+    with pytest.raises(CheckpointNotFoundError, match="was overwritten"):
+        store.read(PATH, file, 5, 9, version=old.version)
+
+
 def test_only_plain_files_can_be_committed(store: CheckpointStore, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tinsmith.checkpoints.base import PIECE_BYTES, CheckpointStore, Reading
+from tinsmith.checkpoints.checks import check_version
 from tinsmith.checkpoints.disk import disk_errors
 from tinsmith.checkpoints.format import ADAPTER_MODEL, Layout, layer_of, tensor_name
 from tinsmith.checkpoints.manifest import FileEntry
@@ -26,7 +27,6 @@ from tinsmith.checkpoints.safetensors_file import encode_header, read_header
 from tinsmith.errors import (
     CheckpointDamagedError,
     CheckpointFormatError,
-    CheckpointNotFoundError,
     ValidationError,
 )
 
@@ -86,9 +86,11 @@ class Archive:
                 f"range is {start} to {stop}; the archive has {self.size_bytes} bytes"
             )
         reading = self._store.open(self._path)
-        if reading.manifest.version != self.manifest.version:
+        try:
+            check_version(self._path, reading.manifest, self.manifest.version)
+        except BaseException:
             reading.close()
-            raise CheckpointNotFoundError(f"{self._path} was overwritten since it was looked at")
+            raise
         return self._pieces(reading, start, stop)
 
     def _pieces(self, reading: Reading, start: int, stop: int) -> Iterator[bytes]:
@@ -115,9 +117,13 @@ class Archive:
 
     def _contents(self, folder: Path, entry: FileEntry) -> list[_Part]:
         """A file as it is given out."""
+        as_it_is = [_Part(b"", entry.name, 0, entry.size_bytes)]
         if entry.name != ADAPTER_MODEL or self._layout is Layout.PEFT:
-            return [_Part(b"", entry.name, 0, entry.size_bytes)]
-        header = read_header(folder / entry.name)
+            return as_it_is
+        try:
+            header = read_header(folder / entry.name)
+        except CheckpointFormatError:  # a download is not the place to judge it
+            return as_it_is
         renamed = {self._renamed(name): tensor for name, tensor in header.tensors.items()}
         return [
             _Part(encode_header(renamed, header.metadata)),

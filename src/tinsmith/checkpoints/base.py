@@ -143,15 +143,24 @@ class CheckpointStore(abc.ABC):
 
     @abc.abstractmethod
     def read(
-        self, path: CheckpointPath, file: str, start: int = 0, stop: int | None = None
+        self,
+        path: CheckpointPath,
+        file: str,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        version: str | None = None,
     ) -> Iterator[bytes]:
         """Bytes `start` to `stop` of one file, in pieces of `PIECE_BYTES` at most.
 
         The checkpoint is opened before this returns and closed when the iterator ends or is closed;
         an overwrite meanwhile does not show.
 
+        Args:
+            version: That of the manifest which the range was chosen by; None takes what is there.
+
         Raises:
-            CheckpointNotFoundError: There is no such checkpoint, or no such file in it.
+            CheckpointNotFoundError: There is no such checkpoint, version, or file in it.
             ValidationError: The range is not inside the file.
         """
 

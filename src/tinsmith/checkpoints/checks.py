@@ -34,6 +34,16 @@ def already_there(
     return None
 
 
+def check_version(path: CheckpointPath, manifest: Manifest, version: str | None) -> None:
+    """Refuse what has taken the place of a version; None stands for any.
+
+    Raises:
+        CheckpointNotFoundError: It was overwritten.
+    """
+    if version not in (None, manifest.version):
+        raise CheckpointNotFoundError(f"{path} was overwritten since it was looked at")
+
+
 def checked_range(
     path: CheckpointPath, manifest: Manifest, file: str, start: int, stop: int | None
 ) -> int:

@@ -30,6 +30,7 @@ from tinsmith.checkpoints.checks import (
     already_there,
     check_digests,
     check_sizes,
+    check_version,
     checked_range,
     not_found,
 )
@@ -106,11 +107,18 @@ class FolderStore(CheckpointStore):
             return reading
 
     def read(
-        self, path: CheckpointPath, file: str, start: int = 0, stop: int | None = None
+        self,
+        path: CheckpointPath,
+        file: str,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        version: str | None = None,
     ) -> Iterator[bytes]:
         """`CheckpointStore.read`."""
         reading = self.open(path)
         try:
+            check_version(path, reading.manifest, version)
             stop = checked_range(path, reading.manifest, file, start, stop)
         except BaseException:
             reading.close()

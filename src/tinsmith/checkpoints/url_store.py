@@ -36,6 +36,7 @@ from tinsmith.checkpoints.checks import (
     already_there,
     check_digests,
     check_sizes,
+    check_version,
     checked_range,
     not_found,
 )
@@ -152,10 +153,17 @@ class UrlStore(CheckpointStore):
             staged.remove()
 
     def read(
-        self, path: CheckpointPath, file: str, start: int = 0, stop: int | None = None
+        self,
+        path: CheckpointPath,
+        file: str,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        version: str | None = None,
     ) -> Iterator[bytes]:
         """`CheckpointStore.read`."""
         manifest = self.info(path)
+        check_version(path, manifest, version)
         stop = checked_range(path, manifest, file, start, stop)
         return self._pieces(self.address(path, manifest.version, file), start, stop)
 

@@ -14,12 +14,12 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 from urllib.parse import quote
 
+from tinsmith.checkpoints.archive import Archive
 from tinsmith.checkpoints.manifest import Manifest
 from tinsmith.checkpoints.paths import CheckpointPath
 from tinsmith.errors import BadRequestError, CheckpointNotFoundError, NotFoundError
 from tinsmith.ledger.records import CheckpointEntry, Session
 from tinsmith.server import ranges, tickets
-from tinsmith.server.archives import Archive
 from tinsmith.server.call import Answer, Call, Handler, StreamedReply
 from tinsmith.server.listings import is_living, moment
 from tinsmith.server.lookups import unknown
@@ -156,19 +156,21 @@ async def _file(call: Call, path: CheckpointPath, name: str) -> Answer:
     found = ranges.Download(
         name=name, size_bytes=file.size_bytes, tag=f"{manifest.version}-{file.sha256[:16]}"
     )
-    read = functools.partial(call.parts.store.read, path, name)
+    read = functools.partial(call.parts.store.read, path, name, version=manifest.version)
     return ranges.answer(
         found, call.headers, functools.partial(_pieces, read), is_head=_is_head(call)
     )
 
 
 async def _archive(call: Call, path: CheckpointPath) -> Answer:
-    manifest = await _manifest(call, path)
-    archive = Archive(call.parts.store, path, manifest)
+    try:
+        archive = await asyncio.to_thread(Archive, call.parts.store, path)
+    except CheckpointNotFoundError:
+        raise unknown("checkpoint", str(path)) from None
     found = ranges.Download(
         name=archive_name(path),
         size_bytes=archive.size_bytes,
-        tag=f"{manifest.version}-tar",
+        tag=archive.tag,
         content_type="application/x-tar",
     )
     pieces = functools.partial(_pieces, archive.read)
