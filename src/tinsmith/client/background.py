@@ -1,6 +1,7 @@
 """The thread on which all of the client's I/O happens, and the way over to it.
 
-One thread per process runs one event loop, uvloop where it is installed, from the first call on.
+One thread per process runs one event loop from the first call on: on Linux one that keeps the
+interpreter's lock while it has something to do (`held_gil.py`), elsewhere uvloop or asyncio's own.
 `start` hands a coroutine over from any thread or event loop and returns a future at once:
 coroutines wait in one queue, and a burst of them wakes the loop once.
 
@@ -20,6 +21,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from tinsmith.client import held_gil
 from tinsmith.client.forking import in_child
 from tinsmith.client.futures import APIFuture, within
 from tinsmith.client.waits import FUTURES, Waits
@@ -151,13 +153,14 @@ async def _settle(
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
-    loop: asyncio.AbstractEventLoop
-    try:
-        import uvloop
-    except ImportError:
-        loop = asyncio.new_event_loop()
-    else:
-        loop = uvloop.new_event_loop()
+    loop = held_gil.new_event_loop()
+    if loop is None:
+        try:
+            import uvloop
+        except ImportError:
+            loop = asyncio.new_event_loop()
+        else:
+            loop = uvloop.new_event_loop()
     loop.getaddrinfo = _addresses_of  # type: ignore[method-assign]
     return loop
 

@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-import asyncio
 import functools
 import sys
 from collections.abc import Iterator
 
 import pytest
-import uvloop
 
-from tests.integration.client.transport_runs import Maker, Run, run_with
+from tests.integration.client.transport_runs import LOOPS, Maker, Run, run_with
 from tinsmith.client.service import ServiceClient
 from tinsmith.client.training import TrainingClient
 from tinsmith.client.transports.direct import DirectTransport
@@ -58,7 +56,7 @@ def run(made_by: Maker) -> Run:
     return functools.partial(run_with, made_by)
 
 
-@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+@pytest.fixture(params=list(LOOPS.values()), ids=list(LOOPS))
 def run_direct(request: pytest.FixtureRequest) -> Run:
     """Runs a scenario with our own connections, on each event loop."""
     return functools.partial(run_with, DirectTransport, new_loop=request.param)

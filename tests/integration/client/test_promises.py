@@ -313,12 +313,8 @@ rest.list_training_runs().result()
 client.create_sampling_client(base_model="m")
 names = sorted(thread.name for thread in threading.enumerate())
 assert names == ["MainThread", "tinsmith-loop"], names
-try:
-    import uvloop
-except ImportError:
-    pass
-else:
-    assert isinstance(client.holder.get_loop(), uvloop.Loop)
+from tinsmith.client import held_gil
+assert isinstance(client.holder.get_loop(), held_gil.HeldLoop) == held_gil.IS_AVAILABLE
 """
     result = subprocess.run(
         [sys.executable, "-W", "error", "-c", program],

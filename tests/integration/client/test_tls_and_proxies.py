@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import trustme
-import uvloop
 
 from tests.integration.client.scripted_server import ScriptedServer
 from tests.integration.client.transport_runs import (
+    LOOPS,
     Maker,
     NewLoop,
     echo,
@@ -137,9 +137,7 @@ def test_a_certificate_that_is_not_to_be_trusted_is_named_and_not_tried_again(
     assert "ca_file" in str(error)
 
 
-@pytest.mark.parametrize(
-    "new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
-)
+@pytest.mark.parametrize("new_loop", list(LOOPS.values()), ids=list(LOOPS))
 def test_calls_over_tls_can_be_given_up_at_any_moment(
     new_loop: NewLoop, authority: trustme.CA, ca_file: str
 ) -> None:
@@ -169,9 +167,7 @@ def test_calls_over_tls_can_be_given_up_at_any_moment(
     assert run_quietly(scenario(), new_loop) == [200] * 10
 
 
-@pytest.mark.parametrize(
-    "new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
-)
+@pytest.mark.parametrize("new_loop", list(LOOPS.values()), ids=list(LOOPS))
 def test_large_bodies_go_both_ways_over_tls_at_the_pace_of_the_server(
     new_loop: NewLoop, authority: trustme.CA, ca_file: str
 ) -> None:

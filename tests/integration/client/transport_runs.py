@@ -11,6 +11,8 @@ import gc
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+import uvloop
+
 from tests.integration.client.scripted_server import (
     Connection,
     Handler,
@@ -18,6 +20,7 @@ from tests.integration.client.scripted_server import (
     ScriptedServer,
     scripted_server,
 )
+from tinsmith.client import held_gil
 from tinsmith.client.transports.base import ExchangeReply, Transport, TransportSettings
 from tinsmith.client.transports.direct import DirectTransport
 from tinsmith.client.transports.proxied import ProxiedTransport
@@ -29,6 +32,14 @@ Scenario = Callable[[Any, ScriptedServer], Awaitable[Any]]
 Run = Callable[..., Any]
 Maker = type[DirectTransport] | type[ProxiedTransport]
 NewLoop = Callable[[], asyncio.AbstractEventLoop]
+LOOPS: dict[str, NewLoop] = {
+    "asyncio": asyncio.new_event_loop,
+    "uvloop": uvloop.new_event_loop,
+}
+"""The event loops on which our own connections are tried."""
+if (_held := held_gil.new_event_loop()) is not None:
+    LOOPS["held"] = type(_held)
+    _held.close()
 
 
 def run_with(

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 import aiohappyeyeballs
 
+from tinsmith.client.held_gil import new_socket
 from tinsmith.client.transports.base import CONNECT_TIMEOUT_S, TransportSettings
 
 ADDRESS_LIFETIME_S = 10.0
@@ -46,13 +47,18 @@ class Address:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 if self._unix_socket is not None:
+                    reached = await _connected(loop, self._unix_socket)
                     await loop.create_unix_connection(
-                        lambda: connection, self._unix_socket, ssl=tls, server_hostname=name
+                        lambda: connection, sock=reached, ssl=tls, server_hostname=name
                     )
                     return
                 found = await self._addresses(loop)
                 reached = await aiohappyeyeballs.start_connection(
-                    found, happy_eyeballs_delay=0.25, interleave=1, loop=loop
+                    found,
+                    happy_eyeballs_delay=0.25,
+                    interleave=1,
+                    loop=loop,
+                    socket_factory=lambda info: new_socket(*info[:3]),
                 )
                 reached.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 await loop.create_connection(
@@ -79,3 +85,14 @@ class Address:
             self._tls = ssl.create_default_context(cafile=self._ca_file)
             self._tls.set_alpn_protocols(["http/1.1"])
         return self._tls
+
+
+async def _connected(loop: asyncio.AbstractEventLoop, path: str) -> socket.socket:
+    reached = new_socket(socket.AF_UNIX)
+    try:
+        reached.setblocking(False)
+        await loop.sock_connect(reached, path)
+    except BaseException:
+        reached.close()
+        raise
+    return reached

@@ -1,0 +1,212 @@
+"""Sockets and an event loop that keep the interpreter's lock, the GIL, for calls that never wait.
+
+Python gives the lock up around every system call. A thread that gave it up beside a thread that
+computes has it back after a whole switch interval, 5 ms, so that a client with a few system calls
+for each exchange would make a hundred exchanges a second. Here `HeldSocket` reads and writes what
+can be read and written at once, `HeldSelector` looks for what is ready, and `HeldLoop` is woken by
+other threads, all with the lock held; only a loop that has nothing to do gives it up. Nobody
+starves: whoever wants the lock gets it after a switch interval, as from any Python code.
+
+Only for Linux, and where there is `ctypes`: see `IS_AVAILABLE`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import selectors
+import socket
+import struct
+import sys
+import threading
+from typing import Any
+
+ROOM_BYTES = 256 * 1024
+"""How much is read at a time, and the most that is written with the lock held."""
+MOST_EVENTS = 512
+"""How many descriptors are told of at a time; the kernel tells of the others next."""
+
+
+class _Calls:
+    """Calls of the C library, during which the lock is held."""
+
+    def __init__(self) -> None:
+        import ctypes
+
+        library = ctypes.PyDLL(None, use_errno=True)
+        number, size, address = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p
+        self.recv = library.recv
+        self.recv.argtypes, self.recv.restype = [number, address, size, number], ctypes.c_ssize_t
+        self.send = library.send
+        self.send.argtypes = [number, ctypes.c_char_p, size, number]
+        self.send.restype = ctypes.c_ssize_t
+        self.epoll_wait = library.epoll_wait
+        self.epoll_wait.argtypes = [number, address, number, number]
+        self.eventfd_write = library.eventfd_write
+        self.eventfd_write.argtypes = [number, ctypes.c_uint64]
+        self.eventfd_read = library.eventfd_read
+        self.eventfd_read.argtypes = [number, address]
+        self._errno = ctypes.get_errno
+        self._address, self._byte = ctypes.addressof, ctypes.c_char
+
+    def address_of(self, memory: Any) -> int:
+        """Where writable memory begins; the caller keeps it."""
+        return self._address(self._byte.from_buffer(memory))
+
+    def last_error(self) -> OSError:
+        """Why the last call of this thread failed, in the class that Python has for it."""
+        number = self._errno()
+        return OSError(number, os.strerror(number))
+
+
+def _calls() -> Any:
+    if sys.platform != "linux":
+        return None
+    try:
+        return _Calls()
+    except (ImportError, OSError, AttributeError):
+        return None
+
+
+_c = _calls()
+IS_AVAILABLE = _c is not None
+"""Whether this system and this Python allow it."""
+
+
+def new_socket(family: int, kind: int = socket.SOCK_STREAM, protocol: int = 0) -> socket.socket:
+    """A socket for an event loop: one that keeps the lock where that is possible."""
+    return (HeldSocket if IS_AVAILABLE else socket.socket)(family, kind, protocol)
+
+
+class _Room:
+    """Memory that C writes into."""
+
+    def __init__(self, size_bytes: int) -> None:
+        memory = bytearray(size_bytes)
+        self.view = memoryview(memory)
+        self.address: int = _c.address_of(memory)
+
+
+class _Rooms(threading.local):
+    """A room for each thread: another one may run between the reading and the copying."""
+
+    def __init__(self) -> None:
+        self.room = _Room(ROOM_BYTES)
+
+
+if IS_AVAILABLE:
+    _rooms = _Rooms()
+    _NOW = getattr(socket, "MSG_DONTWAIT", 0)
+    _NOW_AND_QUIETLY = _NOW | getattr(socket, "MSG_NOSIGNAL", 0)
+
+
+class HeldSocket(socket.socket):
+    """A socket that never waits, for an event loop of any kind.
+
+    What is not here does what it does in any socket.
+    """
+
+    def recv(self, bufsize: int, flags: int = 0, /) -> bytes:
+        """As `socket.recv`, of at most `ROOM_BYTES`.
+
+        Raises:
+            BlockingIOError: Nothing has come yet.
+        """
+        room = _rooms.room
+        count = _c.recv(self.fileno(), room.address, min(bufsize, ROOM_BYTES), flags | _NOW)
+        if count < 0:
+            raise _c.last_error()
+        return room.view[:count].tobytes()
+
+    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
+        """As `socket.recv_into`.
+
+        Raises:
+            BlockingIOError: Nothing has come yet.
+        """
+        most = len(buffer) if not nbytes else min(nbytes, len(buffer))
+        count: int = _c.recv(self.fileno(), _c.address_of(buffer), most, flags | _NOW)
+        if count < 0:
+            raise _c.last_error()
+        return count
+
+    def send(self, data: Any, flags: int = 0, /) -> int:
+        """As `socket.send`.
+
+        Raises:
+            BlockingIOError: Nothing can be taken yet.
+        """
+        if type(data) is not bytes or len(data) > ROOM_BYTES:
+            return super().send(data, flags)  # a large copy: others may run meanwhile
+        count: int = _c.send(self.fileno(), data, len(data), flags | _NOW_AND_QUIETLY)
+        if count < 0:
+            raise _c.last_error()
+        return count
+
+
+if sys.platform == "linux":
+    # The kernel's `struct epoll_event`: a mask, and 64 bits whose first half is the descriptor.
+    _IS_PACKED = platform.machine() in ("x86_64", "i386", "i486", "i586", "i686")
+    _EVENT = struct.Struct("=Ii4x" if _IS_PACKED else "=I4xi4x")
+    _IN, _OUT = 1, 4
+
+    class HeldSelector(selectors.EpollSelector):
+        """Looks for what is ready, and gives the lock up only to wait."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self._room = _Room(MOST_EVENTS * _EVENT.size)
+            self._keys = self.get_map()
+
+        def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+            """As `selectors.EpollSelector.select`."""
+            count = _c.epoll_wait(self.fileno(), self._room.address, MOST_EVENTS, 0)
+            if count <= 0:
+                is_over = count == 0 and timeout is not None and timeout <= 0
+                return [] if is_over else super().select(timeout)
+            ready = []
+            for mask, fd in _EVENT.iter_unpack(self._room.view[: count * _EVENT.size]):
+                key = self._keys.get(fd)
+                if key is not None:
+                    # An error or a hang-up is for whoever waits for anything.
+                    events = selectors.EVENT_READ if mask & ~_OUT else 0
+                    events |= selectors.EVENT_WRITE if mask & ~_IN else 0
+                    ready.append((key, events & key.events))
+            return ready
+
+    class HeldLoop(asyncio.SelectorEventLoop):
+        """asyncio's own event loop, with the lock held while there is something to do."""
+
+        def __init__(self) -> None:
+            super().__init__(HeldSelector())
+            self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            self._rung = _Room(8)
+            # Nobody may ring while it is closed: the number may be another file's a moment later.
+            # Reentrant, for a signal's handler may ring while its thread does.
+            self._ringing = threading.RLock()
+            self.add_reader(self._bell, self._heard)
+
+        def _write_to_self(self) -> None:
+            """Wake the loop. The name is asyncio's: without it, asyncio would use its own pipe."""
+            with self._ringing:
+                if self._bell >= 0:
+                    _c.eventfd_write(self._bell, 1)
+
+        def _heard(self) -> None:
+            _c.eventfd_read(self._bell, self._rung.address)
+
+        def close(self) -> None:
+            """As any event loop's."""
+            if not self.is_running():  # else it is refused below
+                with self._ringing:
+                    bell, self._bell = self._bell, -1
+                if bell >= 0:
+                    self.remove_reader(bell)
+                    os.close(bell)
+            super().close()
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop | None:
+    """An event loop that keeps the lock while there is something to do; None where it cannot."""
+    return HeldLoop() if sys.platform == "linux" and IS_AVAILABLE else None
