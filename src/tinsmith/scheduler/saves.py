@@ -18,6 +18,7 @@ from tinsmith.checkpoints.manifest import Manifest
 from tinsmith.checkpoints.paths import CheckpointPath
 from tinsmith.engines.base import AdapterId, Saved
 from tinsmith.errors import BadRequestError, CheckpointExistsError, CheckpointUnavailableError
+from tinsmith.ledger import audit
 from tinsmith.ledger.records import CheckpointEntry, Command, Sampler
 from tinsmith.scheduler.models import KnownModel
 from tinsmith.scheduler.parts import Parts
@@ -123,6 +124,17 @@ async def keep_entry(
         },
     )
     await parts.ask(lambda: entries.put(entry))
+    await parts.ask(
+        lambda: audit.note(
+            parts.ledger,
+            command.tenant_id,
+            audit.CHECKPOINT_CREATED,
+            details={"kind": path.kind},
+            run_id=path.run_id,
+            tinker_path=str(path),
+            change=audit.change_id("save", command.request_id),
+        )
+    )
     return entry
 
 

@@ -21,6 +21,7 @@ import msgspec
 from tinsmith.checkpoints.base import CheckpointStore
 from tinsmith.checkpoints.paths import SAMPLERS, SNAPSHOTS, CheckpointPath
 from tinsmith.errors import CheckpointNotFoundError, TinkerError, UnknownEntryError
+from tinsmith.ledger import audit
 from tinsmith.ledger.base import PAGE, Ledger
 from tinsmith.ledger.records import (
     CheckpointEntry,
@@ -33,7 +34,6 @@ from tinsmith.ledger.records import (
     UsageKey,
     Use,
 )
-from tinsmith.server import audit
 from tinsmith.server.listings import is_living
 
 _log = logging.getLogger(__name__)

@@ -21,9 +21,9 @@ from tinsmith.errors import (
     UnknownEntryError,
     shown,
 )
+from tinsmith.ledger import audit
 from tinsmith.ledger.model_config import read_config
 from tinsmith.ledger.records import CheckpointEntry, Model, SessionId, TenantId
-from tinsmith.server import audit
 from tinsmith.server.call import Call, Handler
 from tinsmith.server.listings import (
     PROJECT,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from tinsmith.errors import BadRequestError, UnknownEntryError, shown
+from tinsmith.ledger import audit
 from tinsmith.ledger.base import Ledger
 from tinsmith.ledger.records import Model, Sampler, Session, is_storable
-from tinsmith.server import audit
 from tinsmith.server.call import Call, Handler
 from tinsmith.server.listings import (
     check_page,

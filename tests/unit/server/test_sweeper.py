@@ -1,0 +1,346 @@
+"""The sweeper: what it takes away, what it leaves, and what it counts."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.contract.ledgers import SetClock
+from tinsmith.checkpoints.folder_store import FolderStore
+from tinsmith.checkpoints.manifest import Manifest
+from tinsmith.checkpoints.paths import CheckpointPath
+from tinsmith.errors import CheckpointUnavailableError
+from tinsmith.ledger.base import Ledger
+from tinsmith.ledger.memory import MemoryLedger
+from tinsmith.ledger.records import (
+    AuditEntry,
+    CheckpointEntry,
+    LineId,
+    Model,
+    Sampler,
+    Session,
+    SessionId,
+    Settlement,
+    Submission,
+    TenantId,
+)
+from tinsmith.server.sweeper import EVERY_S, LONGEST_COUNT_S, ORPHANED_S, Sweeper
+
+Test = Callable[..., Coroutine[Any, Any, None]]
+
+ALICE = TenantId("alice")
+RUN = "s:train:0"
+SIZE_BYTES = 1000
+
+
+class House:
+    """A ledger and a store, with a clock that tests set."""
+
+    def __init__(self, folder: Path) -> None:
+        self.clock = SetClock()
+        self.ledger: Ledger = MemoryLedger(clock=self.clock.steady())
+        self.store = FolderStore(folder)
+        self.sweeper = Sweeper(self.ledger, self.store)
+
+    def write(self, path: CheckpointPath, origin: str = "") -> Manifest:
+        with self.store.begin(path, origin=origin) as staging:
+            (staging.folder / "adapter_model.safetensors").write_bytes(bytes(SIZE_BYTES))
+            return staging.commit(overwrite=True)
+
+    async def save(
+        self, name: str, expires_at: float | None = None, run_id: str = RUN, **fields: Any
+    ) -> CheckpointPath:
+        path = CheckpointPath(run_id, "weights", name)
+        manifest = self.write(path)
+        entry = CheckpointEntry(
+            id=str(path),
+            tenant_id=ALICE,
+            created_at=self.ledger.now(),
+            run_id=run_id,
+            checkpoint_id=path.checkpoint_id,
+            size_bytes=manifest.size_bytes,
+            expires_at=expires_at,
+            details={"version": manifest.version},
+            **fields,
+        )
+        await self.ledger.entries(CheckpointEntry).put(entry)
+        return path
+
+    async def add_model(self, run_id: str = RUN, **fields: Any) -> None:
+        given = {"session_id": SessionId("s"), "base_model": "tiny", **fields}
+        model = Model(id=run_id, tenant_id=ALICE, created_at=self.ledger.now(), **given)
+        await self.ledger.entries(Model).put(model)
+
+    async def add_session(self, **fields: Any) -> None:
+        now = self.ledger.now()
+        session = Session(
+            id="s", tenant_id=ALICE, created_at=now, project_id="p", heartbeat_at=now, **fields
+        )
+        await self.ledger.entries(Session).put(session)
+
+    async def is_named(self, path: CheckpointPath) -> bool:
+        return await self.ledger.entries(CheckpointEntry).get(str(path)) is not None
+
+    async def storage(self) -> float:
+        rows = await self.ledger.usage(ALICE, since=0.0, before=self.ledger.now() + 3600)
+        return sum(row.amount for row in rows if row.key.kind == "storage")
+
+
+def in_a_loop(test: Test) -> Callable[..., None]:
+    """Run a test's coroutine."""
+
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        asyncio.run(test(**fixtures))
+
+    return run
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> House:
+    return House(tmp_path)
+
+
+# Expiry
+
+
+@in_a_loop
+async def test_an_expired_checkpoint_goes_with_its_files_and_is_noted(house: House) -> None:
+    await house.add_model()
+    expired = await house.save("old", house.ledger.now() + 10)
+    kept = await house.save("new", house.ledger.now() + 1000)
+    for_ever = await house.save("ever")
+    house.clock.wait(11)
+
+    report = await house.sweeper.sweep()
+
+    assert (report.expired, report.problems) == (1, ())
+    assert not await house.is_named(expired)
+    assert not house.store.exists(expired)
+    assert await house.is_named(kept)
+    assert house.store.exists(kept)
+    assert house.store.exists(for_ever)
+    (noted,) = await house.ledger.entries(AuditEntry).all()
+    assert (noted.event, noted.tinker_path) == ("checkpoint.expired", str(expired))
+
+
+@in_a_loop
+async def test_a_sweep_that_was_killed_between_files_and_entry_is_ended(house: House) -> None:
+    path = await house.save("old", house.ledger.now() - 1)
+    house.store.delete(path)
+
+    report = await house.sweeper.sweep()
+
+    assert report.expired == 1
+    assert not await house.is_named(path)
+
+
+@in_a_loop
+async def test_a_checkpoint_that_is_being_saved_anew_is_left_alone(house: House) -> None:
+    """Its new files are there, its new entry is not."""
+    path = await house.save("c", house.ledger.now() - 1)
+    line = LineId(RUN)
+    appended = await house.ledger.append(
+        Submission(
+            line=line,
+            seq_id=1,
+            kind="save_weights",
+            tenant_id=ALICE,
+            session_id=SessionId("s"),
+            fingerprint=b"f",
+            payload=b"J{}",
+        )
+    )
+    house.write(path, origin=appended.request_id)
+
+    assert (await house.sweeper.sweep()).expired == 0
+    await house.ledger.entries(CheckpointEntry).change(
+        str(path), lambda old: msgspec.structs.replace(old, details={})
+    )
+    assert (await house.sweeper.sweep()).expired == 0
+    assert house.store.exists(path)
+    await house.ledger.settle([Settlement(request_id=appended.request_id, payload=b"J{}")])
+    assert (await house.sweeper.sweep()).expired == 1
+
+
+@in_a_loop
+async def test_a_checkpoint_that_was_saved_anew_is_kept(house: House) -> None:
+    path = await house.save("c", house.ledger.now() - 1)
+    await house.save("c", None)
+
+    assert (await house.sweeper.sweep()).expired == 0
+    assert await house.is_named(path)
+    assert house.store.exists(path)
+
+
+@in_a_loop
+async def test_the_run_of_a_copy_goes_with_it(house: House) -> None:
+    await house.add_model("copy-1", session_id=SessionId(""))
+    await house.add_model()
+    await house.save("c", house.ledger.now() - 1, run_id="copy-1")
+    await house.save("c", house.ledger.now() - 1)
+
+    await house.sweeper.sweep()
+
+    models = await house.ledger.entries(Model).all()
+    assert [model.id for model in models] == [RUN]
+
+
+# Files without an entry
+
+
+@in_a_loop
+async def test_files_that_nobody_names_go_after_an_hour(house: House) -> None:
+    path = CheckpointPath(RUN, "weights", "unnamed")
+    house.write(path)
+
+    await house.sweeper.sweep()
+    house.clock.wait(ORPHANED_S / 2)
+    await house.sweeper.sweep()
+    assert house.store.exists(path)
+    house.clock.wait(ORPHANED_S)
+    report = await house.sweeper.sweep()
+
+    assert report.abandoned == 1
+    assert not house.store.exists(path)
+
+
+@in_a_loop
+async def test_files_that_are_named_in_time_stay(house: House) -> None:
+    path = CheckpointPath(RUN, "weights", "late")
+    house.write(path)
+    await house.sweeper.sweep()
+    await house.save("late")
+
+    house.clock.wait(2 * ORPHANED_S)
+    report = await house.sweeper.sweep()
+
+    assert report.abandoned == 0
+    assert house.store.exists(path)
+
+
+@in_a_loop
+async def test_weights_of_a_nameless_sampler_go_when_its_session_has_ended(house: House) -> None:
+    await house.add_session()
+    sampler = Sampler(
+        id="s:sample:0",
+        tenant_id=ALICE,
+        created_at=0.0,
+        session_id=SessionId("s"),
+        base_model="tiny",
+    )
+    await house.ledger.entries(Sampler).add(sampler)
+    path = CheckpointPath.sampler(sampler.id)
+    house.write(path)
+
+    for _ in range(3):
+        await house.sweeper.sweep()
+        house.clock.wait(ORPHANED_S)
+    assert house.store.exists(path)
+    await house.add_session(ended_at=house.ledger.now())
+    for _ in range(3):
+        await house.sweeper.sweep()
+        house.clock.wait(ORPHANED_S)
+
+    assert not house.store.exists(path)
+
+
+@in_a_loop
+async def test_snapshots_go_when_their_model_was_let_go(house: House) -> None:
+    await house.add_model()
+    path = CheckpointPath.snapshot(RUN, 5)
+    house.write(path)
+
+    for _ in range(3):
+        await house.sweeper.sweep()
+        house.clock.wait(ORPHANED_S)
+    assert house.store.exists(path)
+    await house.add_model(released_at=1.0)
+    for _ in range(3):
+        await house.sweeper.sweep()
+        house.clock.wait(ORPHANED_S)
+
+    assert not house.store.exists(path)
+
+
+# Storage
+
+
+@in_a_loop
+async def test_storage_is_counted_by_the_hour_and_by_whose_it_is(house: House) -> None:
+    await house.add_model()
+    await house.save("a")
+    await house.save("b")
+    await house.sweeper.sweep()
+    assert await house.storage() == 0.0
+
+    house.clock.wait(EVERY_S / 2)
+    await house.sweeper.sweep()
+    assert await house.storage() == 0.0
+    house.clock.wait(EVERY_S)
+    report = await house.sweeper.sweep()
+    await house.sweeper.sweep()
+
+    expected = 2 * SIZE_BYTES / 1e9 * 1.5
+    assert report.gigabyte_hours == pytest.approx(expected)
+    assert await house.storage() == pytest.approx(expected)
+    (row,) = await house.ledger.usage(ALICE, since=0.0, before=house.ledger.now() + 3600)
+    assert (row.key.session_id, row.key.base_model) == ("s", "tiny")
+
+
+@in_a_loop
+async def test_two_servers_count_storage_once(house: House) -> None:
+    other = Sweeper(house.ledger, house.store)
+    await house.save("a")
+    for _ in range(3):
+        await house.sweeper.sweep()
+        await other.sweep()
+        house.clock.wait(EVERY_S)
+
+    assert await house.storage() == pytest.approx(SIZE_BYTES / 1e9 * 2)
+
+
+@in_a_loop
+async def test_a_long_time_without_a_server_is_counted_in_part(house: House) -> None:
+    await house.save("a")
+    await house.sweeper.sweep()
+    house.clock.wait(10 * LONGEST_COUNT_S)
+
+    await house.sweeper.sweep()
+
+    assert await house.storage() == pytest.approx(SIZE_BYTES / 1e9 * LONGEST_COUNT_S / 3600)
+
+
+# Trouble
+
+
+@in_a_loop
+async def test_what_fails_is_told_and_the_rest_is_done(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = await house.save("old", house.ledger.now() - 1)
+
+    def unavailable(_: CheckpointPath) -> Manifest:
+        raise CheckpointUnavailableError("the disk does not answer")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(house.store, "info", unavailable)
+        report = await house.sweeper.sweep()
+
+    assert "the disk does not answer" in report.problems[0]
+    assert len(report.problems) == 1
+    assert await house.is_named(path)
+    assert (await house.sweeper.sweep()).expired == 1
+
+
+@in_a_loop
+async def test_a_service_without_a_store_is_swept_too(house: House) -> None:
+    sweeper = Sweeper(house.ledger, None)
+
+    assert (await sweeper.sweep()).problems == ()
