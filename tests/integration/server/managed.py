@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,9 +27,20 @@ from tinsmith.ledger.records import (
 from tinsmith.ledger.registry import open_ledger
 from tinsmith.types.training import LoraConfig
 
+_NUMBERS = bytes(range(256)) * 5000
+_TENSOR = {"dtype": "U8", "shape": [len(_NUMBERS)], "data_offsets": [0, len(_NUMBERS)]}
+
+
+def _safetensors(name: str) -> bytes:
+    header = json.dumps({name: _TENSOR}, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    return struct.pack("<Q", len(header)) + header + _NUMBERS
+
+
+OUTPUT_LAYER = "base_model.model.lm_head.lora_A.weight"
 FILES = {
     "adapter_config.json": b'{"r": 8, "lora_alpha": 32}',
-    "adapter_model.safetensors": bytes(range(256)) * 5000,
+    "adapter_model.safetensors": _safetensors(OUTPUT_LAYER),
 }
 SIZE_BYTES = sum(map(len, FILES.values()))
 
