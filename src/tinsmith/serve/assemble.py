@@ -33,11 +33,14 @@ from tinsmith.serve.settings import Limits, ServiceSettings
 from tinsmith.server.app import App, make_app
 from tinsmith.server.parts import Parts
 from tinsmith.server.settings import ServerSettings
+from tinsmith.server.sweeper import Sweeper
 
 _log = logging.getLogger(__name__)
 
 REAP_S = 5.0
 """How often silent sessions are looked for."""
+SWEEP_S = 60.0
+"""How often what nobody needs any more is taken away."""
 SECRET_BYTES = 32
 
 
@@ -115,6 +118,7 @@ class Service:
         sessions = self.app.service.sessions
         self._start("scheduler", self._scheduler.open)
         self._start("silent sessions", _every(REAP_S, sessions.end_silent))
+        self._start("sweeping", _every(SWEEP_S, Sweeper(self.ledger, self.store).sweep))
         self._start("measuring", self._measuring.run)
 
     def _start(self, what: str, work: Callable[[], Awaitable[object]]) -> None:
