@@ -67,6 +67,10 @@ class SqlLedger(Ledger):
     async def _read(self, operation: Operation[T]) -> T:
         """Run an operation that changes nothing, on what is durable now."""
 
+    async def _look(self, operation: Operation[T]) -> T:
+        """As `_read`, for an operation that finds a row or a few by their key."""
+        return await self._read(operation)
+
     @abc.abstractmethod
     async def _keep_file(self, payload: bytes) -> Kept:
         """Write a large payload, so that it survives a crash."""
@@ -166,7 +170,7 @@ class SqlLedger(Ledger):
 
     async def command(self, request_id: str) -> Command:
         """`Ledger.command`."""
-        return await self._read(lambda effects: command_steps.command(effects, request_id))
+        return await self._look(lambda effects: command_steps.command(effects, request_id))
 
     async def commands_of(
         self, session_id: SessionId, *, after: int = 0, limit: int = PAGE
@@ -185,7 +189,7 @@ class SqlLedger(Ledger):
             return await self._result(request_id)
 
     async def _result(self, request_id: str) -> Result | None:
-        found = await self._read(lambda effects: command_steps.result(effects, request_id))
+        found = await self._look(lambda effects: command_steps.result(effects, request_id))
         if found is None:
             return None
         kept, is_failed = found
@@ -215,7 +219,7 @@ class SqlLedger(Ledger):
         self, line: LineId, clone: int, *, after: int, limit: int = PAGE
     ) -> list[Completion]:
         """`Ledger.completions`."""
-        return await self._read(
+        return await self._look(
             lambda effects: command_steps.completions(effects, line, clone, after, limit)
         )
 
@@ -247,7 +251,7 @@ class SqlLedger(Ledger):
         """`Ledger.wait_for_commands`."""
         return await self._wakeups.wait_until(
             NEW_WORK,
-            lambda: self._read(partial(command_steps.has_work, claimer=claimer)),
+            lambda: self._look(partial(command_steps.has_work, claimer=claimer)),
             bool,
             timeout_s,
         )
@@ -264,7 +268,7 @@ class SqlLedger(Ledger):
             return await self._payload(request_id)  # as in `result`
 
     async def _payload(self, request_id: str) -> bytes:
-        kept = await self._read(lambda effects: command_steps.payload(effects, request_id))
+        kept = await self._look(lambda effects: command_steps.payload(effects, request_id))
         return await self._fetch(kept)
 
     async def settle(self, settlements: Sequence[Settlement]) -> list[RequestId]:
@@ -306,7 +310,7 @@ class SqlLedger(Ledger):
 
     async def line(self, line: LineId) -> Line:
         """`Ledger.line`."""
-        return await self._read(lambda effects: entry_steps.line(effects, line))
+        return await self._look(lambda effects: entry_steps.line(effects, line))
 
     async def pass_over(self, line: LineId, position: int) -> None:
         """`Ledger.pass_over`."""
@@ -353,7 +357,7 @@ class _SqlEntries(Entries[E]):
         return await self._ledger._write(lambda effects: entry_steps.put(effects, entry))
 
     async def get(self, entry_id: str) -> E | None:
-        return await self._ledger._read(
+        return await self._ledger._look(
             lambda effects: entry_steps.get(effects, self._kind, entry_id)
         )
 

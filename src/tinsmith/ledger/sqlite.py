@@ -71,6 +71,7 @@ class SqliteLedger(SqlLedger):
         self._files = PayloadFiles(folder / "payloads")
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="tinsmith-ledger-read")
         self._connections = threading.local()
+        self._looking: sqlite3.Connection | None = None
         self._opened: list[sqlite3.Connection] = []
         self._writer = GroupWriter(self._connect_writer, self._follow)
         self._is_closed = False
@@ -153,6 +154,21 @@ class SqliteLedger(SqlLedger):
     async def _read(self, operation: Operation[T]) -> T:
         return await self._on_reader(self._run_read, operation)
 
+    async def _look(self, operation: Operation[T]) -> T:
+        """On the event loop's own thread: handing a look to another takes ten times as long.
+
+        No writer keeps a reader of SQLite waiting, but for moments in which the log begins anew;
+        such a look is left to a thread.
+        """
+        if self._is_closed:
+            raise LedgerUnavailableError("the ledger is closed")
+        try:
+            if self._looking is None:
+                self._looking = self._connect_reader(timeout_s=0.0)
+            return run_steps(operation(Effects()), partial(_ask, self._looking))
+        except sqlite3.Error:
+            return await self._read(operation)
+
     async def _on_reader(self, work: Callable[..., T], *values: object) -> T:
         if self._is_closed:
             raise LedgerUnavailableError("the ledger is closed")
@@ -172,13 +188,16 @@ class SqliteLedger(SqlLedger):
     def _reading_connection(self) -> sqlite3.Connection:
         connection: sqlite3.Connection | None = getattr(self._connections, "mine", None)
         if connection is None:
-            uri = f"{self._path.resolve().as_uri()}?mode=ro"
-            # Closed by another thread, when this one has ended.
-            connection = sqlite3.connect(
-                uri, uri=True, isolation_level=None, check_same_thread=False, timeout=BUSY_S
-            )
-            self._connections.mine = connection
-            self._opened.append(connection)
+            connection = self._connections.mine = self._connect_reader(timeout_s=BUSY_S)
+        return connection
+
+    def _connect_reader(self, timeout_s: float) -> sqlite3.Connection:
+        uri = f"{self._path.resolve().as_uri()}?mode=ro"
+        # Closed by another thread, when this one has ended.
+        connection = sqlite3.connect(
+            uri, uri=True, isolation_level=None, check_same_thread=False, timeout=timeout_s
+        )
+        self._opened.append(connection)
         return connection
 
     def _follow(self, effects: Effects) -> None:

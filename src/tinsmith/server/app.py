@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import secrets
 import time
@@ -40,6 +41,8 @@ _log = logging.getLogger(__name__)
 
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 
+_PROCESS, _NUMBERS = secrets.token_hex(4), itertools.count()
+"""Of which the names of exchanges are made: a random one for each would ask the system."""
 _MOST_HEADER_BYTES = 64 * 1024
 _HEADERS_TOO_LARGE = 431
 _MOST_QUERY_FIELDS = 64
@@ -90,7 +93,9 @@ class App:
 
     async def _http(self, scope: Message, receive: Receive, send: Send) -> None:
         report = ExchangeReport(
-            call_id=secrets.token_hex(8), method=scope["method"], started_s=time.perf_counter()
+            call_id=f"{_PROCESS}{next(_NUMBERS):x}",
+            method=scope["method"],
+            started_s=time.perf_counter(),
         )
         fields = bind(request=report.call_id)
         try:
