@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from scripts.serving_tables import PAGE, with_tables
-from tinsmith.serve.loading import load_settings
+from tinsmith.serve.loading import check_start, load_settings
 from tinsmith.serve.options import BY_NAME, OPTIONS
 from tinsmith.serve.settings import ServiceSettings, flat_settings
 
@@ -60,4 +60,4 @@ def test_the_file_that_is_shown_can_be_used(tmp_path: Path) -> None:
     settings = load_settings(config=tmp_path / "serve.toml", environment={}).settings
 
     assert settings.limits.in_flight == 4096
-    assert [model.path for model in settings.served_models] == ["/models/tiny"] * 2
+    check_start(settings)

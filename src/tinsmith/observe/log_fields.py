@@ -103,13 +103,13 @@ class JsonFormatter(logging.Formatter):
     """One JSON object a line: `time`, `level`, `logger`, `message`, the fields, `traceback`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line; fields never take the place of the first four."""
+        """One line; no field is called as one of the first four."""
         line = {
-            **{name: _plain(value) for name, value in fields_of(record).items()},
             "time": _time(record),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": without_secrets(_message(record)),
+            **{name: _plain(value) for name, value in fields_of(record).items()},
         }
         if trace := _trace(self, record):
             line["traceback"] = without_secrets(trace)

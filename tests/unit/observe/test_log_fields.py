@@ -73,6 +73,11 @@ def test_a_line_has_the_fields_around_it_and_its_own(as_json: Lines) -> None:
     assert not outside.keys() & FIELDS.keys()
 
 
+def test_no_field_takes_the_place_of_what_every_line_has() -> None:
+    assert not FIELDS.keys() & {"time", "level", "logger", "message", "traceback"}
+    assert not FIELDS.keys() & vars(logging.makeLogRecord({})).keys()
+
+
 def test_text_has_the_same_for_people(as_text: Lines) -> None:
     with log_fields(tenant="acme", model="m1"):
         LOG.info("settled")
