@@ -49,6 +49,7 @@ def configure(parser: Parser) -> None:
     _add_delete(parser)
     _add_download(parser)
     _add_push(parser)
+    _add_import(parser)
 
 
 def _add_path(verb: Parser) -> None:
@@ -120,11 +121,40 @@ def _add_push(parser: Parser) -> None:
     push.add_argument("--no-model-card", action="store_true", help="add no README.md")
 
 
+def _add_import(parser: Parser) -> None:
+    from tinsmith.cli.serve import add_settings
+    from tinsmith.serve.options import BY_NAME
+
+    taken_in = parser.add_verb(
+        "import",
+        "make a checkpoint of an adapter that peft saved",
+        run_import,
+        " Works on the store and the database of a service of your own, which may run.",
+    )
+    taken_in.add_argument("folder", help="where adapter_config.json and the weights are")
+    taken_in.add_argument("--name", help="what to call it; by default as the folder")
+    taken_in.add_argument(
+        "--base-model", metavar="NAME", help="what the service calls the model it was trained on"
+    )
+    taken_in.add_argument(
+        "--tenant", default="default", metavar="NAME", help="whose it is (default: default)"
+    )
+    names = ("data", "database", "checkpoints", "models")
+    add_settings(taken_in, tuple(BY_NAME[name] for name in names))
+
+
 def run_delete(arguments: argparse.Namespace) -> None:
     """See `checkpoint_delete`."""
     from tinsmith.cli import checkpoint_delete
 
     checkpoint_delete.run(arguments)
+
+
+def run_import(arguments: argparse.Namespace) -> None:
+    """See `checkpoint_import`."""
+    from tinsmith.cli import checkpoint_import
+
+    checkpoint_import.run(arguments)
 
 
 def run_download(arguments: argparse.Namespace) -> None:

@@ -33,7 +33,7 @@ def train(base_url: str, seed: int, steps: int, *, on_step: Callable[[], object]
         training = service.create_lora_training_client(BASE_MODEL, rank=4, seed=seed)
         for step in range(steps):
             passes = [
-                training.forward_backward([_datum(chance)], "cross_entropy")
+                training.forward_backward([datum_of(chance)], "cross_entropy")
                 for _ in range(chance.randint(1, 3))
             ]
             stepped = training.optim_step(AdamParams(learning_rate=0.05))
@@ -43,7 +43,7 @@ def train(base_url: str, seed: int, steps: int, *, on_step: Callable[[], object]
             if step % 5 == 4:
                 _save_and_sample(training, step)
             on_step()
-        probe = training.forward([_datum(random.Random(0))], "cross_entropy").result(WAIT_S)
+        probe = training.forward([datum_of(random.Random(0))], "cross_entropy").result(WAIT_S)
         return Weights(probe.loss_fn_outputs[0]["logprobs"].tolist())
 
 
@@ -57,7 +57,7 @@ def _save_and_sample(training: tinsmith.TrainingClient, step: int) -> None:
     assert len(answer.sequences[0].tokens) <= 4
 
 
-def _datum(chance: random.Random) -> Datum:
+def datum_of(chance: random.Random) -> Datum:
     tokens = [chance.randrange(1000) for _ in range(chance.randint(3, 12))]
     return Datum(
         model_input=ModelInput.from_ints(tokens[:-1]),
