@@ -73,7 +73,7 @@ def _parsed(recipients: Sequence[str]) -> list[Any]:
         kind = pyrage.ssh if text.startswith("ssh-") else pyrage.x25519
         try:
             parsed.append(kind.Recipient.from_str(text.strip()))
-        except pyrage.RecipientError as exc:
+        except (pyrage.RecipientError, UnicodeError) as exc:
             # The text is not shown: somebody may have pasted the private key.
             raise ValidationError(
                 f"{_FIELD}[{place}] is not a public key that age knows: {exc}",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from tinsmith.checkpoints.encryption import check_recipients
 from tinsmith.checkpoints.paths import CheckpointPath
 from tinsmith.engines.base import BaseModel
 from tinsmith.errors import BadRequestError, ValidationError, shown
@@ -37,7 +38,6 @@ LARGEST_CREATED = 2**31 - 1
 """The highest number that a session may give to a model, a sampler or a loss."""
 SHORTEST_TTL_S = 3600
 LONGEST_TTL_S = 10 * 366 * 24 * 3600
-MOST_RECIPIENTS = 10
 
 
 def refuse(field: str, value: object, bound: str) -> BadRequestError:
@@ -180,16 +180,19 @@ def check_save(
     if request.path is not None:
         check_name(run_id, kind, request.path)
     if isinstance(request, SaveWeightsExternalRequest):
-        recipients = request.age_encryption_recipients or []
-        if len(recipients) > MOST_RECIPIENTS:
-            raise refuse(
-                "age_encryption_recipients", len(recipients), f"there may be {MOST_RECIPIENTS}"
-            )
-        check_texts(*(("age_encryption_recipients", text) for text in recipients))
+        if request.age_encryption_recipients:
+            _check_recipients(request.age_encryption_recipients)
         return
     check_metadata("user_metadata", request.user_metadata)
     if isinstance(request, SaveWeightsForSamplerRequest):
         _check_sampler_save(request)
+
+
+def _check_recipients(recipients: list[str]) -> None:
+    try:
+        check_recipients(recipients)
+    except ValidationError as exc:
+        raise BadRequestError(str(exc)) from exc
 
 
 def _check_sampler_save(request: SaveWeightsForSamplerRequest) -> None:

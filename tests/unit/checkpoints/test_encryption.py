@@ -62,6 +62,8 @@ def test_bad_recipients_are_refused_with_the_field_and_are_not_shown() -> None:
         (["ssh-rsa " + "A" * 5000], r"recipients\[0\] has 5008 characters"),
         ([""], "is not a public key"),
         ([secret], "is not a public key"),
+        (["age1\ud800"], "is not a public key"),
+        (["ssh-rsa \0"], "is not a public key"),
     ]:
         with pytest.raises(ValidationError, match=why) as caught:
             check_recipients(recipients)

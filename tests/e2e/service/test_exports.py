@@ -1,0 +1,87 @@
+"""Weights that leave a running service, whole and readable for those they are meant for."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyrage
+import pytest
+
+import tinsmith
+from tests.e2e.service.served import BASE_MODEL, Served, serving
+from tests.e2e.service.training_run import API_KEY, WAIT_S
+from tinsmith.checkpoints.format import ADAPTER_CONFIG, ADAPTER_MODEL, read_adapter
+from tinsmith.checkpoints.safetensors_file import read_header
+from tinsmith.errors import BadRequestError
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    with serving(tmp_path / "service") as running:
+        yield running
+
+
+@pytest.fixture
+def training(served: Served) -> Iterator[tinsmith.TrainingClient]:
+    with tinsmith.ServiceClient(base_url=served.base_url, api_key=API_KEY) as service:
+        yield service.create_lora_training_client(BASE_MODEL, rank=4, seed=1)
+
+
+def fetched(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=WAIT_S) as reply:
+        content: bytes = reply.read()
+        return content
+
+
+def rest(served: Served) -> tinsmith.RestClient:
+    return tinsmith.RestClient(base_url=served.base_url, api_key=API_KEY)
+
+
+def test_an_encrypted_export_is_read_by_its_recipient_alone(
+    served: Served, training: tinsmith.TrainingClient, tmp_path: Path
+) -> None:
+    identity = pyrage.x25519.Identity.generate()
+    stranger = pyrage.x25519.Identity.generate()
+    recipients = [str(identity.to_public())]
+
+    saving = training.save_weights_external("secret", age_encryption_recipients=recipients)
+    path = saving.result(WAIT_S).path
+    urls = rest(served).get_external_weights_urls(path).result(WAIT_S).urls
+
+    assert set(urls) == {f"{ADAPTER_CONFIG}.age", f"{ADAPTER_MODEL}.age"}
+    for name, url in urls.items():
+        content = fetched(url)
+        (tmp_path / name.removesuffix(".age")).write_bytes(pyrage.decrypt(content, [identity]))
+        with pytest.raises(pyrage.DecryptError):
+            pyrage.decrypt(content, [stranger])
+    assert read_adapter(tmp_path).rank == 4
+    on_disk = served.folder / "data" / "checkpoints" / "runs"
+    assert not list(on_disk.rglob(f"external_weights/**/{ADAPTER_MODEL}"))
+
+
+def test_a_recipient_that_is_no_key_is_refused_and_training_goes_on(
+    training: tinsmith.TrainingClient,
+) -> None:
+    with pytest.raises(BadRequestError, match=r"recipients\[0\] is not a public key"):
+        training.save_weights_external("x", age_encryption_recipients=["age1x"]).result(WAIT_S)
+
+    assert training.save_state("after").result(WAIT_S).path.endswith("/weights/after")
+
+
+def test_the_archive_of_sampler_weights_has_the_names_that_tools_read(
+    served: Served, training: tinsmith.TrainingClient, tmp_path: Path
+) -> None:
+    path = training.save_weights_for_sampler("s").result(WAIT_S).path
+    url = rest(served).get_checkpoint_archive_url_from_tinker_path(path).result(WAIT_S).url
+
+    with tarfile.open(fileobj=io.BytesIO(fetched(url))) as tar:
+        tar.extractall(tmp_path, filter="data")
+
+    names = read_header(tmp_path / ADAPTER_MODEL).tensors
+    assert any(name.startswith("base_model.model.model.layers.0.") for name in names)
+    assert "base_model.model.model.unembed_tokens.lora_A.weight" in names
+    assert read_adapter(tmp_path).rank == 4
