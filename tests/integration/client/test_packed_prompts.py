@@ -306,11 +306,11 @@ def test_long_prompts_are_written_as_they_leave_and_not_all_at_once() -> None:
 
         with gathering():
             background().call_soon(look)
-            futures = [sampler.sample(prompt, 1, PARAMS) for prompt in prompts(20, tokens=15_000)]
+            futures = [sampler.sample(prompt, 1, PARAMS) for prompt in prompts(30, tokens=15_000)]
         try:
             for future in futures:
                 future.result(WAIT_S)
         finally:
             is_over.set()
 
-        assert max(after - before for before, after in itertools.pairwise(counts)) <= 2
+        assert max(after - before for before, after in itertools.pairwise(counts)) <= 10

@@ -46,9 +46,10 @@ Asleep: TypeAlias = Callable[[], contextlib.AbstractContextManager[None]]
 
 MOST_REQUESTS = 400
 """How many submissions may be on their way at once; waiting for results is free."""
-BREATH_BYTES = 64 * 1024
+BREATH_BYTES, LEAST_BREATH_BYTES = 512 * 1024, 32 * 1024
 """After writing so much the line lets it leave, and replies come in, before it writes more: bodies
-that only wait to be sent take memory and connections."""
+that only wait to be sent take memory and connections. A request counts for no less than the
+second."""
 NOT_OFFERED = (404, 405)
 UNKNOWN_FORM = 415
 
@@ -195,7 +196,7 @@ class SampleSender:
             if not leaving:
                 await limiter.wait_leave()
                 continue
-            written_bytes += self._send_next(leaving)
+            written_bytes += max(self._send_next(leaving), LEAST_BREATH_BYTES)
 
     def _room(self) -> int:
         """How many samples may be sent now."""
