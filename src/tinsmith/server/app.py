@@ -259,7 +259,7 @@ def _headers(scope: Message) -> dict[str, str]:
     size = 0
     for name, value in scope["headers"]:
         size += len(name) + len(value)
-        headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+        headers[name.decode("latin-1")] = value.decode("latin-1")  # ASGI has names in lower case
     if size > _MOST_HEADER_BYTES:
         raise APIStatusError(
             f"the headers are larger than {_MOST_HEADER_BYTES} bytes",

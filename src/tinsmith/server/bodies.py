@@ -52,8 +52,7 @@ class BodyReader:
         held = max(announced, 0)
         self._hold(held)
         try:
-            async with asyncio.timeout(self._settings.body_s):
-                return await self._gather(receive)
+            return await self._gather(receive)
         except TimeoutError as exc:
             raise APIStatusError("the body came too slowly", status_code=_REQUEST_TIMEOUT) from exc
         finally:
@@ -78,23 +77,23 @@ class BodyReader:
         self._held_bytes += size
 
     async def _gather(self, receive: Receive) -> Memory:
-        whole: bytes | bytearray = b""
-        while True:
-            async with asyncio.timeout(self._settings.body_silence_s):
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + self._settings.body_s
+        whole = bytearray()
+        async with asyncio.timeout(self._settings.body_silence_s) as silence:
+            while True:
                 message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientLeftError
-            piece = message.get("body", b"")
-            more = message.get("more_body", False)
-            if not more and not whole:
-                self._check(len(piece))
-                return piece  # type: ignore[no-any-return]
-            if isinstance(whole, bytes):
-                whole = bytearray()
-            whole += piece
-            self._check(len(whole))
-            if not more:
-                return memoryview(whole)
+                if message["type"] == "http.disconnect":
+                    raise ClientLeftError
+                piece: bytes = message.get("body", b"")
+                more = message.get("more_body", False)
+                self._check(len(whole) + len(piece))
+                if not more and not whole:
+                    return piece  # nearly always: all of it came at once
+                whole += piece
+                if not more:
+                    return memoryview(whole)
+                silence.reschedule(min(give_up_at, loop.time() + self._settings.body_silence_s))
 
 
 async def packed(reply: HttpReply, accepted: str, settings: ServerSettings) -> HttpReply:

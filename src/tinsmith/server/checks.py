@@ -95,10 +95,21 @@ def base_model(call: Call, name: str, field: str = "base_model") -> BaseModel:
     return found
 
 
-def check_lora(model: BaseModel, lora: LoraConfig) -> None:
+def is_same_model(call: Call, one: str, other: str) -> bool:
+    """Whether two names are of one base model."""
+    return _first_name(call, one) == _first_name(call, other)
+
+
+def _first_name(call: Call, name: str) -> str:
+    found = call.parts.base_models.get(name)
+    return name if found is None else found.alias_of or found.name
+
+
+def check_lora(call: Call, model: BaseModel, lora: LoraConfig) -> None:
     """The shape of an adapter."""
-    if not 1 <= lora.rank <= model.max_rank:
-        raise refuse("lora_config.rank", lora.rank, f"it may be 1 to {model.max_rank}")
+    most = min(model.max_rank, call.settings.rank)
+    if not 1 <= lora.rank <= most:
+        raise refuse("lora_config.rank", lora.rank, f"it may be 1 to {most}")
     if not (lora.train_unembed or lora.train_mlp or lora.train_attn):
         raise BadRequestError(
             "lora_config trains nothing; one of train_unembed, train_mlp and train_attn must be set"

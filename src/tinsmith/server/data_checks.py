@@ -28,6 +28,11 @@ from tinsmith.types.sampling import SamplingParams
 from tinsmith.types.tensors import TensorData
 from tinsmith.types.training import ForwardBackwardInput
 
+try:  # when the server starts: half a second is too long for the first request
+    import numpy as np
+except ModuleNotFoundError:
+    np = None  # type: ignore[assignment]
+
 _WEIGHED = frozenset({"target_tokens", "logprobs", "advantages"})
 LOSS_INPUTS: dict[str, frozenset[str]] = {
     "cross_entropy": frozenset({"target_tokens", "weights"}),
@@ -118,10 +123,9 @@ def _check_datum(datum: Datum, loss_fn: str, model: BaseModel, settings: ServerS
     length = check_input("model_input", datum.model_input, model)
     if length == 0:
         raise BadRequestError("model_input is empty")
-    if length > model.max_context:
-        raise refuse(
-            "model_input: the number of tokens", length, f"{model.name} reads {model.max_context}"
-        )
+    most = min(model.max_context, settings.prompt_tokens)
+    if length > most:
+        raise refuse("model_input: the number of tokens", length, f"it may be {most}")
     inputs = datum.loss_fn_inputs
     missing = LOSS_INPUTS[loss_fn] - inputs.keys()
     if missing:
@@ -229,11 +233,7 @@ def _is_finite(numbers: Numbers) -> bool:
 
 def _as_array(numbers: Numbers) -> Any:
     """The numbers for numpy, without a copy; None if they are few, or numpy is not there."""
-    if len(numbers) <= _FEW:
-        return None
-    try:
-        import numpy as np
-    except ModuleNotFoundError:
+    if len(numbers) <= _FEW or np is None:
         return None
     return np.frombuffer(numbers.memory, dtype=numbers.kind)
 
@@ -252,6 +252,8 @@ def check_sample(request: SampleRequest, model: BaseModel, settings: ServerSetti
     length = check_input("prompt", request.prompt, model)
     if length == 0:
         raise BadRequestError("prompt is empty; there must be at least one token")
+    if length > settings.prompt_tokens:
+        raise refuse("prompt: the number of tokens", length, f"it may be {settings.prompt_tokens}")
     _check_params(request.sampling_params, length, model)
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
         most = min(settings.most_topk, model.vocabulary)

@@ -47,12 +47,15 @@ class Sessions:
         self._lookups.forget(session)
         return changed
 
-    async def end(self, session_id: str, ending: dict[str, Any]) -> None:
+    async def end(
+        self, session_id: str, ending: dict[str, Any], *, unless_heard_since: float | None = None
+    ) -> None:
         """End a session, unless it has ended, and have its models released."""
         now = self._ledger.now()
 
         def ended(kept: Session) -> Session:
-            if kept.ended_at is not None:
+            has_beaten = unless_heard_since is not None and kept.heartbeat_at >= unless_heard_since
+            if kept.ended_at is not None or has_beaten:
                 return kept
             return msgspec.structs.replace(kept, ended_at=now, ending=ending)
 
@@ -69,26 +72,49 @@ class Sessions:
         before = self._ledger.now() - self._timeout_s
         if before <= self._started_at:
             return 0
-        count = 0
-        for session in await self._silent(before):
-            silent_s = self._ledger.now() - session.heartbeat_at
-            detail = f"no heartbeat for {silent_s:.0f} s"
-            told = {"session": session.id, "tenant": session.tenant_id}
-            _log.info("a session is ended: %s", detail, extra=told)
-            await self.end(session.id, to_plain(SessionCancelled(detail=detail)))
-            count += 1
-        self._looked_until = before
-        return count
-
-    async def _silent(self, before: float) -> list[Session]:
-        found: list[Session] = []
-        since = self._looked_until
+        count, since = 0, self._looked_until
         while True:
             page = await self._ledger.entries(Session).due(before, since=since, limit=_PAGE)
-            found += [session for session in page if session.ended_at is None]
-            if len(page) < _PAGE or page[-1].due_at <= since:
-                return found
-            since = page[-1].due_at
+            silent = [session for session in page if session.ended_at is None]
+            for session in silent:
+                await self._end_silent(session, before)
+            count += len(silent)
+            # Those that were ended now are due later, so the next page begins where this one did.
+            if len(page) < _PAGE or (not silent and page[-1].due_at <= since):
+                self._looked_until = before
+                return count
+            since = since if silent else page[-1].due_at
+
+    async def _end_silent(self, session: Session, before: float) -> None:
+        detail = f"no heartbeat for {self._ledger.now() - session.heartbeat_at:.0f} s"
+        told = {"session": session.id, "tenant": session.tenant_id}
+        _log.info("a session is ended: %s", detail, extra=told)
+        ending = to_plain(SessionCancelled(detail=detail))
+        await self.end(session.id, ending, unless_heard_since=before)
+
+    async def finish_endings(self) -> int:
+        """Release models whose session ended while nobody could say so; returns how many.
+
+        To be called at the start: a crash may have come between the end of a session and the
+        release of its models.
+        """
+        count, offset = 0, 0
+        while True:
+            page = await self._ledger.entries(Model).all(limit=_PAGE, offset=offset)
+            for model in page:
+                if model.released_at is None and await self._is_forgotten(model):
+                    await self._ledger.append(_release(model))
+                    count += 1
+            if len(page) < _PAGE:
+                return count
+            offset += len(page)
+
+    async def _is_forgotten(self, model: Model) -> bool:
+        session = await self._ledger.entries(Session).get(model.session_id)
+        if session is not None and session.ended_at is None:
+            return False
+        commands = await self._ledger.replay(LineId(model.id))
+        return not any(command.kind == RELEASE for command in commands)
 
     async def _release_models(self, session: Session) -> None:
         offset = 0

@@ -38,7 +38,7 @@ async def create_model(call: Call) -> UntypedAPIFuture:
     request: CreateModelRequest = call.request
     base = checks.base_model(call, request.base_model)
     lora = request.lora_config or LoraConfig(rank=min(DEFAULT_RANK, base.max_rank))
-    checks.check_lora(base, lora)
+    checks.check_lora(call, base, lora)
     return await _create(call, base, lora, request.optimizer_config)
 
 
@@ -53,10 +53,10 @@ async def load_weights(call: Call) -> UntypedAPIFuture:
     saved = await _readable(call, request)
     lora, optimizer = read_config(saved.details)
     name = str(saved.details.get("base_model", ""))
-    if request.base_model not in (None, name):
+    if request.base_model and not checks.is_same_model(call, request.base_model, name):
         raise checks.refuse("base_model", request.base_model, f"{request.path} is of {name}")
     base = checks.base_model(call, name, f"the base model of {request.path}")
-    checks.check_lora(base, lora)
+    checks.check_lora(call, base, lora)
     return await _create(call, base, lora, request.optimizer_config or optimizer)
 
 
@@ -178,7 +178,7 @@ async def _check_load(call: Call, model: Model) -> None:
         base = run.base_model
     else:
         base = str(saved.details.get("base_model", model.base_model))
-    if base != model.base_model:
+    if not checks.is_same_model(call, base, model.base_model):
         raise checks.refuse("path", request.path, f"it is of {base}, not of {model.base_model}")
 
 

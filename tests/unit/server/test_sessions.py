@@ -1,0 +1,177 @@
+"""Sessions end by their client's word or by its silence, once, and their models are released."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from tinsmith.ledger.clock import SteadyClock
+from tinsmith.ledger.memory import MemoryLedger
+from tinsmith.ledger.records import Command, Model, Session, SessionId, TenantId
+from tinsmith.server.lookups import Lookups
+from tinsmith.server.sessions import Sessions
+
+TENANT = TenantId("t")
+FINISHED = {"type": "client_finished", "reason": {"type": "success"}}
+TIMEOUT_S = 100.0
+
+
+class Scene:
+    """A ledger whose time stands still unless it is moved."""
+
+    def __init__(self) -> None:
+        self.time = 1000.0
+        self.ledger = MemoryLedger(clock=SteadyClock(lambda: self.time, lambda: self.time))
+        self.sessions = Sessions(self.ledger, Lookups(self.ledger), TIMEOUT_S)
+
+    async def add(self, session_id: str, models: int = 0) -> Session:
+        session = Session(
+            id=session_id,
+            tenant_id=TENANT,
+            created_at=self.time,
+            project_id="p",
+            heartbeat_at=self.time,
+        )
+        await self.ledger.entries(Session).add(session)
+        for number in range(models):
+            model = Model(
+                id=f"{session_id}:train:{number}",
+                tenant_id=TENANT,
+                created_at=self.time,
+                session_id=SessionId(session_id),
+                base_model="m",
+            )
+            await self.ledger.entries(Model).add(model)
+        return session
+
+    async def ending(self, session_id: str) -> str | None:
+        found = await self.ledger.entries(Session).get(session_id)
+        assert found is not None
+        return None if found.ending is None else str(found.ending["type"])
+
+    async def released(self) -> list[str]:
+        commands: list[Command] = await self.ledger.claim("c", limit=1000)
+        assert {command.kind for command in commands} <= {"release_model"}
+        return [command.line for command in commands]
+
+
+def play(work: Callable[[Scene], Awaitable[None]]) -> None:
+    """Run a test in a scene."""
+
+    async def main() -> None:
+        await work(Scene())
+
+    asyncio.run(main())
+
+
+def test_a_silent_session_is_ended_and_a_beating_one_is_not() -> None:
+    """Silence is counted from the last beat."""
+
+    async def work(scene: Scene) -> None:
+        await scene.add("silent", models=2)
+        beating = await scene.add("beating", models=1)
+        scene.time += 90
+        await scene.sessions.beat(beating)
+        scene.time += 20
+
+        assert await scene.sessions.end_silent() == 1
+
+        assert await scene.ending("silent") == "cancelled"
+        assert await scene.ending("beating") is None
+        assert sorted(await scene.released()) == ["silent:train:0", "silent:train:1"]
+
+    play(work)
+
+
+def test_a_session_is_ended_once_and_the_first_reason_stays() -> None:
+    """A finish that comes twice, or after the end by silence, changes nothing."""
+
+    async def work(scene: Scene) -> None:
+        await scene.add("one", models=1)
+        await scene.sessions.end("one", FINISHED)
+        scene.time += 1
+        await scene.sessions.end("one", {"type": "cancelled"})
+        scene.time += 1000
+
+        assert await scene.sessions.end_silent() == 0
+        assert await scene.ending("one") == "client_finished"
+        assert await scene.released() == ["one:train:0"]
+
+    play(work)
+
+
+def test_a_beat_after_the_end_does_not_bring_a_session_back() -> None:
+    """The client is told that it has ended."""
+
+    async def work(scene: Scene) -> None:
+        session = await scene.add("one")
+        await scene.sessions.end("one", FINISHED)
+
+        beaten = await scene.sessions.beat(session)
+
+        assert beaten.ended_at is not None
+
+    play(work)
+
+
+def test_time_without_a_server_is_not_held_against_sessions() -> None:
+    """After a restart every session has its whole time to beat again."""
+
+    async def work(scene: Scene) -> None:
+        await scene.add("one")
+        scene.time += 10_000
+        restarted = Sessions(scene.ledger, Lookups(scene.ledger), TIMEOUT_S)
+
+        scene.time += TIMEOUT_S / 2
+        assert await restarted.end_silent() == 0
+        scene.time += TIMEOUT_S
+        assert await restarted.end_silent() == 1
+
+    play(work)
+
+
+def test_more_sessions_than_a_page_holds_are_all_ended() -> None:
+    """Also when all of them fell silent at the same moment."""
+
+    async def work(scene: Scene) -> None:
+        for number in range(1200):
+            await scene.add(f"s{number}")
+        scene.time += 1000
+
+        assert await scene.sessions.end_silent() == 1200
+
+    play(work)
+
+
+def test_a_beat_that_comes_while_silence_is_looked_for_counts() -> None:
+    """The session is not ended on the word of a list that is out of date."""
+
+    async def work(scene: Scene) -> None:
+        session = await scene.add("one")
+        scene.time += 1000
+        await scene.sessions.beat(session)
+
+        await scene.sessions.end("one", {"type": "cancelled"}, unless_heard_since=scene.time - 1)
+
+        assert await scene.ending("one") is None
+
+    play(work)
+
+
+def test_an_ending_that_a_crash_cut_short_is_finished_at_the_next_start() -> None:
+    """The session had ended, and its models were not released; once is enough."""
+
+    async def work(scene: Scene) -> None:
+        session = await scene.add("one", models=2)
+        await scene.add("open", models=1)
+        ended = msgspec.structs.replace(session, ended_at=scene.time, ending=FINISHED)
+        await scene.ledger.entries(Session).put(ended)
+
+        assert await scene.sessions.finish_endings() == 2
+        assert await scene.sessions.finish_endings() == 0
+
+        assert sorted(await scene.released()) == ["one:train:0", "one:train:1"]
+
+    play(work)
