@@ -15,8 +15,8 @@ import importlib
 
 import msgspec
 
-from tinsmith.errors import APIStatusError, ValidationError
-from tinsmith.server.call import Answer, Call, Handler
+from tinsmith.errors import ValidationError
+from tinsmith.server.call import Handler
 from tinsmith.wire.endpoints import ENDPOINTS, Endpoint
 
 MODULES: tuple[str, ...] = (
@@ -35,9 +35,6 @@ MODULES: tuple[str, ...] = (
     "pages",
 )
 """In the order in which their own paths are tried."""
-
-AWAITED: frozenset[str] = frozenset(ENDPOINTS)
-"""Endpoints whose module is still to come; they answer 501."""
 
 
 class Routes(msgspec.Struct, frozen=True):
@@ -66,15 +63,9 @@ def collect() -> Routes:
                 raise ValidationError(f"{endpoint} has two handlers; one is in routes/{name}.py")
             handlers[endpoint] = handler
     names = {endpoint.name for endpoint in endpoints}
-    for missing in AWAITED - set(handlers):
-        handlers[missing] = _awaited
     if names != set(handlers):
         raise ValidationError(
             f"endpoints without a handler: {sorted(names - set(handlers))}; "
             f"handlers without an endpoint: {sorted(set(handlers) - names)}"
         )
     return Routes(endpoints, handlers, open_names)
-
-
-async def _awaited(call: Call) -> Answer:
-    raise APIStatusError(f"{call.endpoint.name} is not served yet", status_code=501)
