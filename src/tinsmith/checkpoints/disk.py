@@ -68,6 +68,17 @@ def try_lock(path: Path, *, is_shared: bool = False) -> FolderLock | None:
         return None
 
 
+def check_locks(folder: Path) -> None:
+    """Refuse a file system on which folders cannot be locked; NFS is one."""
+    try:
+        lock(folder).release()
+    except OSError as exc:
+        raise CheckpointUnavailableError(
+            f"{folder} cannot be locked: {exc}",
+            remedy="choose a folder on a local disk, or an object store by its URL",
+        ) from exc
+
+
 def _locked(path: Path, *, is_shared: bool, waits: bool) -> FolderLock:
     descriptor = os.open(path, os.O_RDONLY)
     try:

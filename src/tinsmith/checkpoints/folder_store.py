@@ -1,4 +1,4 @@
-"""Checkpoints in a folder of a local disk, or of one that several machines mount.
+"""Checkpoints in a folder of a disk whose file system has locks on folders: any local one.
 
     <root>/runs/<run>/<kind>/<name>/checkpoint.json      the manifest, which names the version
     <root>/runs/<run>/<kind>/<name>/<version>/…          the files
@@ -36,6 +36,7 @@ from tinsmith.checkpoints.checks import (
 )
 from tinsmith.checkpoints.disk import (
     FolderLock,
+    check_locks,
     disk_errors,
     link_or_copy,
     lock,
@@ -70,6 +71,7 @@ class FolderStore(CheckpointStore):
         self.root = root.absolute()
         with disk_errors(f"checkpoints cannot be kept in {root}"):
             self._staging = StagingArea(self.root / _STAGING)
+            check_locks(self._staging.folder)
             (self.root / "lock").touch(mode=0o600)
 
     def begin(self, path: CheckpointPath, *, origin: str = "") -> FolderStaging:

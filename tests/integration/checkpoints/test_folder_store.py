@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import shutil
 import subprocess
 import sys
@@ -278,6 +280,18 @@ def test_a_root_that_cannot_be_is_told(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointUnavailableError, match="cannot be kept in"):
         FolderStore(tmp_path / "file" / "store")
+
+
+def test_a_disk_without_locks_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EBADF, "as NFS says")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+    with pytest.raises(CheckpointUnavailableError, match="choose a folder on a local disk"):
+        FolderStore(tmp_path / "store")
 
 
 def test_copies_share_the_disk(store: FolderStore) -> None:
