@@ -27,7 +27,7 @@ from tinsmith.types.record import Record, to_plain
 from tinsmith.wire import json_format
 from tinsmith.wire.content import check_size
 from tinsmith.wire.limits import DEFAULT_LIMITS, DecodeLimits
-from tinsmith.wire.protobuf import Parts
+from tinsmith.wire.protobuf import Parts, merged
 
 FEWEST_PACKED = 64
 """A shorter list costs less as text."""
@@ -47,9 +47,9 @@ class PackedText(msgspec.Struct, frozen=True):
         return sum(map(len, self.text)) + sum(map(len, self.arrays))
 
     def body(self) -> Parts:
-        """The body that holds it. The arrays are not copied."""
+        """The body that holds it. Long arrays are not copied."""
         text = b"".join(self.text)
-        return [len(text).to_bytes(_LENGTH_BYTES, "little") + text, *self.arrays]
+        return merged([len(text).to_bytes(_LENGTH_BYTES, "little") + text, *self.arrays])
 
 
 def encode(request: Record) -> PackedText:

@@ -91,13 +91,20 @@ def test_many_packed_samples_are_read_as_the_same_samples(
     assert again == requests
 
 
-def test_arrays_are_sent_from_where_they_lie() -> None:
-    chunk = EncodedTextChunk(LONG)
+def test_long_arrays_are_sent_from_where_they_lie() -> None:
+    chunk = EncodedTextChunk(list(range(5000)))
 
     packed = packed_format.encode(a_sample(chunk, chunk))
 
     assert [array is chunk.numbers.memory for array in packed.arrays] == [True, True]
     assert [array is chunk.numbers.memory for array in packed.body()[1:]] == [True, True]
+
+
+def test_short_arrays_leave_together() -> None:
+    packed = packed_format.encode(a_sample(*[EncodedTextChunk(LONG)] * 50))
+
+    assert len(packed.arrays) == 50
+    assert len(packed.body()) <= 2
     assert packed.size + 4 == sum(map(len, packed.body()))
 
 
