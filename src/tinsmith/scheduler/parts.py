@@ -41,6 +41,8 @@ class Parts:
     samples: SampleQueue = dataclasses.field(default_factory=SampleQueue)
     statistics: Statistics = dataclasses.field(default_factory=Statistics)
     spans: Spans = dataclasses.field(default_factory=Spans)
+    is_recovered: bool = False
+    """Whether all models are where their lines are."""
     is_closing: bool = False
     problem: str | None = None
     """What keeps the scheduler from working, if it is not the ledger."""

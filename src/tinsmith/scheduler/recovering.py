@@ -42,6 +42,7 @@ class Recovering:
         found = await parts.ask(lambda: recover(parts.ledger, parts.settings.claimer))
         for recovery in found.models:
             await self._bring_back(recovery)
+        parts.is_recovered = True
         redone = sum(len(one.redo) for one in found.models)
         parts.statistics.count("recovered_models", len(found.models))
         parts.statistics.count("redone_commands", redone)

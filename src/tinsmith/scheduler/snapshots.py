@@ -65,6 +65,8 @@ class Snapshots:
 
     async def take_all(self) -> None:
         """Take one of each model that has changed since its last; for the end of the service."""
+        if not self._parts.is_recovered:
+            return  # models may be halfway to where their lines are
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         for line, known in self._parts.models.all_ready():
             if known.unsaved_commands and not self._parts.order.is_busy(line):

@@ -32,7 +32,7 @@ from tinsmith.engines.base import (
 )
 from tinsmith.engines.fake import arithmetic, files
 from tinsmith.engines.fake.arithmetic import Array, Vocabulary
-from tinsmith.engines.fake.sampling import RunningSample
+from tinsmith.engines.fake.sampling import Draws, RunningSample
 from tinsmith.engines.fake.training import OPTIMIZERS, Adapter
 from tinsmith.errors import ClosedError, NotFoundError, ValidationError
 
@@ -46,6 +46,8 @@ LOOP_S = 0.005
 PREFIX_TOKENS = 64
 """Prompts are remembered in pieces of so many tokens."""
 MOST_PREFIXES = 100_000
+MOST_DRAWS = 64
+"""For so many pairs of weights and settings the sampler remembers what follows from them."""
 
 R = TypeVar("R")
 
@@ -94,6 +96,7 @@ class FakeEngine(Engine):
         self._weights: dict[WeightsId, tuple[str, Array]] = {}
         self._dropped: set[WeightsId] = set()
         self._samples: dict[str, RunningSample] = {}
+        self._draws: OrderedDict[tuple[object, ...], Draws] = OrderedDict()
         self._prefixes: OrderedDict[int, None] = OrderedDict()
         self._turn = asyncio.Lock()
         self._is_open = False
@@ -249,6 +252,7 @@ class FakeEngine(Engine):
             self._check_base(files.base_model_of(folder), base_model)
             weights = await asyncio.to_thread(files.load_weights, folder)
             self._weights[weights_id] = (base_model, arithmetic.log_table(base_CK, weights))
+            self._forget_draws(weights_id)
             self._dropped.discard(weights_id)
 
         await self._exclusively(run)
@@ -259,6 +263,7 @@ class FakeEngine(Engine):
             self._dropped.add(weights_id)
         else:
             self._weights.pop(weights_id, None)
+            self._forget_draws(weights_id)
 
     def has_weights(self, weights_id: WeightsId) -> bool:
         """`Engine.has_weights`."""
@@ -268,15 +273,33 @@ class FakeEngine(Engine):
         """`Engine.admit`."""
         if sample.work_id in self._samples:
             return
-        model = self._model(sample.base_model)
-        if sample.weights_id is None:
-            table_CK = arithmetic.log_table(self._tables[model.name], {})
-        else:
-            table_CK = self._weights[sample.weights_id][1]
-        hits = self._seen_tokens(sample)
         self._samples[sample.work_id] = RunningSample(
-            sample, table_CK, self._vocabularies[model.vocabulary], model.max_context, hits
+            sample,
+            self._draws_for(sample),
+            self._model(sample.base_model).max_context,
+            self._seen_tokens(sample),
         )
+
+    def _draws_for(self, sample: SampleWork) -> Draws:
+        """Samples of the same weights and settings share what follows from these alone."""
+        params, model = sample.request.sampling_params, self._model(sample.base_model)
+        key = (
+            model.name,
+            sample.weights_id,
+            params.temperature,
+            params.top_k,
+            params.top_p,
+        )
+        if key not in self._draws:
+            if sample.weights_id is None:
+                table_CK = arithmetic.log_table(self._tables[model.name], {})
+            else:
+                table_CK = self._weights[sample.weights_id][1]
+            self._draws[key] = Draws(table_CK, self._vocabularies[model.vocabulary], params)
+            if len(self._draws) > MOST_DRAWS:
+                self._draws.popitem(last=False)
+        self._draws.move_to_end(key)
+        return self._draws[key]
 
     def _seen_tokens(self, sample: SampleWork) -> int:
         """How many tokens of the prompt were read before under the same weights."""
@@ -316,6 +339,7 @@ class FakeEngine(Engine):
         for weights_id in [one for one in self._dropped if not self._is_used(one)]:
             self._dropped.discard(weights_id)
             self._weights.pop(weights_id, None)
+            self._forget_draws(weights_id)
         return events
 
     def _step_one(self, sample: RunningSample) -> list[SampleEvent]:
@@ -330,6 +354,10 @@ class FakeEngine(Engine):
             events.append(SampleOutcome(work_id=work_id, error=exc))
         self._samples.pop(work_id, None)
         return events
+
+    def _forget_draws(self, weights_id: WeightsId) -> None:
+        for key in [key for key in self._draws if key[1] == weights_id]:
+            del self._draws[key]
 
     def _is_used(self, weights_id: WeightsId) -> bool:
         return any(sample.work.weights_id == weights_id for sample in self._samples.values())

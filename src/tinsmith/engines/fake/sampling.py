@@ -121,12 +121,10 @@ class _Sequence:
 class RunningSample:
     """A sample that has been admitted."""
 
-    def __init__(
-        self, work: SampleWork, table_CK: Array, vocabulary: Vocabulary, max_context: int, hits: int
-    ) -> None:
+    def __init__(self, work: SampleWork, draws: Draws, max_context: int, hits: int) -> None:
         self.work = work
         self._hits = hits
-        self._draws = Draws(table_CK, vocabulary, work.request.sampling_params)
+        self._draws = draws
         self._prompt = arithmetic.input_tokens(work.request.prompt)
         params = work.request.sampling_params
         self._seed = work.work_id if params.seed is None else str(params.seed)
