@@ -1,0 +1,158 @@
+"""Outcomes on their way into the ledger, and the patience that it takes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import cast
+
+from tests.unit.scheduler.made import a_command
+from tinsmith.errors import BadRequestError, LedgerUnavailableError, RequestErrorCategory
+from tinsmith.ledger.base import Ledger
+from tinsmith.ledger.board import Board
+from tinsmith.ledger.records import RequestId, Settlement
+from tinsmith.scheduler.patience import LONGEST_WAIT_S, PatientLedger, Sleep
+from tinsmith.scheduler.settling import Settler, failure, success
+from tinsmith.wire.stored import read_failure
+
+
+class SlowLedger:
+    """Settles when it is let, and fails as often as it is told to."""
+
+    def __init__(self) -> None:
+        self.may_settle = asyncio.Event()
+        self.may_settle.set()
+        self.failures = 0
+        self.settled: list[list[str]] = []
+
+    async def settle(self, settlements: Sequence[Settlement]) -> list[RequestId]:
+        await self.may_settle.wait()
+        if self.failures:
+            self.failures -= 1
+            raise LedgerUnavailableError("the disk is full")
+        self.settled.append([one.request_id for one in settlements])
+        return [one.request_id for one in settlements]
+
+    def settler(self, *, most: int = 100, sleep: Sleep = asyncio.sleep) -> Settler:
+        patient = PatientLedger(Board(), sleep=sleep)
+        return Settler(cast(Ledger, self), patient, most_unsettled=most)
+
+
+def _settlement(number: int) -> Settlement:
+    return Settlement(request_id=RequestId(f"m:{number}"), payload=b"")
+
+
+def test_settlements_keep_their_order_and_share_a_change() -> None:
+    """What gathers while one is made is made together, behind it."""
+
+    async def run() -> None:
+        ledger = SlowLedger()
+        ledger.may_settle.clear()
+        settler = ledger.settler()
+        task = asyncio.create_task(settler.run())
+        settler.add(_settlement(0))
+        await asyncio.sleep(0)
+        for number in range(1, 5):
+            settler.add(_settlement(number))
+        unsettled = settler.unsettled
+        ledger.may_settle.set()
+        await settler.wait_settled()
+        task.cancel()
+
+        assert unsettled == 5
+        assert ledger.settled == [["m:0"], ["m:1", "m:2", "m:3", "m:4"]]
+        assert settler.unsettled == 0
+
+    asyncio.run(run())
+
+
+def test_nothing_is_lost_while_the_ledger_is_unavailable() -> None:
+    """It is settled in its order when it is back; meanwhile the board says so."""
+
+    async def run() -> None:
+        ledger, board, waits = SlowLedger(), Board(), list[float]()
+        ledger.failures = 20
+
+        async def sleep(wait_s: float) -> None:
+            waits.append(wait_s)
+            await asyncio.sleep(0)
+
+        patient = PatientLedger(board, sleep=sleep)
+        settler = Settler(cast(Ledger, ledger), patient, most_unsettled=100)
+        task = asyncio.create_task(settler.run())
+        settler.add(_settlement(0), _settlement(1))
+        while len(waits) < 3:  # noqa: ASYNC110 - nobody tells of it
+            await asyncio.sleep(0)
+        during = board.queue("m").state, patient.is_troubled
+        settler.add(_settlement(2))
+        await settler.wait_settled()
+        task.cancel()
+
+        assert during == ("paused_capacity", True)
+        assert ledger.settled == [["m:0", "m:1"], ["m:2"]]
+        assert (board.queue("m").state, patient.is_troubled) == ("active", False)
+        assert len(waits) == 20 and max(waits) <= LONGEST_WAIT_S
+
+    asyncio.run(run())
+
+
+def test_no_more_is_made_when_much_waits() -> None:
+    """Room is there again when it has been settled."""
+
+    async def run() -> None:
+        ledger = SlowLedger()
+        ledger.may_settle.clear()
+        settler = ledger.settler(most=2)
+        task = asyncio.create_task(settler.run())
+        await settler.wait_room()
+        settler.add(_settlement(0), _settlement(1))
+        waiting = asyncio.create_task(settler.wait_room())
+        await asyncio.sleep(0.01)
+        had_room = waiting.done()
+        ledger.may_settle.set()
+        async with asyncio.timeout(5):
+            await waiting
+        task.cancel()
+
+        assert not had_room
+
+    asyncio.run(run())
+
+
+def test_one_can_wait_for_what_was_added_until_now() -> None:
+    """It returns when that is in the ledger, and at once if nothing was added."""
+
+    async def run() -> None:
+        ledger = SlowLedger()
+        settler = ledger.settler()
+        await settler.wait_passed()
+        settler.add(_settlement(0))
+        waiting = asyncio.create_task(settler.wait_passed())
+        await asyncio.sleep(0)
+        was_done = waiting.done()
+        task = asyncio.create_task(settler.run())
+        async with asyncio.timeout(5):
+            await waiting
+        task.cancel()
+
+        assert not was_done
+        assert ledger.settled == [["m:0"]]
+
+    asyncio.run(run())
+
+
+def test_a_failure_says_whose_it_is() -> None:
+    """The user's mistakes are told, faults are not."""
+    users = read_failure(failure(a_command(), BadRequestError("look here")).payload)
+    ours = read_failure(failure(a_command(), RuntimeError("secret")).payload)
+
+    assert (users.category, users.error) == (RequestErrorCategory.User, "look here")
+    assert ours.category is RequestErrorCategory.Server
+    assert "secret" not in ours.error
+
+
+def test_a_command_without_a_result_is_settled_with_nothing() -> None:
+    """The end of a model has none."""
+    settlement = success(a_command(kind="release_model"), None)
+
+    assert (settlement.payload, settlement.is_failed) == (b"J{}", False)
