@@ -50,6 +50,7 @@ def configure(parser: Parser) -> None:
     _add_download(parser)
     _add_push(parser)
     _add_import(parser)
+    _add_upload(parser)
 
 
 def _add_path(verb: Parser) -> None:
@@ -143,11 +144,39 @@ def _add_import(parser: Parser) -> None:
     add_settings(taken_in, tuple(BY_NAME[name] for name in names))
 
 
+def _add_upload(parser: Parser) -> None:
+    upload = parser.add_verb(
+        "upload",
+        "send an adapter that was made elsewhere, as a checkpoint",
+        run_upload,
+        " It is a folder that peft saved, with adapter_config.json and adapter_model.safetensors;"
+        "\ntraining can go on from it. Only tinsmith's own service takes adapters.",
+    )
+    upload.add_argument("folder", metavar="PEFT_FOLDER", help="the adapter's folder")
+    upload.add_argument("--name", default="imported", help="of the checkpoint; %(default)s")
+    upload.add_argument(
+        "--base-model",
+        metavar="NAME",
+        help="what the service calls it; by default as adapter_config.json says",
+    )
+    upload.add_argument("--project", metavar="ID", help="the project that it belongs to")
+    upload.add_argument(
+        "--ttl", type=positive, metavar="SECONDS", help="when it expires; by default never"
+    )
+
+
 def run_delete(arguments: argparse.Namespace) -> None:
     """See `checkpoint_delete`."""
     from tinsmith.cli import checkpoint_delete
 
     checkpoint_delete.run(arguments)
+
+
+def run_upload(arguments: argparse.Namespace) -> None:
+    """See `checkpoint_upload`."""
+    from tinsmith.cli import checkpoint_upload
+
+    checkpoint_upload.run(arguments)
 
 
 def run_import(arguments: argparse.Namespace) -> None:

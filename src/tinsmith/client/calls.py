@@ -162,7 +162,7 @@ class Calls:
         """As `exchange`, for a request that is bytes already."""
         if endpoint.name not in _AFTER_CLOSE:
             self.check_open()
-        sent.headers.update(_own_headers(endpoint.name))
+        sent.headers.update(_own_headers(endpoint.name, endpoint.timeout_s, endpoint.is_management))
         sent.headers.update(headers or {})
         is_ours = credential is None
         if is_ours and self.credentials.is_stale():
@@ -201,7 +201,12 @@ class Calls:
         self.check_open()
         if self.credentials.is_stale():
             await self.renew_credential()
-        sent.headers.update({**_own_headers(endpoint.name), **(headers or {})})
+        sent.headers.update(
+            {
+                **_own_headers(endpoint.name, endpoint.timeout_s, endpoint.is_management),
+                **(headers or {}),
+            }
+        )
         stream = self._carrier().stream(
             sent, pool=endpoint.pool, timeout_s=endpoint.timeout_s, idle_s=idle_s
         )
@@ -298,16 +303,15 @@ async def _first_bytes(pieces: AsyncIterator[bytes]) -> bytes:
 
 
 @functools.cache
-def _own_headers(endpoint_name: str) -> Mapping[str, str]:
+def _own_headers(endpoint_name: str, timeout_s: float, is_management: bool) -> Mapping[str, str]:
     """What we say of ourselves with each call."""
-    endpoint = ENDPOINTS[endpoint_name]
     headers = {
         "User-Agent": f"tinsmith/{__version__}",
         "X-Stainless-Package-Version": SDK_VERSION,
-        "x-stainless-read-timeout": f"{endpoint.timeout_s:g}",
+        "x-stainless-read-timeout": f"{timeout_s:g}",
     }
-    if endpoint.is_management:
-        headers |= {"x-sdk-version": SDK_VERSION, "x-sdk-method": endpoint.name}
+    if is_management:
+        headers |= {"x-sdk-version": SDK_VERSION, "x-sdk-method": endpoint_name}
     return headers
 
 

@@ -218,7 +218,10 @@ def _operation(endpoint: Endpoint, schemas: dict[str, Schema]) -> Schema:
     for name, header in endpoint.header_fields.items():
         parameters.append({**_parameter(header, "header", fields[name]), "required": False})
     rest = [n for n in fields if n not in endpoint.path_fields and n not in endpoint.header_fields]
-    if endpoint.method in ("GET", "DELETE", "HEAD"):
+    if endpoint.takes_bytes:
+        content = {"application/octet-stream": {"schema": _BINARY}}
+        operation["requestBody"] = {"required": True, "content": content}
+    if endpoint.takes_bytes or endpoint.method in ("GET", "DELETE", "HEAD"):
         parameters += [
             {**_parameter(name, "query", fields[name]), "required": name in required}
             for name in rest

@@ -7,6 +7,7 @@ import secrets
 
 from tinsmith.server.admission import Admission
 from tinsmith.server.auth import Credentials
+from tinsmith.server.imports import Imports
 from tinsmith.server.longpoll import Waits
 from tinsmith.server.lookups import Lookups
 from tinsmith.server.parts import Parts
@@ -27,6 +28,7 @@ class Service:
         self.admission = Admission(parts.ledger, parts.settings, self.quotas)
         self.sessions = Sessions(parts.ledger, self.lookups, parts.settings.session_timeout_s)
         self.waits = Waits()
+        self.imports = Imports(parts)
 
     def end_waits(self) -> None:
         """Answer all that wait, and let nobody wait from now on. To be called before a stop."""

@@ -66,5 +66,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     batch_bytes: int = 4 * MIB
     answer_inline_bytes: int = 256 * 1024
     offers_streams: bool = True
+    import_bytes: int = 2048 * MIB
+    """The largest adapter that can be imported, which is held in memory for a moment; 0: none."""
     offers_tokens: bool = True
     """Whether clients exchange their key for a short-lived token."""

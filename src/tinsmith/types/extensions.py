@@ -30,6 +30,7 @@ class ServiceFlags(ClientConfigResponse):
     tinsmith_inline_bytes: int = 0
     tinsmith_stream: bool = False
     tinsmith_packed_prompts: bool = False
+    tinsmith_import_bytes: int = 0
 
 
 # Many samples in one request

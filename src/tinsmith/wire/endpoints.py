@@ -91,6 +91,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     """What a future's result is called in `X-Tinker-Request-Type`."""
     header_fields: dict[str, str] = {}
     headers: dict[str, str] = {}
+    takes_bytes: bool = False
+    """Whether the body is bytes of no form, and the fields are in the path and the query alone."""
     is_management: bool = False
     """Whether the call names its SDK version and method in headers."""
     follows_redirects: bool = False

@@ -114,6 +114,15 @@ def packed_request(endpoint: Endpoint, packed: packed_format.PackedText) -> Http
     return json_request(endpoint, packed.body(), content.PACKED_TYPE)
 
 
+def bytes_request(endpoint: Endpoint, request: Record, body: Memory) -> HttpRequest:
+    """What to send to a route whose body is bytes: the fields go into the path and the query."""
+    fields = to_plain(request)
+    path = _filled(endpoint.path, {name: fields.pop(name, None) for name in endpoint.path_fields})
+    query = {name: _checked_text(name, _query_value(value)) for name, value in fields.items()}
+    headers = {"Accept": Format.JSON.value, "Content-Type": "application/octet-stream"}
+    return HttpRequest(endpoint.method, path, query, headers, [body])
+
+
 def _json_request(endpoint: Endpoint, request: Record, headers: dict[str, str]) -> HttpRequest:
     if endpoint.method == "POST" and _is_flat(endpoint.path, type(request)):
         headers["Content-Type"] = Format.JSON.value
@@ -167,7 +176,7 @@ def read_request(
     if issubclass(endpoint.request, Frozen):
         return json_format.decode(body, endpoint.request, limits)
     fields: dict[str, Any] = dict(query)
-    if len(body):
+    if len(body) and not endpoint.takes_bytes:
         given = _decode_fields(endpoint, content_type, body, limits)
         if not isinstance(given, dict):
             raise DecodeError(f"{endpoint.name}: the body must be a JSON object")
@@ -203,7 +212,8 @@ def request_from_fields(endpoint: Endpoint, fields: dict[str, Any]) -> Any:
     fields = {
         name: value for name, value in fields.items() if value is not None or name in nullable
     }
-    is_text = endpoint.method in ("GET", "DELETE")  # a query holds text alone
+    # A query holds text alone.
+    is_text = endpoint.method in ("GET", "DELETE", "HEAD") or endpoint.takes_bytes
     try:
         return msgspec.convert(
             fields, endpoint.request, strict=not is_text, dec_hook=convert_custom

@@ -30,6 +30,7 @@ MODULES: tuple[str, ...] = (
     "runs",
     "checkpoints",
     "downloads",
+    "imports",
     "search",
     "usage",
     "pages",

@@ -174,6 +174,7 @@ async def copy_weights(call: Call) -> CopyWeightsResponse:
         return CopyWeightsResponse(tinker_path=str(target))
     token = request.weights_access_token or _access_token(call)
     source = await readable(call, request.source_path, token=token)
+    await call.service.quotas.check_storage(call.tenant_id)
     await _add_home(call, run_id, source, request.destination_project_id)
     manifest = await asyncio.to_thread(_copy_files, call, source_path, target, run_id)
     await call.ledger.entries(CheckpointEntry).add(

@@ -49,6 +49,7 @@ async def client_config(call: Call) -> ServiceFlags:
         tinsmith_inline_bytes=settings.answer_inline_bytes,
         tinsmith_stream=settings.offers_streams,
         tinsmith_packed_prompts=True,
+        tinsmith_import_bytes=call.service.imports.largest_bytes,
     )
 
 
