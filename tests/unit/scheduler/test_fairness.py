@@ -76,7 +76,7 @@ def test_training_and_sampling_have_equal_time() -> None:
     used_s = asyncio.run(run())
 
     assert 30 <= ran["sampling"] / ran["training"] <= 60
-    assert abs(used_s["training"] - used_s["sampling"]) <= 1.1
+    assert abs(used_s["training"] - used_s["sampling"]) <= 2.1
 
 
 def test_who_is_alone_is_not_held_up() -> None:
