@@ -15,7 +15,8 @@ from benchmarks.harness.contest import ROOT
 from benchmarks.harness.plan import Aim, Benchmark, Call, Command, Contestant, Figures, Job, Metric
 
 PYTHONS = {
-    name: ROOT / f".venv-bench-{name}" / "bin" / "python" for name in ("core", "ours", "official")
+    name: ROOT / f".venv-bench-{name}" / "bin" / "python"
+    for name in ("core", "ours", "official", "server")
 }
 
 OURS, PARTS, OFFICIAL, LIBRARY = "tinsmith", "tinsmith, in parts", "tinker", "protobuf library"
@@ -420,4 +421,85 @@ LEDGER = [
     _ledger(16, 200_000, "append 200 kB, 16 callers"),
 ]
 
-BENCHMARKS = [*TRAINING, *SAMPLING, *ANSWERS, *RESULTS, *START, *CLIENT, *CODEC, *LEDGER]
+IN_MEMORY, EMPTY_START = "tinsmith, with a ledger in memory", "an empty start"
+_SERVICE_NOTE = (
+    "`tinsmith serve` with the fake engine and SQLite, in a process of its own, on the same two "
+    "cores as the client that drives it. CPU is the server's, for one command. A command is a step "
+    "of the optimizer: submitted, made durable, run, settled, and its result fetched. The rival is "
+    "the same service with a ledger that forgets, which shows what it costs to lose nothing."
+)
+
+
+def _service(
+    function: str, name: str, title: str, shown: tuple[Metric, ...], *aims: Aim, **told: str
+) -> Benchmark:
+    target = f"benchmarks.workloads.service:{function}"
+    return Benchmark(
+        name=f"service-{name}",
+        group="The service",
+        title=title,
+        contestants=(
+            _ours(OURS, Figures(target, told), "server"),
+            _ours(IN_MEMORY, Figures(target, {**told, "database": "memory:"}), "server"),
+        ),
+        aims=aims,
+        shown=shown,
+        note=_SERVICE_NOTE,
+        most_rounds=3,
+    )
+
+
+_RECOVERY = "benchmarks.workloads.service:recovery"
+_COMMANDS: tuple[Metric, ...] = ("wall_s", "latency_p50_s", "latency_p99_s", "cpu_s")
+SERVICE = [
+    _service(
+        "commands",
+        "1-client",
+        "one client, one command at a time",
+        _COMMANDS,
+        Aim("latency_p50_s", 0.005, "itself", of=OURS),
+        clients="1",
+        count="500",
+    ),
+    _service(
+        "commands",
+        "32-clients",
+        "32 clients, four commands each at a time",
+        _COMMANDS,
+        Aim("wall_s", 0.001, "itself", of=OURS),
+        clients="32",
+        count="6000",
+        in_flight="4",
+    ),
+    _service(
+        "idle_polls",
+        "idle",
+        "1,000 polls held, with the memory of each",
+        ("server_share", "resident_bytes"),
+        count="1000",
+    ),
+    Benchmark(
+        name="service-recovery",
+        group="The service",
+        title="from a start after kill -9 to ready, 10,000 commands",
+        contestants=(
+            _ours(OURS, Figures(_RECOVERY, {"count": "10000"}), "server"),
+            _ours(EMPTY_START, Figures(_RECOVERY, {"count": "0"}), "server"),
+        ),
+        shown=("wall_s",),
+        most_rounds=3,
+    ),
+    _service(
+        "load",
+        "load",
+        "2,000 samples and 512 passes of 500 kB under way, 50 sessions that beat",
+        ("wall_s", "latency_p50_s", "slowest_s", "cpu_s", "resident_peak_bytes"),
+        Aim("slowest_s", 1.0, "itself", of=OURS),
+        samples="2000",
+        passes="512",
+        sessions="50",
+        body_bytes="500000",
+    ),
+]
+
+BENCHMARKS = [*TRAINING, *SAMPLING, *ANSWERS, *RESULTS, *START, *CLIENT, *CODEC, *LEDGER, *SERVICE]

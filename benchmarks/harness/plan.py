@@ -18,6 +18,7 @@ Metric: TypeAlias = Literal[
     "added_p99_s",
     "latency_p50_s",
     "latency_p99_s",
+    "slowest_s",
     "server_share",
     "slowdown",
     "threads",

@@ -36,6 +36,7 @@ LABELS = {
     "added_p99_s": "added latency, 99 % below",
     "latency_p50_s": "latency, half below",
     "latency_p99_s": "latency, 99 % below",
+    "slowest_s": "the slowest heartbeat",
     "server_share": "the server's share of a core",
     "slowdown": "time beside a busy thread / alone",
     "threads": "threads",

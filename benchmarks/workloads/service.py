@@ -92,7 +92,13 @@ def served(*arguments: str) -> Iterator[Served]:
         shutil.rmtree(folder)
 
 
-def commands(clients: str, count: str, in_flight: str = "1") -> dict[str, float]:
+def _database(address: str) -> tuple[str, ...]:
+    return (f"--database={address}",) if address else ()
+
+
+def commands(
+    clients: str, count: str, in_flight: str = "1", database: str = ""
+) -> dict[str, float]:
     """So many commands by so many clients, each with so many of its own under way."""
     import tinsmith
 
@@ -133,12 +139,12 @@ def commands(clients: str, count: str, in_flight: str = "1") -> dict[str, float]
             "resident_bytes": service.resident_bytes(),
         }
 
-    with served() as service:
+    with served(*_database(database)) as service:
         begin = asyncio.Barrier(int(clients) + 1)
         return asyncio.run(all_of_them())
 
 
-def idle_polls(count: str, seconds: str = "5") -> dict[str, float]:
+def idle_polls(count: str, seconds: str = "5", database: str = "") -> dict[str, float]:
     """So many polls held at a time, for a command that waits for one before it."""
 
     async def poll(body: bytes) -> asyncio.StreamWriter:
@@ -164,7 +170,7 @@ def idle_polls(count: str, seconds: str = "5") -> dict[str, float]:
             writer.close()
         return figures
 
-    with served("--gap-wait-s=60") as service:
+    with served("--gap-wait-s=60", *_database(database)) as service:
         return asyncio.run(hold(_stuck_command(service.url)))
 
 
@@ -196,19 +202,91 @@ def _caller(url: str) -> Any:
 
 
 def recovery(count: str) -> dict[str, float]:
-    """From `kill -9` to ready, after so many commands of one model."""
+    """From the start after a `kill -9` to ready, after so many commands of one model."""
     import tinsmith
 
-    with served() as service:
-        empty_s = service.start_s
-        with tinsmith.ServiceClient(base_url=service.url, api_key="tml-bench") as client:
-            training = client.create_lora_training_client(MODEL, rank=1)
-            params = tinsmith.AdamParams(learning_rate=1e-4)
-            for start in range(0, int(count), 500):
-                steps = [training.optim_step(params) for _ in range(min(500, int(count) - start))]
-                for step in steps:
-                    step.result(60.0)
-            service.kill()
-            recovered_s = service.start()
-            training.optim_step(params).result(60.0)
-    return {"wall_s": recovered_s, "latency_p50_s": recovered_s - empty_s}
+    with (
+        served() as service,
+        tinsmith.ServiceClient(base_url=service.url, api_key="tml-bench") as client,
+    ):
+        training = client.create_lora_training_client(MODEL, rank=1)
+        params = tinsmith.AdamParams(learning_rate=1e-4)
+        for start in range(0, int(count), 500):
+            steps = [training.optim_step(params) for _ in range(min(500, int(count) - start))]
+            for step in steps:
+                step.result(60.0)
+        service.kill()
+        recovered_s = service.start()
+        training.optim_step(params).result(60.0)
+    return {"wall_s": recovered_s}
+
+
+def load(
+    samples: str, passes: str, sessions: str, body_bytes: str, database: str = ""
+) -> dict[str, float]:
+    """Samples and large training passes under way together, beside sessions that beat.
+
+    Returns how slow the slowest heartbeat was, and what the service took. Raises if anything was
+    refused.
+    """
+    with served(*_database(database)) as service:
+        idle_bytes = service.resident_bytes()
+        beats = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.workloads.heartbeats", service.url, sessions],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert beats.stdout is not None
+        beats.stdout.readline()  # all sessions are there
+        used, began = service.cpu_s(), time.perf_counter()
+        peak_bytes = asyncio.run(_heavy_work(service, int(samples), int(passes), int(body_bytes)))
+        wall_s = time.perf_counter() - began
+        told, _ = beats.communicate()
+        latencies = [float(line) for line in told.split()]
+        cuts = quantiles(latencies, n=100, method="inclusive")
+        return {
+            "wall_s": wall_s,
+            "cpu_s": service.cpu_s() - used,
+            "latency_p50_s": cuts[49],
+            "latency_p99_s": cuts[98],
+            "slowest_s": max(latencies),
+            "resident_peak_bytes": peak_bytes,
+            "resident_bytes": peak_bytes - idle_bytes,
+        }
+
+
+async def _heavy_work(service: Served, samples: int, passes: int, body_bytes: int) -> float:
+    """Have everything under way at once; returns the most memory that the service took."""
+    import tinsmith
+
+    peak_bytes = service.resident_bytes()
+
+    async def watch() -> None:
+        nonlocal peak_bytes
+        while True:
+            peak_bytes = max(peak_bytes, service.resident_bytes())
+            await asyncio.sleep(0.1)
+
+    watching = asyncio.create_task(watch())
+    with tinsmith.ServiceClient(base_url=service.url, api_key="tml-bench") as client:
+        training = await client.create_lora_training_client_async(MODEL, rank=1)
+        sampler = await client.create_sampling_client_async(base_model=MODEL)
+        tokens = body_bytes // 16  # an input, a target and a weight take 16 bytes
+        datum = tinsmith.Datum(
+            model_input=tinsmith.ModelInput.from_ints([7] * tokens),
+            loss_fn_inputs={
+                "target_tokens": tinsmith.TensorData(data=[8] * tokens, dtype="int64"),
+                "weights": tinsmith.TensorData(data=[1.0] * tokens, dtype="float32"),
+            },
+        )
+        prompt = tinsmith.ModelInput.from_ints([5] * 1000)
+        params = tinsmith.SamplingParams(max_tokens=16)
+        asked = [sampler.sample_async(prompt, 1, params) for _ in range(samples)]
+        begun = [
+            await training.forward_backward_async([datum], "cross_entropy") for _ in range(passes)
+        ]
+        await asyncio.gather(*asked, *begun)
+    watching.cancel()
+    return peak_bytes

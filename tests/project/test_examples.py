@@ -34,3 +34,15 @@ def test_the_tour_of_the_client_shows_faults_that_cost_nothing() -> None:
     assert "500 answers" in said
     assert "over 2 connections; as the whole answer: True" in said
     assert "the service was told 1 time" in said
+
+
+def test_the_tour_of_the_service_loses_nothing_to_a_kill() -> None:
+    tour = ROOT / "examples" / "service_tour.py"
+
+    said = subprocess.run(
+        [sys.executable, str(tour)], capture_output=True, text=True, timeout=240, check=True
+    ).stdout
+
+    assert "killed; the client is not told" in said
+    assert "commands were run again" in said
+    assert "are the same, to the last bit" in said

@@ -29,7 +29,10 @@ def free_port() -> int:
 class Served:
     """`tinsmith serve` on a folder and a port that stay the same over restarts."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(
+        self, folder: Path, *arguments: str, program: tuple[str, ...] = ("-m", "tinsmith")
+    ) -> None:
+        self._program = program
         self.folder = folder
         self.port = free_port()
         self.base_url = f"http://127.0.0.1:{self.port}"
@@ -46,7 +49,7 @@ class Served:
     def start(self, *, wait: bool = True) -> None:
         """Start it; return when it says that it is ready."""
         command = [
-            *(sys.executable, "-m", "tinsmith", "serve", "--engine", "fake"),
+            *(sys.executable, *self._program, "serve", "--engine", "fake"),
             *("--data", str(self.folder / "data"), "--port", str(self.port)),
             *("--model", BASE_MODEL),
             *self._arguments,
@@ -101,10 +104,12 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *arguments: str) -> Iterator[Served]:
+def serving(
+    folder: Path, *arguments: str, program: tuple[str, ...] = ("-m", "tinsmith")
+) -> Iterator[Served]:
     """A running service, for the length of a test."""
     folder.mkdir(parents=True, exist_ok=True)
-    served = Served(folder, *arguments)
+    served = Served(folder, *arguments, program=program)
     try:
         served.start()
         yield served
