@@ -90,7 +90,9 @@ def decode(body: Memory, limits: DecodeLimits = DEFAULT_LIMITS) -> Any:
     start = _LENGTH_BYTES + int.from_bytes(memory[:_LENGTH_BYTES], "little")
     if start > len(memory):
         raise DecodeError(f"the packed body ends at byte {len(memory)}, inside its JSON text")
-    plain = json_format.decode_any(memory[_LENGTH_BYTES:start], limits)
+    # What is made of the text and the arrays keep to the limit together.
+    left = DecodeLimits(memory_bytes=limits.memory_bytes - (len(memory) - start))
+    plain = json_format.decode_any(memory[_LENGTH_BYTES:start], left)
     for chunk in _chunks(plain):
         tokens = chunk.get("tokens")
         if isinstance(tokens, dict):

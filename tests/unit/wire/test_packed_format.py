@@ -252,6 +252,19 @@ def test_text_that_could_take_too_much_is_refused() -> None:
         read("asample", body, DecodeLimits(memory_bytes=2 * len(body)))
 
 
+def test_text_and_arrays_keep_to_the_limit_together() -> None:
+    chunks: list[list[int]] = [[]] * 1000
+    tokens = 50_000
+    text = a_body(prompt_of(*chunks))
+    both = a_body(prompt_of(*chunks, {"packed": tokens}), bytes(4 * tokens))
+    limits = DecodeLimits(memory_bytes=20 * len(text))
+
+    assert read("asample", text, limits).prompt.length == 0
+    assert read("asample", both).prompt.length == tokens
+    with pytest.raises(BodyTooLargeError):
+        read("asample", both, limits)
+
+
 def test_reading_takes_about_what_the_arrays_do() -> None:
     tokens = 1_000_000
     body = a_body(prompt_of({"packed": tokens}), bytes(4 * tokens))
