@@ -170,7 +170,7 @@ class UrlStore(CheckpointStore):
     def _pieces(self, address: str, start: int, stop: int) -> Iterator[bytes]:
         while start < stop:
             with _errors(f"{address} cannot be read"):
-                content = self._fs.cat_file(address, start, min(start + _RANGE_BYTES, stop))
+                content = self._part(address, start, min(start + _RANGE_BYTES, stop))
             if not content:
                 raise CheckpointDamagedError(f"{address} is shorter than it was")
             for place in range(0, len(content), PIECE_BYTES):
@@ -231,6 +231,7 @@ class UrlStore(CheckpointStore):
     def sweep(self) -> int:
         """`CheckpointStore.sweep`."""
         with _errors(f"{self.url} cannot be swept"):
+            self._fs.invalidate_cache()
             removed = 0
             for staged in self._staging.left_behind():
                 age_s = time.time() - staged.folder.stat().st_mtime
@@ -264,9 +265,7 @@ class UrlStore(CheckpointStore):
     def manifest_at(self, path: CheckpointPath) -> Manifest | None:
         """What is there now, if anything is."""
         try:
-            content = self._fs.cat_file(
-                self.address(path, MANIFEST), 0, manifests.MANIFEST_BYTES_MAX
-            )
+            content = self._part(self.address(path, MANIFEST), 0, manifests.MANIFEST_BYTES_MAX)
         except FileNotFoundError:
             return None
         return manifests.decode(content, path)
@@ -274,6 +273,11 @@ class UrlStore(CheckpointStore):
     def make_folder(self, address: str) -> None:
         """Make a folder where the other side has such a thing."""
         self._fs.makedirs(address, exist_ok=True)
+
+    def _part(self, address: str, start: int, stop: int) -> bytes:
+        # By name: in s3fs the second position is another argument.
+        content: bytes = self._fs.cat_file(address, start=start, end=stop)
+        return content
 
     def put_file(self, local: Path, address: str) -> None:
         """Upload a file."""
