@@ -45,7 +45,10 @@ CLAIMER = "test"
 class RunningServer:
     """To be used as a context manager; the server has a thread and a loop of its own."""
 
-    def __init__(self, *, with_keys: bool = False, **settings: Any) -> None:
+    def __init__(
+        self, *, with_keys: bool = False, model: BaseModel = TINY, **settings: Any
+    ) -> None:
+        self._model = model
         self.settings = ServerSettings(**{"long_poll_s": 0.5, **settings})
         self.held: set[str] = set()
         self.failures: dict[str, f.RequestFailedResponse] = {}
@@ -111,7 +114,7 @@ class RunningServer:
         parts = Parts(
             ledger=self.ledger,
             base_models={
-                MODEL: TINY,
+                MODEL: self._model,
                 "alias": TINY.__class__(
                     name="alias", vocabulary=1000, max_context=512, alias_of=MODEL
                 ),

@@ -121,8 +121,8 @@ async def _carried(call: Call, found: list[Completion]) -> tuple[list[x.ResultCo
     completions: list[x.ResultCompletion] = []
     for entry in found:
         completion = await _completion(call, entry, largest)
-        if isinstance(completion, x.ResultFinished):
-            left_bytes -= len(completion.payload or b"")
+        if isinstance(completion, x.ResultFinished) and completion.payload is not None:
+            left_bytes -= len(completion.payload)
             if left_bytes < 0 and completions:
                 break
         completions.append(completion)
