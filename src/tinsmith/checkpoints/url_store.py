@@ -22,6 +22,7 @@ fsspec is loaded when a store is opened.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -147,8 +148,12 @@ class UrlStore(CheckpointStore):
                 except FileNotFoundError as exc:
                     raise CheckpointDamagedError(f"{path}: there is no {source}") from exc
             check_digests(path, files, manifest)
-            with contextlib.suppress(OSError):  # somebody else has fetched it too
+            try:
                 files.rename(folder)
+            except OSError as exc:
+                if exc.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                    raise
+                # Somebody else has fetched it too.
         finally:
             staged.remove()
 

@@ -19,9 +19,11 @@ from tinsmith.checkpoints.safetensors_file import read_header
 from tinsmith.errors import BadRequestError
 
 
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[Served]:
-    with serving(tmp_path / "service") as running:
+@pytest.fixture(params=["folder", "url"])
+def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Served]:
+    """With checkpoints in a folder, and at a URL, which here leads to the server's own memory."""
+    where = ["--checkpoints", "memory://bucket/folder"] if request.param == "url" else []
+    with serving(tmp_path / "service", *where) as running:
         yield running
 
 
@@ -59,8 +61,7 @@ def test_an_encrypted_export_is_read_by_its_recipient_alone(
         with pytest.raises(pyrage.DecryptError):
             pyrage.decrypt(content, [stranger])
     assert read_adapter(tmp_path).rank == 4
-    on_disk = served.folder / "data" / "checkpoints" / "runs"
-    assert not list(on_disk.rglob(f"external_weights/**/{ADAPTER_MODEL}"))
+    assert not list((served.folder / "data").rglob(f"external_weights/**/{ADAPTER_MODEL}"))
 
 
 def test_a_recipient_that_is_no_key_is_refused_and_training_goes_on(

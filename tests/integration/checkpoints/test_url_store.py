@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from tinsmith.checkpoints.url_store import UrlStore
 from tinsmith.errors import (
     CheckpointDamagedError,
     CheckpointUnavailableError,
+    StorageFullError,
     ValidationError,
 )
 
@@ -133,6 +137,33 @@ def test_what_was_fetched_is_not_fetched_again(fragile: UrlStore) -> None:
     Fragile.calls_left = 1  # for the manifest, which says whether it is still the same
 
     assert content(fragile) == b"x" * 100
+
+
+def test_many_that_fetch_one_checkpoint_at_once_all_get_it(fragile: UrlStore) -> None:
+    save(fragile)
+    barrier = threading.Barrier(6)
+
+    def fetch(_: int) -> bytes:
+        barrier.wait()
+        return content(fragile)
+
+    with ThreadPoolExecutor(6) as pool:
+        assert set(pool.map(fetch, range(6))) == {b"x" * 100}
+    assert fragile.sweep() == 0
+
+
+def test_what_cannot_be_kept_is_told_and_not_fetched_for_ever(
+    fragile: UrlStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(fragile)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+
+    with pytest.raises(StorageFullError, match="no room"):
+        fragile.open(path("a"))
 
 
 def test_what_was_fetched_stays_within_its_limit(tmp_path: Path) -> None:
