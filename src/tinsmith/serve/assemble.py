@@ -117,6 +117,7 @@ class Service:
     def _begin(self) -> None:
         sessions = self.app.service.sessions
         self._start("scheduler", self._scheduler.open)
+        self._start("endings", sessions.finish_endings)
         self._start("silent sessions", _every(REAP_S, sessions.end_silent))
         self._start("sweeping", _every(SWEEP_S, Sweeper(self.ledger, self.store).sweep))
         self._start("measuring", self._measuring.run)

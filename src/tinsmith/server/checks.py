@@ -105,11 +105,10 @@ def _first_name(call: Call, name: str) -> str:
     return name if found is None else found.alias_of or found.name
 
 
-def check_lora(call: Call, model: BaseModel, lora: LoraConfig) -> None:
+def check_lora(model: BaseModel, lora: LoraConfig) -> None:
     """The shape of an adapter."""
-    most = min(model.max_rank, call.settings.rank)
-    if not 1 <= lora.rank <= most:
-        raise refuse("lora_config.rank", lora.rank, f"it may be 1 to {most}")
+    if not 1 <= lora.rank <= model.max_rank:
+        raise refuse("lora_config.rank", lora.rank, f"it may be 1 to {model.max_rank}")
     if not (lora.train_unembed or lora.train_mlp or lora.train_attn):
         raise BadRequestError(
             "lora_config trains nothing; one of train_unembed, train_mlp and train_attn must be set"

@@ -123,9 +123,8 @@ def _check_datum(datum: Datum, loss_fn: str, model: BaseModel, settings: ServerS
     length = check_input("model_input", datum.model_input, model)
     if length == 0:
         raise BadRequestError("model_input is empty")
-    most = min(model.max_context, settings.prompt_tokens)
-    if length > most:
-        raise refuse("model_input: the number of tokens", length, f"it may be {most}")
+    if length > model.max_context:
+        raise refuse("model_input: the number of tokens", length, f"it may be {model.max_context}")
     inputs = datum.loss_fn_inputs
     missing = LOSS_INPUTS[loss_fn] - inputs.keys()
     if missing:
@@ -252,8 +251,6 @@ def check_sample(request: SampleRequest, model: BaseModel, settings: ServerSetti
     length = check_input("prompt", request.prompt, model)
     if length == 0:
         raise BadRequestError("prompt is empty; there must be at least one token")
-    if length > settings.prompt_tokens:
-        raise refuse("prompt: the number of tokens", length, f"it may be {settings.prompt_tokens}")
     _check_params(request.sampling_params, length, model)
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
         most = min(settings.most_topk, model.vocabulary)

@@ -41,10 +41,6 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How long a session may be silent before it is ended."""
 
     # What one submission may ask for
-    prompt_tokens: int = 131_072
-    """Of one sample or datum, if the model reads as many."""
-    rank: int = 256
-    """Of one adapter, if the model allows as much."""
     most_datums: int = 4096
     most_pass_tokens: int = 4 * MIB
     most_samples: int = 1024

@@ -1,4 +1,4 @@
-"""Tokens as they are drawn: from the board while a sample runs, from its result when it has ended."""
+"""Tokens as they are drawn: from the board while a sample runs, from its result at the end."""
 
 from __future__ import annotations
 

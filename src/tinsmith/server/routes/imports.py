@@ -82,7 +82,7 @@ async def _base_model(call: Call, found: Import) -> str:
     config = await asyncio.to_thread(found.config)
     given = found.request.base_model or config.get("base_model_name_or_path")
     model = base_model(call, str(given or ""), "base_model_name_or_path in adapter_config.json")
-    rank, most = config.get("r"), min(model.max_rank, call.settings.rank)
+    rank, most = config.get("r"), model.max_rank
     if isinstance(rank, int) and rank > most:
         raise BadRequestError(f"the adapter has rank {shown(rank)}; it may have {most}")
     return model.name

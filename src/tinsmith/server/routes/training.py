@@ -38,7 +38,7 @@ async def create_model(call: Call) -> UntypedAPIFuture:
     request: CreateModelRequest = call.request
     base = checks.base_model(call, request.base_model)
     lora = request.lora_config or LoraConfig(rank=min(DEFAULT_RANK, base.max_rank))
-    checks.check_lora(call, base, lora)
+    checks.check_lora(base, lora)
     return await _create(call, base, lora, request.optimizer_config)
 
 
@@ -56,7 +56,7 @@ async def load_weights(call: Call) -> UntypedAPIFuture:
     if request.base_model and not checks.is_same_model(call, request.base_model, name):
         raise checks.refuse("base_model", request.base_model, f"{request.path} is of {name}")
     base = checks.base_model(call, name, f"the base model of {request.path}")
-    checks.check_lora(call, base, lora)
+    checks.check_lora(base, lora)
     return await _create(call, base, lora, request.optimizer_config or optimizer)
 
 
