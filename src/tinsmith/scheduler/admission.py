@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from tinsmith.ledger.records import Command, RequestId, TenantId
+from tinsmith.ledger.records import Command, LineId, RequestId, TenantId
 from tinsmith.scheduler.fairness import Shares
 
 SAMPLE_TOKENS = 256
@@ -55,6 +55,15 @@ class SampleQueue:
             self._shares.give(tenant, SAMPLE_TOKENS + command.payload_bytes / BYTES_PER_TOKEN)
             chosen.append(command)
         return chosen
+
+    def waiting_since(self, before: float) -> set[LineId]:
+        """The samplers with samples that came before a moment and still wait."""
+        return {
+            command.line
+            for waiting in self._tenants.values()
+            for command in waiting.values()
+            if command.created_at < before
+        }
 
     def tenants(self) -> int:
         """How many tenants wait."""

@@ -60,6 +60,7 @@ from tinsmith.types.training import (
 _log = logging.getLogger(__name__)
 
 RELEASE = "release_model"
+ENDED = "was let go of when its session ended"
 FULL = "all places for models are taken; it goes on when one is let go of"
 
 Done = tuple[Record | None, tuple[Use, ...]]
@@ -141,8 +142,20 @@ class Singles:
         parts.settler.add(settlement)
         parts.statistics.count("failed_commands" if settlement.is_failed else "done_commands")
         parts.order.finish(command.line, [command], time.monotonic())
-        self._snapshots.consider(command.line)
+        if command.kind == RELEASE and not settlement.is_failed:
+            self._forget(command.line)
+        else:
+            self._snapshots.consider(command.line)
         parts.ended()
+
+    def _forget(self, line: LineId) -> None:
+        """Close the line of a model that is no more; what came behind its end fails."""
+        error = was_let_go(line, ENDED)
+        late = self._parts.order.waiting(line)
+        self._parts.settler.add(*(failure(one, error) for one in late))
+        self._parts.order.forget(line)
+        self._parts.models.forget(line)
+        self._parts.ended(len(late))
 
     async def _settlement(self, command: Command) -> Settlement:
         runner = self._runners.get(command.kind)
@@ -316,7 +329,7 @@ class Singles:
         known = parts.models.get(line)
         if known is not None and known.is_ready and known.has_trained:
             await self._autosave(command)
-        await self._let_go(line, "was let go of when its session ended")
+        await self._let_go(line, ENDED)
         await self._snapshots.wait(line)
         ledger = parts.ledger
         old = await parts.ask(lambda: ledger.record_snapshot(line, LARGEST_NUMBER, None))

@@ -37,6 +37,7 @@ class Intake:
         self._sampling = sampling
         self._passed: dict[LineId, int] = {}
         self._looked_at = 0.0
+        self._looking: asyncio.Task[None] | None = None
 
     async def claim(self) -> None:
         """Claim commands as there is room, until cancelled or the scheduler closes."""
@@ -54,8 +55,10 @@ class Intake:
                 for command in claimed:
                     await self._add(command)
                 parts.wake()
-            if not claimed or time.monotonic() - self._looked_at > CANCEL_LOOK_S:
+            if not claimed:
                 await self._take_cancelled()
+            elif time.monotonic() - self._looked_at > CANCEL_LOOK_S:
+                self._look_beside()
             if len(claimed) < room:
                 await parts.ask(
                     lambda: parts.ledger.wait_for_commands(claimer, timeout_s=IDLE_WAIT_S)
@@ -91,6 +94,11 @@ class Intake:
         position = min(kept.position, command.seq_id)
         parts.order.begin(line, position, ended)
 
+    def _look_beside(self) -> None:
+        """Look for cancels without holding up the next claim."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._take_cancelled())
+
     async def _take_cancelled(self) -> None:
         self._looked_at = time.monotonic()
         claimer = self._parts.settings.claimer
@@ -109,6 +117,12 @@ class Intake:
         if is_dropped:
             parts.statistics.count("cancelled_commands")
             parts.ended()
+
+    async def stop(self) -> None:
+        """End what runs beside the loops."""
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
 
     # Gaps
 

@@ -24,11 +24,13 @@ from tinsmith.checkpoints.base import CheckpointStore
 from tinsmith.engines.base import Engine
 from tinsmith.errors import LedgerError
 from tinsmith.ledger.base import Ledger
-from tinsmith.ledger.board import SchedulerReport
+from tinsmith.ledger.board import ACTIVE, QueueReport, SchedulerReport
+from tinsmith.ledger.records import LineId
 from tinsmith.observe.spans import Spans
 from tinsmith.scheduler.commands import Singles
 from tinsmith.scheduler.fairness import EngineTurns
 from tinsmith.scheduler.intake import Intake
+from tinsmith.scheduler.order import TRAINING
 from tinsmith.scheduler.parts import Parts
 from tinsmith.scheduler.patience import PatientLedger
 from tinsmith.scheduler.recovering import Recovering
@@ -40,6 +42,7 @@ from tinsmith.scheduler.training import Training
 
 _log = logging.getLogger(__name__)
 
+BUSY = "the engine is at work for others; its turn comes"
 REPORT_S = 1.0
 """How often the figures on the board are brought up to date."""
 
@@ -148,6 +151,7 @@ class Scheduler:
         await self._stop("training", "reporting")
         await self._singles.stop()
         await self._snapshots.stop()
+        await self._intake.stop()
 
     def statistics(self) -> dict[str, float]:
         """Figures for metrics, by name; names ending in `_s` are seconds."""
@@ -193,9 +197,26 @@ class Scheduler:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _keep_reporting(self) -> None:
+        told: set[LineId] = set()
         while True:
             await asyncio.sleep(REPORT_S)
             self._report()
+            told = self._tell_waits(told)
+
+    def _tell_waits(self, told: set[LineId]) -> set[LineId]:
+        """Say of lines that have waited for long that they wait for their turn."""
+        parts, board = self._parts, self._parts.ledger.board
+        before = parts.ledger.now() - parts.settings.told_after_s
+        waiting = parts.samples.waiting_since(before)
+        for line in parts.order.ready():
+            head = parts.order.head(line)
+            if head.created_at < before and head.kind in TRAINING:
+                waiting.add(line)
+        for line in told - waiting:
+            board.hold(ACTIVE, line)
+        for line in waiting:
+            board.hold(QueueReport("paused_capacity", BUSY), line)
+        return waiting
 
     def _report(self) -> None:
         problem = self._parts.problem

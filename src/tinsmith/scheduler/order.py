@@ -141,6 +141,11 @@ class Order:
         """Whether something of a line runs."""
         return line in self._lines and self._lines[line].is_busy
 
+    def waiting(self, line: LineId) -> list[Command]:
+        """What waits in a line, by number."""
+        one = self._lines.get(line)
+        return [] if one is None else [one.waiting[number] for number in sorted(one.waiting)]
+
     def forget(self, line: LineId) -> None:
         """Close a line; its waiting commands are forgotten."""
         one = self._lines.pop(line, None)

@@ -90,6 +90,13 @@ class Samplers:
             if self._users[source.weights_id] <= 0:
                 del self._users[source.weights_id]
 
+    async def stop(self) -> None:
+        """Give up what is being loaded."""
+        tasks = list(self._loading.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
     async def _load(self, base_model: str, path: CheckpointPath, weights_id: WeightsId) -> None:
         if self._parts.engine.has_weights(weights_id):
             return

@@ -93,6 +93,7 @@ class Sampling:
         for request_id in [*self._preparing, *self._admitted]:
             self.cancel(request_id)
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._samplers.stop()
 
     async def _prepare(self, command: Command) -> None:
         request_id = command.request_id

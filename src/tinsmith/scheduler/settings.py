@@ -15,6 +15,8 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     beyond them wait in the ledger, and hold up those of others."""
     gap_wait_s: float = 60.0
     """How long a command waits for one with a lower number that does not come."""
+    told_after_s: float = 10.0
+    """After so long a wait the state of a queue says that it waits for its turn."""
     gap_look_s: float = 0.25
     """How often it looks meanwhile whether the missing number was refused."""
     most_batch_commands: int = 256

@@ -11,6 +11,7 @@ from typing import cast
 import pytest
 
 from tests.integration.scheduler.bench import WAIT_S, Bench, bench, until
+from tinsmith.engines.base import AdapterId
 from tinsmith.engines.fake.engine import FakeSettings
 from tinsmith.errors import LedgerUnavailableError
 from tinsmith.ledger.base import Ledger
@@ -279,5 +280,32 @@ def test_snapshots_let_go_of_what_they_hold(tmp_path: Path) -> None:
 
         assert kept.snapshot is not None
         assert len(replayed) < 10
+
+    asyncio.run(run())
+
+
+def test_a_start_that_is_broken_off_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    """Models that were halfway back are not saved as if they were where their lines are."""
+
+    async def run() -> None:
+        ledger, line = MemoryLedger(), LINES[0]
+        first = Bench(tmp_path, ledger)
+        await first.open()
+        await first.create(line)
+        for number in range(1, 10):
+            await first.result(await _submit(first, line, number))
+        before = await first.weights(line, "before")
+        await first.kill()
+
+        broken = Bench(tmp_path, ledger, fake=FakeSettings(batch_s=5))
+        await broken.engine.open()
+        opening = asyncio.create_task(broken.scheduler.open())
+        await until(lambda: broken.engine.has_adapter(AdapterId(line)))
+        opening.cancel()
+        await asyncio.gather(opening, return_exceptions=True)
+        await broken.close()
+
+        async with bench(tmp_path, ledger) as last:
+            assert await last.weights(line, "after") == before
 
     asyncio.run(run())

@@ -8,8 +8,9 @@ from typing import Any
 
 import msgspec
 
-from tests.integration.scheduler.bench import BASE, Bench, bench
+from tests.integration.scheduler.bench import BASE, Bench, bench, until
 from tinsmith.checkpoints.paths import CheckpointPath
+from tinsmith.engines.fake.engine import FakeSettings
 from tinsmith.errors import RequestErrorCategory
 from tinsmith.ledger.model_config import write_config
 from tinsmith.ledger.records import (
@@ -138,6 +139,27 @@ def test_a_load_of_what_is_not_there_fails_and_the_model_stays(tmp_path: Path) -
 
         assert failed.category is RequestErrorCategory.User
         assert before == after
+
+    asyncio.run(run())
+
+
+def test_what_comes_behind_the_end_of_a_model_fails_and_leaves_nothing(tmp_path: Path) -> None:
+    """No line, no adapter, no claimed command."""
+
+    async def run() -> None:
+        async with bench(tmp_path, fake=FakeSettings(batch_s=0.05)) as b:
+            await b.create(LINE)
+            await b.forward_backward(LINE, 1)
+            ending = asyncio.create_task(_end(b, {"type": "client_finished"}))
+            await until(lambda: b.scheduler.statistics()["queued_commands"] >= 1)
+            late = await b.step(LINE, 3)
+            failed = await b.result(late)
+            await ending
+            await until(lambda: b.scheduler.statistics()["held_commands"] == 0)
+            figures = b.scheduler.statistics()
+
+        assert failed.category is RequestErrorCategory.User
+        assert (figures["lines"], figures["adapters"]) == (0, 0)
 
     asyncio.run(run())
 

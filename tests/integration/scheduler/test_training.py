@@ -291,3 +291,60 @@ def test_closing_gives_back_what_did_not_run(tmp_path: Path) -> None:
         assert results[-1].metrics["step"] == 10
 
     asyncio.run(run())
+
+
+def test_a_command_that_is_submitted_twice_runs_once(tmp_path: Path) -> None:
+    """However often and however late it is repeated."""
+
+    async def run() -> None:
+        async with bench(tmp_path) as b:
+            await b.create(LINE)
+            ids = await asyncio.gather(*(b.forward_backward(LINE, 1) for _ in range(5)))
+            await b.result(ids[0])
+            ids.append(await b.forward_backward(LINE, 1))
+            await b.result(await b.step(LINE, 2))
+
+            assert set(ids) == {f"{LINE}:1"}
+            assert b.scheduler.statistics()["done_commands"] == 3
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_is_gone_is_told_and_costs_no_command(tmp_path: Path) -> None:
+    """Commands stay as they were, for the scheduler that comes next."""
+
+    async def run() -> None:
+        ledger = MemoryLedger()
+        first = Bench(tmp_path, ledger)
+        await first.open()
+        await first.result(await first.create(LINE))
+        await first.engine.close()
+        lost = await first.forward_backward(LINE, 1)
+        await until(lambda: ledger.board.scheduler.problem is not None)
+        is_ready = ledger.board.scheduler.is_ready
+        await first.close()
+        async with bench(tmp_path, ledger) as second:
+            done = await second.result(lost)
+
+        assert not is_ready
+        assert done.metrics["loss:sum"] > 0
+
+    asyncio.run(run())
+
+
+def test_a_line_that_waits_for_long_is_told_so(tmp_path: Path) -> None:
+    """And no longer when its turn has come."""
+
+    async def run() -> None:
+        impatient = SchedulerSettings(told_after_s=0.0, most_batch_commands=1)
+        async with bench(tmp_path, settings=impatient, fake=FakeSettings(batch_s=0.5)) as b:
+            lines = [f"session-1:train:{n}" for n in range(5)]
+            for line in lines:
+                await b.result(await b.create(line))
+            ids = [await b.forward_backward(line, 1) for line in lines]
+            await until(lambda: any(b.ledger.board.queue(one).reason for one in lines))
+            for request_id in ids:
+                await b.result(request_id)
+            await until(lambda: not any(b.ledger.board.queue(one).reason for one in lines))
+
+    asyncio.run(run())
