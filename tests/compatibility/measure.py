@@ -9,14 +9,14 @@ it. `scripts/compatibility` runs this in the development environment.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,19 +25,12 @@ from tests.compatibility.known import explained
 from tests.compatibility.outcomes import Outcome, Run
 from tests.compatibility.sdks import NEWEST, ROOT, WHEELS, folder_of
 from tests.compatibility.stage import BASE_MODEL, PROJECT
+from tests.compatibility.targets import Target, served
 from tests.unit.client.small_tokenizer import write_tokenizer
-from tinsmith.testing import running_service
 
 AT_ONCE = 2
 """Processes; more would only share the two cores of CI."""
 SDK_TIMEOUT_S = 240.0
-
-
-class Target(NamedTuple):
-    """A running service."""
-
-    base_url: str
-    api_key: str
 
 
 class Client(NamedTuple):
@@ -55,33 +48,21 @@ CLIENTS = [
 ]
 
 
-@contextlib.contextmanager
-def served() -> Iterator[Target]:
-    """The service that is measured, with everything that it can do switched on."""
-    with running_service(
-        pjwt_auth_enabled=True,
-        sample_use_retrieve_futures=True,
-        sample_join_sampling_session=True,
-        sample_cancel_enabled=True,
-        custom_loss_server_side=True,
-        proto_compress_fwdbwd=True,
-        archive_redirects=True,
-    ) as service:
-        yield Target(service.base_url, service.api_key)
-
-
-def measure() -> list[Run]:
-    """Run them all."""
-    for client in CLIENTS:
-        folder_of(client.release)  # fetched one after the other, and before anything is timed
+def measure(
+    clients: list[Client], service: Callable[[Path], AbstractContextManager[Target]] = served
+) -> list[Run]:
+    """Run these clients against a service."""
+    for client in clients:
+        folder_of(client.release)  # fetched one after the other, before anything waits for it
     with (
-        tempfile.TemporaryDirectory() as scratch,
-        served() as target,
+        tempfile.TemporaryDirectory() as folder,
+        service(Path(folder) / "service") as target,
         ThreadPoolExecutor(AT_ONCE) as pool,
     ):
         # In the current directory a model's name is the path of its tokenizer: no hub is asked.
-        write_tokenizer(Path(scratch) / BASE_MODEL)
-        return list(pool.map(lambda client: run(client, target, Path(scratch)), CLIENTS))
+        scratch = Path(folder) / "scratch"
+        write_tokenizer(scratch / BASE_MODEL)
+        return list(pool.map(lambda client: run(client, target, scratch), clients))
 
 
 def run(client: Client, target: Target, scratch: Path) -> Run:
@@ -145,7 +126,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Call every public method of every SDK.")
     parser.add_argument("--write", action="store_true", help="rewrite docs/compatibility.md")
     arguments = parser.parse_args()
-    runs = measure()
+    runs = measure(CLIENTS)
     found = failures(runs)
     for line in found:
         print(line)

@@ -19,7 +19,7 @@ HEAD = """\
 # Compatibility
 
 The official SDK, unmodified, calls the service by every public method that it has. Each release
-runs in a process of its own against one running service, which today is that of `tinsmith.testing`;
+runs in a process of its own against one running service, `tinsmith serve --engine fake` with a key;
 what each call gives back is checked. `tinsmith` is our own client, `as tinker` the same under the
 official name. This page is written by the measurement, and a test fails when it no longer holds.
 

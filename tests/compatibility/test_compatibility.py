@@ -7,11 +7,13 @@ import pytest
 from tests.compatibility import page
 from tests.compatibility.measure import CLIENTS, failures, measure
 from tests.compatibility.outcomes import Run
+from tests.compatibility.sdks import NEWEST
+from tests.compatibility.targets import for_tests
 
 
 @pytest.fixture(scope="module")
 def runs() -> list[Run]:
-    return measure()
+    return measure(CLIENTS)
 
 
 def test_every_call_of_every_sdk_succeeds_or_is_explained(runs: list[Run]) -> None:
@@ -28,3 +30,12 @@ def test_every_sdk_was_called_in_full(runs: list[Run]) -> None:
 
 def test_the_page_says_what_was_measured(runs: list[Run]) -> None:
     assert page.is_current(page.rendered(runs)), "run scripts/compatibility --write"
+
+
+def test_the_service_for_tests_takes_the_oldest_and_the_newest_sdk_too() -> None:
+    clients = [client for client in CLIENTS if client.title in ("0.3.0", NEWEST, "tinsmith")]
+
+    runs = measure(clients, for_tests)
+
+    assert len(runs) == 3
+    assert failures(runs) == []

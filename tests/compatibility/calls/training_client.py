@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tests.compatibility.caller import Caller
+from tests.compatibility.caller import Caller, takes
 from tests.compatibility.calls.losses import loss_over_all, per_datum_loss
 from tests.compatibility.calls.queue_state import tell_queue_state
 from tests.compatibility.calls.service_client import check_telemetry
-from tests.compatibility.stage import BASE_MODEL, Stage, settled
+from tests.compatibility.stage import BASE_MODEL, Stage, download, settled
+
+RECIPIENT = "age1ql3z7hjy54pw3hyww5ayyfg7zqgvc7w3j2elw8zmrj2kg5sfn9aqmcac8p"
+"""A public key that exports can be encrypted for."""
 
 
 def forward(stage: Stage, call: Caller) -> None:
@@ -49,7 +52,8 @@ def forward_backward_custom(stage: Stage, call: Caller) -> None:
     handle = settled(service.create_custom_loss(per_datum_loss, {"logprobs": 1, "weights": 1}))
     trainer = service.create_lora_training_client(BASE_MODEL, rank=4)
     output = call(trainer, stage.data, handle)
-    assert math.isfinite(output.metrics["loss:sum"])
+    logprobs = [value for row in output.loss_fn_outputs for value in row["logprobs"].tolist()]
+    assert math.isclose(output.metrics["loss:sum"], -sum(logprobs), rel_tol=1e-4)
 
 
 def optim_step(stage: Stage, call: Caller) -> None:
@@ -58,6 +62,11 @@ def optim_step(stage: Stage, call: Caller) -> None:
     stepped = call(stage.trainer, stage.types.AdamParams(learning_rate=1e-4))
 
     assert stepped.metrics is None or all(map(math.isfinite, stepped.metrics.values()))
+    if hasattr(stage.types, "DimuonParams"):
+        optimizer = stage.types.DimuonOptimizerConfig()
+        other = stage.service.create_lora_training_client(BASE_MODEL, optimizer=optimizer)
+        settled(other.forward_backward(stage.data, "cross_entropy"))
+        call(other, stage.types.DimuonParams(learning_rate=1e-3))
 
 
 def save_state(stage: Stage, call: Caller) -> None:
@@ -84,6 +93,11 @@ def save_weights_external(stage: Stage, call: Caller) -> None:
     saved = call(stage.trainer, name, ttl_seconds=3600)
 
     assert saved.path == f"tinker://{stage.run_id}/external_weights/{name}"
+    if takes(call.of(stage.trainer), "age_encryption_recipients"):
+        secret = call(stage.trainer, f"{name}-2", age_encryption_recipients=[RECIPIENT])
+        urls = settled(stage.rest.get_external_weights_urls(secret.path)).urls
+        assert all(file.endswith(".age") for file in urls)
+        assert all(download(url) for url in urls.values())
 
 
 def load_state(stage: Stage, call: Caller) -> None:
