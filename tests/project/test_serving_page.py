@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from scripts.serving_tables import PAGE, with_tables
+from tinsmith.observe.metrics import FIGURES
 from tinsmith.serve.loading import check_start, load_settings
 from tinsmith.serve.options import BY_NAME, OPTIONS
 from tinsmith.serve.settings import ServiceSettings, flat_settings
@@ -61,3 +62,20 @@ def test_the_file_that_is_shown_can_be_used(tmp_path: Path) -> None:
 
     assert settings.limits.in_flight == 4096
     check_start(settings)
+
+
+def test_every_figure_of_the_scheduler_is_a_metric() -> None:
+    """Those that it counts, by its source, and those that it reads off its parts."""
+    folder = PAGE.parents[1] / "src" / "tinsmith" / "scheduler"
+    source = "".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.py")))
+    counted = {
+        name
+        for call in re.findall(r"statistics\.count\((.*?)[,)]", source, re.DOTALL)
+        for name in re.findall(r'"(\w+)"', call)
+    }
+    statistics = source.partition("def statistics(")[2].partition("        }\n")[0]
+    read = set(re.findall(r'"(\w+)": ', statistics))
+
+    assert len(counted) > 10
+    assert "adapters" in read
+    assert counted | read == set(FIGURES)

@@ -9,6 +9,8 @@ from tinsmith.cli.text import MISSING, counted, yes_or_no
 
 TYPE_CHECKING = False  # loading `typing` takes longer than all of a help
 if TYPE_CHECKING:
+    from typing import Any
+
     from tinsmith.types.service import SupportedModel
 
 
@@ -22,7 +24,7 @@ def list_models(arguments: argparse.Namespace) -> None:
     """Show the models whose names have the substring, in any case."""
     from tinsmith.cli.connect import limit_s, service_client
     from tinsmith.cli.failures import CommandError
-    from tinsmith.cli.output import Table, plain_of, show
+    from tinsmith.cli.output import Table, show
 
     with service_client(arguments) as client:
         models: list[SupportedModel] = client.get_server_capabilities(
@@ -35,22 +37,34 @@ def list_models(arguments: argparse.Namespace) -> None:
             f"no model has {arguments.substring!r} in its name",
             remedy="`tinsmith model list` shows all that you can use",
         )
+    columns = ["Model", "Max Context", "Trainable", "Sampleable"]
+    has_aliases = any(model.alias_of for model in found)
     show(
         arguments.format,
-        {"models": [plain_of(model) for model in found]},
+        {"models": [_plain(model, has_aliases) for model in found]},
         Table(
             counted(len(found), "model") if found else "No models found",
-            ["Model", "Max Context", "Trainable", "Sampleable"],
-            [_row(model) for model in found],
+            [*columns, "Alias Of"] if has_aliases else columns,
+            [_row(model, has_aliases) for model in found],
         ),
     )
 
 
-def _row(model: SupportedModel) -> list[str]:
+def _plain(model: SupportedModel, has_aliases: bool) -> Any:
+    from tinsmith.cli.output import plain_of
+
+    plain = plain_of(model)
+    if not has_aliases:
+        del plain["alias_of"]  # only services of ours know of them
+    return plain
+
+
+def _row(model: SupportedModel, has_aliases: bool) -> list[str]:
     context = model.max_context_length
-    return [
+    row = [
         model.model_name or MISSING,
         MISSING if context is None else str(context),
         yes_or_no(model.trainable),
         yes_or_no(model.sampleable),
     ]
+    return [*row, model.alias_of or ""] if has_aliases else row

@@ -20,6 +20,8 @@ class SupportedModel(Record):
     max_context_length: int | None = None
     trainable: bool | None = None
     sampleable: bool | None = None
+    alias_of: str | None = None
+    """Of which model this is only another name; a field of our own service."""
 
 
 class GetServerCapabilitiesResponse(Record):

@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import tinsmith
 from tests.e2e.service.served import Served, serving
 from tests.e2e.service.training_run import API_KEY, train
+from tinsmith.cli.main import main
 from tinsmith.errors import AuthenticationError, NotFoundError
 from tinsmith.observe.log_fields import FIELDS
 from tinsmith.observe.metrics import ServiceMetrics
@@ -215,7 +216,9 @@ class FileServed(Served):
             self.wait_ready()
 
 
-def test_the_settings_file_of_the_page_runs(tmp_path: Path) -> None:
+def test_the_settings_file_of_the_page_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = (Path(__file__).parents[3] / "docs" / "serving.md").read_text(encoding="utf-8")
     [shown] = re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     (tmp_path / "serve.toml").write_text(shown, encoding="utf-8")
@@ -225,11 +228,15 @@ def test_the_settings_file_of_the_page_runs(tmp_path: Path) -> None:
 
         with tinsmith.ServiceClient(base_url=served.base_url, api_key=API_KEY) as service:
             models = service.get_server_capabilities().supported_models
+        monkeypatch.setenv("TINKER_API_KEY", API_KEY)
+        assert main(["model", "list", "--base-url", served.base_url]) == 0
         assert served.stop() == 0
     finally:
         served.end()
 
-    assert len(models) == 2
+    own, alias = "Qwen/Qwen3-8B:fake", "Qwen/Qwen3-8B"
+    assert [(model.model_name, model.alias_of) for model in models] == [(own, None), (alias, own)]
+    assert re.search(rf"^{alias} .* {own}$", capsys.readouterr().out, re.MULTILINE)
     assert (tmp_path / "data" / "ledger" / "ledger.sqlite3").is_file()
     assert json.loads(served.log_text().splitlines()[-1])["message"] == "closed"
 

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import http.server
 import sys
-import threading
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
+from tests.unit.observe.collector import Collector, collecting, spans_of
 from tinsmith.observe.spans import SPANS, OpenTelemetryMissingError, Spans, open_spans
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -31,54 +29,11 @@ def test_an_endpoint_without_the_library_is_told(monkeypatch: pytest.MonkeyPatch
         open_spans("http://127.0.0.1:9/v1/traces")
 
 
-class Collector(http.server.ThreadingHTTPServer):
-    """Takes what is sent over OTLP."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.bodies: list[bytes] = []
-
-    @property
-    def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}/v1/traces"
-
-
-class _Handler(http.server.BaseHTTPRequestHandler):
-    server: Collector
-
-    def do_POST(self) -> None:
-        self.server.bodies.append(self.rfile.read(int(self.headers["content-length"])))
-        self.send_response(200)
-        self.send_header("content-length", "0")
-        self.end_headers()
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
 @pytest.fixture
 def collector() -> Iterator[Collector]:
     pytest.importorskip("opentelemetry.sdk", reason="OpenTelemetry is not installed here")
-    with Collector() as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    with collecting() as server:
         yield server
-        server.shutdown()
-        thread.join()
-
-
-def collected(collector: Collector) -> list[Any]:
-    """The spans that arrived, in the order in which they began."""
-    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-
-    found = [
-        span
-        for body in collector.bodies
-        for resource in ExportTraceServiceRequest.FromString(body).resource_spans
-        for scope in resource.scope_spans
-        for span in scope.spans
-    ]
-    return sorted(found, key=lambda span: span.start_time_unix_nano)
 
 
 def test_spans_reach_a_collector_with_their_fields_and_their_trace(collector: Collector) -> None:
@@ -90,7 +45,7 @@ def test_spans_reach_a_collector_with_their_fields_and_their_trace(collector: Co
         pass
     spans.close()
 
-    outer, inner = collected(collector)
+    outer, inner = spans_of(collector)
     assert [outer.name, inner.name] == ["tinsmith http", "tinsmith batch"]
     assert {outer.trace_id.hex(), inner.trace_id.hex()} == {TRACE}
     assert inner.parent_span_id == outer.span_id
@@ -106,7 +61,7 @@ def test_a_failure_marks_its_span_and_keeps_its_message_to_itself(collector: Col
         raise ValueError("private words")
     spans.close()
 
-    [span] = collected(collector)
+    [span] = spans_of(collector)
     assert span.status.code == 2
     assert {pair.key: pair.value.string_value for pair in span.attributes} == {
         "tinsmith.model": "m",

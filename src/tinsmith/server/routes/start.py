@@ -25,12 +25,6 @@ MOST_CHUNK_BYTES = 5_000_000
 _UNAVAILABLE = 503
 
 
-class ServedModel(SupportedModel):
-    """A base model, and of which other one it is only another name."""
-
-    alias_of: str | None = None
-
-
 async def client_config(call: Call) -> ServiceFlags:
     """The flags by which a current client uses all that is here, and our own what is ours."""
     settings = call.settings
@@ -80,7 +74,7 @@ async def get_server_capabilities(call: Call) -> GetServerCapabilitiesResponse:
     """The base models, under all their names."""
     return GetServerCapabilitiesResponse(
         supported_models=[
-            ServedModel(
+            SupportedModel(
                 model_name=name,
                 max_context_length=model.max_context,
                 trainable=True,
