@@ -56,6 +56,7 @@ class Board:
         self._everywhere = ACTIVE
         self._lines: dict[str, QueueReport] = {}
         self._streams: dict[str, _Stream] = {}
+        self._waiting: dict[asyncio.Future[None], str] = {}
 
     # Queue states
 
@@ -67,6 +68,20 @@ class Board:
             self._lines.pop(line, None)
         else:
             self._lines[line] = report
+        for waiting, waited_for in self._waiting.items():
+            if line in (None, waited_for) and not waiting.done():
+                waiting.set_result(None)
+
+    async def wait_held(self, line: str, told: QueueReport) -> None:
+        """Return when a line is held back for another reason than was told, at once if it is."""
+        while (report := self.queue(line)).state == "active" or report == told:
+            told = told if report == told else ACTIVE
+            waiting = asyncio.get_running_loop().create_future()
+            self._waiting[waiting] = line
+            try:
+                await waiting
+            finally:
+                del self._waiting[waiting]
 
     def queue(self, line: str) -> QueueReport:
         """What is said of a line."""

@@ -7,6 +7,7 @@ import secrets
 
 from tinsmith.server.admission import Admission
 from tinsmith.server.auth import Credentials
+from tinsmith.server.feeds import ToldHolds
 from tinsmith.server.imports import Imports
 from tinsmith.server.longpoll import Waits
 from tinsmith.server.lookups import Lookups
@@ -27,6 +28,7 @@ class Service:
         self.quotas = Quotas(parts.ledger, parts.settings)
         self.admission = Admission(parts.ledger, parts.settings, self.quotas)
         self.sessions = Sessions(parts.ledger, self.lookups, parts.settings.session_timeout_s)
+        self.told_holds = ToldHolds()
         self.waits = Waits()
         self.imports = Imports(parts)
 

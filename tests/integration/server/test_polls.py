@@ -211,3 +211,30 @@ def test_thousands_of_idle_polls_are_held_and_released() -> None:
 def _healthy(server: RunningServer) -> int:
     with server.http() as http:
         return http.get(ENDPOINTS["healthz"].path).status_code
+
+
+def test_a_poll_for_results_is_told_once_that_samples_are_held_back() -> None:
+    """At once, with nothing else to tell; the next poll is held as usual."""
+    with RunningServer(long_poll_s=LONG_S) as server, server.http() as http:
+        sampler = a_sampler(http)
+        body = {
+            "target": {"type": "sampling_session", "sampling_session_id": sampler},
+            "inline_bytes": 100,
+        }
+        answers: list[httpx.Response] = []
+        poll = threading.Thread(target=lambda: answers.append(post(http, "retrieve_results", body)))
+        poll.start()
+        server.wait_polls(1)
+
+        async def hold() -> None:
+            server.ledger.board.hold(QueueReport("paused_capacity", "full"), sampler)
+
+        server.run(hold())
+        poll.join(20)
+        next_one = ok(post(http, "retrieve_results", {**body, "timeout": 0.05}))
+
+        told = ok(answers[0])
+        assert (told["completions"], told["queue_state"]) == ([], "paused_capacity")
+        assert next_one["queue_state_reason"] == "full"
+        slowest = max(report.ended_s - report.started_s for report in server.reports[-1:])
+        assert slowest >= 0.05, "it was held"

@@ -53,3 +53,27 @@ def test_only_so_many_streams_are_watched() -> None:
 
     assert not board.watch("one more")
     assert board.watch("0")
+
+
+def test_whoever_waits_for_a_line_learns_that_it_is_held_back() -> None:
+    async def scenario() -> None:
+        board = Board()
+        full, tired = QueueReport("paused_capacity", "full"), QueueReport("paused_capacity", "x")
+        waiting = asyncio.create_task(board.wait_held("a", ACTIVE))
+        await asyncio.sleep(0)
+        board.hold(full, "b")
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        board.hold(full, "a")
+        await waiting
+
+        told = asyncio.create_task(board.wait_held("a", full))
+        await asyncio.sleep(0)
+        board.hold(ACTIVE, "a")
+        await asyncio.sleep(0)
+        assert not told.done()
+        board.hold(full, "a")
+        await told
+        await board.wait_held("a", tired)
+
+    asyncio.run(scenario())

@@ -94,7 +94,7 @@ async def retrieve_results(call: Call) -> x.ResultsRetrieveResponse:
     offered(call, call.settings.answer_inline_bytes)
     if len(request.retrieved_request_ids) > x.MOST_REPORTED:
         raise BodyTooLargeError(f"at most {x.MOST_REPORTED} results are reported at once")
-    found = await told_completions(call, request)
+    found = await told_completions(call, request, tells_holds=True)
     target = request.target
     line = LineId(target.sampling_session_id)
     if found and request.linger_ms > 0:
@@ -104,6 +104,7 @@ async def retrieve_results(call: Call) -> x.ResultsRetrieveResponse:
         )
     completions, cursor = await _carried(call, found)
     queue = call.ledger.board.queue(line)
+    call.service.told_holds.tell(line, target.cloned_sampler_id, queue)
     return x.ResultsRetrieveResponse(
         completions=completions,
         cursor=cursor,
