@@ -13,7 +13,6 @@ from tinsmith.server.call import Call
 from tinsmith.types.extensions import ResultsRetrieveRequest
 from tinsmith.types.requests import FuturesRetrieveRequest
 
-
 MOST_REMEMBERED = 10_000
 
 
