@@ -36,6 +36,11 @@ class Quotas:
         self._quotas: dict[TenantId, tuple[float, Mapping[str, int]]] = {}
         self._tokens: dict[TenantId, tuple[float, float]] = {}
 
+    def forget(self) -> None:
+        """Look everything up anew."""
+        self._quotas.clear()
+        self._tokens.clear()
+
     async def of(self, tenant_id: TenantId) -> Mapping[str, int]:
         """A tenant's own quotas, remembered for a moment."""
         now = self._ledger.now()
@@ -49,18 +54,28 @@ class Quotas:
     async def check_sessions(self, tenant_id: TenantId) -> None:
         """Refuse one more session if the tenant has as many open ones as it may."""
         most = (await self.of(tenant_id)).get("sessions", self._settings.most_sessions)
-        # One that was silent for longer than this has ended, or is about to be.
-        since = self._ledger.now() - 2 * self._settings.session_timeout_s
-        heard_of = await self._ledger.entries(Session).due(
-            math.inf, since=since, tenant_id=tenant_id, limit=4 * most + PAGE
-        )
-        _check_count("sessions", sum(one.ended_at is None for one in heard_of), most)
+        if await self._ledger.entries(Session).count(tenant_id=tenant_id) >= most:
+            _check_count("sessions", len(await self._open_sessions(tenant_id)), most)
 
     async def check_models(self, tenant_id: TenantId) -> None:
         """Refuse one more model if the tenant trains as many as it may."""
         most = (await self.of(tenant_id)).get("models", self._settings.most_models)
-        newest = await self._ledger.entries(Model).of_tenant(tenant_id, limit=4 * most + PAGE)
-        _check_count("models", sum(one.released_at is None for one in newest), most)
+        models = self._ledger.entries(Model)
+        # Most tenants never made as many, and then that is all there is to look at.
+        if await models.count(tenant_id=tenant_id) < most:
+            return
+        trained = 0
+        for session in await self._open_sessions(tenant_id):
+            trained += sum(one.released_at is None for one in await models.of_parent(session.id))
+        _check_count("models", trained, most)
+
+    async def _open_sessions(self, tenant_id: TenantId) -> list[Session]:
+        # One that was silent for longer than this has ended, or is about to be.
+        since = self._ledger.now() - 2 * self._settings.session_timeout_s
+        heard_of = await self._ledger.entries(Session).due(
+            math.inf, since=since, tenant_id=tenant_id, limit=10 * PAGE
+        )
+        return [session for session in heard_of if session.ended_at is None]
 
     async def check_storage(self, tenant_id: TenantId) -> None:
         """Refuse a save if the tenant's checkpoints take as much as they may."""

@@ -102,12 +102,13 @@ def test_models_that_were_released_make_room(run: Callable[[Work], None]) -> Non
         quotas = Quotas(ledger, ServerSettings())
         models = ledger.entries(Model)
         for tenant in (A, B):
+            session = await ledger.entries(Session).add(a_session(ledger, tenant, 0))
             await models.add(
                 Model(
                     id=f"{tenant}:train:0",
                     tenant_id=tenant,
                     created_at=ticks.now,
-                    session_id=SessionId("s"),
+                    session_id=SessionId(session.id),
                     base_model="m",
                 )
             )

@@ -31,10 +31,12 @@ async def create_session(call: Call) -> CreateSessionResponse:
         *(("tags", tag) for tag in request.tags),
     )
     check_metadata("user_metadata", request.user_metadata)
-    await call.service.quotas.check_sessions(call.tenant_id)
+    session_id = _session_id(call)
+    if await call.ledger.entries(Session).get(session_id) is None:  # a retry has its session
+        await call.service.quotas.check_sessions(call.tenant_id)
     now = call.ledger.now()
     session = Session(
-        id=_session_id(call),
+        id=session_id,
         tenant_id=call.tenant_id,
         created_at=now,
         project_id=request.project_id or DEFAULT_PROJECT,

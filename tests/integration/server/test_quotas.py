@@ -1,0 +1,79 @@
+"""Quotas as clients meet them: which call is refused, with which status, and who is not."""
+
+from __future__ import annotations
+
+from tests.integration.server.calls import a_model, a_session, a_step, ok, post, result
+from tests.integration.server.running import MODEL, RunningServer
+from tinsmith.ledger.records import CheckpointEntry, TenantId, UsageKey, Use
+from tinsmith.server.keys import add_tenant
+
+ALICE = TenantId("alice")
+
+
+def test_each_quota_refuses_its_own_call_and_no_other_tenant() -> None:
+    with (
+        RunningServer(with_keys=True) as server,
+        server.http("alice") as alice,
+        server.http("bob") as bob,
+    ):
+        quotas = {"sessions": 1, "models": 1, "storage_bytes": 10}
+        server.run(add_tenant(server.ledger, "alice", quotas))
+        model = a_model(alice)
+        session = model.partition(":")[0]
+        entry = CheckpointEntry(
+            id="tinker://r/weights/x",
+            tenant_id=ALICE,
+            created_at=0.0,
+            run_id="r",
+            checkpoint_id="weights/x",
+            size_bytes=10,
+        )
+        server.run(server.ledger.entries(CheckpointEntry).add(entry))
+
+        refused = {
+            "sessions": post(alice, "create_session", {"tags": [], "sdk_version": "0.36.0"}),
+            "models": post(
+                alice,
+                "create_model",
+                {"session_id": session, "model_seq_id": 1, "base_model": MODEL},
+            ),
+            "bytes": post(alice, "save_weights", {"model_id": model, "path": "y", "seq_id": 1}),
+        }
+
+        for what, reply in refused.items():
+            assert reply.status_code == 422, reply.text
+            assert what in reply.text
+            assert "allowed" in reply.text
+        # Its number was refused for good, and what comes after it goes on.
+        ok(post(alice, "optim_step", a_step(model, 2)))
+        assert ok(result(alice, f"{model}:2"))
+        a_model(bob, a_session(bob))
+
+
+def test_tokens_of_the_hour_end_with_429_and_when_to_ask_again() -> None:
+    with RunningServer(with_keys=True) as server, server.http("alice") as alice:
+        server.run(add_tenant(server.ledger, "alice", {"tokens_per_hour": 5}))
+        model = a_model(alice)
+        key = UsageKey(tenant_id=ALICE, kind="training")
+        server.run(server.ledger.add_uses([Use(key=key, amount=5)]))
+        server.app.service.quotas.forget()
+
+        reply = post(alice, "optim_step", a_step(model, 1))
+
+        assert reply.status_code == 429
+        assert 0 < int(reply.headers["retry-after-ms"]) <= 60_000
+        server.run(add_tenant(server.ledger, "alice", {"tokens_per_hour": 50}))
+        server.app.service.quotas.forget()
+        ok(post(alice, "optim_step", a_step(model, 1)))
+
+
+def test_a_session_whose_answer_was_lost_is_given_again_at_the_limit() -> None:
+    with RunningServer(with_keys=True, most_sessions=1) as server, server.http("alice") as alice:
+        body = {"tags": [], "sdk_version": "0.36.0"}
+        first = post(alice, "create_session", body, headers={"X-Idempotency-Key": "k"})
+
+        again = post(alice, "create_session", body, headers={"X-Idempotency-Key": "k"})
+        other = post(alice, "create_session", body, headers={"X-Idempotency-Key": "l"})
+
+        assert ok(again) == ok(first)
+        assert other.status_code == 422
