@@ -22,7 +22,7 @@ from tests.compatibility.calls.table import CALLS
 from tests.compatibility.stage import Stage
 from tests.compatibility.surface import CLIENTS, faces, public_methods
 
-CALL_TIMEOUT_S = 30.0
+CALL_TIMEOUT_S = 60.0
 NOT_COVERED = "not covered: no call is written for it in tests/compatibility/calls"
 
 

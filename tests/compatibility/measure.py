@@ -30,7 +30,7 @@ from tests.unit.client.small_tokenizer import write_tokenizer
 
 AT_ONCE = 2
 """Processes; more would only share the two cores of CI."""
-SDK_TIMEOUT_S = 240.0
+SDK_TIMEOUT_S = 300.0
 
 
 class Client(NamedTuple):

@@ -11,7 +11,7 @@ import urllib.request
 from types import ModuleType
 from typing import Any
 
-RESULT_TIMEOUT_S = 20.0
+RESULT_TIMEOUT_S = 40.0
 BASE_MODEL = "Qwen/Qwen3-8B"
 """Also a folder with a tokenizer in the current directory, so that no hub is asked for it."""
 
