@@ -26,6 +26,8 @@ from tinsmith.ledger.records import (
     UsageKey,
     Use,
 )
+from tinsmith.server.routes import collect
+from tinsmith.wire.endpoints import ENDPOINTS
 
 __all__ = ["server"]  # a fixture, for pytest to find
 
@@ -792,6 +794,27 @@ def test_snapshots_and_samplers_weights_have_no_name_for_clients(server: Managed
                 assert reply.status_code in (404, 422)
         reply = plain.get(f"/api/v1/training_runs/{run}/checkpoints/snapshots/3/archive")
     assert reply.status_code in (404, 422)
+
+
+def test_a_key_that_revokes_itself_is_noted(server: ManagedServer) -> None:
+    with server.http() as plain:
+        assert plain.delete("/api/v1/auth/apikey/me").status_code == 204
+        assert plain.get("/api/v1/sessions").status_code == 401
+
+    (noted,) = server.run(server.ledger.entries(AuditEntry).all())
+    assert (noted.event, noted.tenant_id) == ("organization.key_revoked", "alice")
+    assert key_of("alice") not in str(noted)
+
+
+def test_every_route_of_ours_is_probed_or_open() -> None:
+    """A new one cannot be forgotten here; those of the protocol are probed in `test_tenants`."""
+    ours = {one.name for one in collect().endpoints} - set(ENDPOINTS)
+
+    probed = {"download_checkpoint_file", "download_checkpoint_archive"}
+    imports = {"begin_import", "send_import_part", "finish_import"}
+    heads = {f"{name}_head" for name in (*probed, "download")}
+    assert ours == probed | imports | heads | {"download", "openapi", "docs"}
+    assert collect().open == {"healthz", "download", "download_head", "openapi", "docs"}
 
 
 def test_nothing_is_found_without_a_key(server: ManagedServer) -> None:

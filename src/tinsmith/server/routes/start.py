@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from tinsmith.errors import APIStatusError, BadRequestError
+from tinsmith.ledger import audit
 from tinsmith.ledger.records import ApiKey
 from tinsmith.server.call import Call, Handler
 from tinsmith.types.events import TelemetryResponse
@@ -110,6 +111,13 @@ async def delete_api_key(call: Call) -> None:
     now = call.ledger.now()
     await call.ledger.entries(ApiKey).change(holder.key.id, lambda key: _revoked(key, now))
     credentials.forget()
+    await audit.note(
+        call.ledger,
+        call.tenant_id,
+        audit.KEY_REVOKED,
+        details={"name": holder.key.name, "shown": holder.key.shown},
+        change=audit.change_id("revoke", holder.key.id),
+    )
 
 
 async def telemetry(call: Call) -> TelemetryResponse:  # noqa: ARG001
