@@ -24,6 +24,9 @@ from tinsmith.wire.stored import read_stored
 
 T = TypeVar("T")
 
+LARGE_BYTES = 64 * 1024
+"""Larger payloads are read on a thread, so that many of them do not hold up the event loop."""
+
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Parts:
@@ -74,6 +77,8 @@ class Parts:
     async def request(self, command: Command) -> Any:
         """What was submitted; raises `DecodeError`, `LedgerDamagedError` if it cannot be read."""
         payload = await self.ask(lambda: self.ledger.payload(command.request_id))
+        if len(payload) > LARGE_BYTES:
+            return await asyncio.to_thread(read_stored, command.kind, payload)
         return read_stored(command.kind, payload)
 
 

@@ -23,6 +23,9 @@ from tinsmith.types.sampling import SampleResponse
 
 _log = logging.getLogger(__name__)
 
+MOST_PREPARING = 32
+"""How many samples are read at a time, so that a burst does not hold up the event loop."""
+
 
 class Admitted(msgspec.Struct, frozen=True):
     """A sample that the engine has."""
@@ -41,6 +44,8 @@ class Sampling:
         self._preparing: dict[RequestId, asyncio.Task[None]] = {}
         self._admitted: dict[RequestId, Admitted] = {}
         self._has_admitted = asyncio.Event()
+        self._changed = parts.listen()
+        self._reading: set[RequestId] = set()
 
     @property
     def under_way(self) -> int:
@@ -49,15 +54,17 @@ class Sampling:
 
     async def admit(self) -> None:
         """Admit samples as there is room, until cancelled or the scheduler closes."""
-        parts, changed = self._parts, self._parts.listen()
+        parts = self._parts
         while not parts.is_closing:
-            changed.clear()
+            self._changed.clear()
             await parts.settler.wait_room()
-            room = parts.engine.capacity().most_samples - self.under_way
+            places = parts.engine.capacity().most_samples - self.under_way
+            room = min(places, MOST_PREPARING - len(self._reading))
             for command in parts.samples.take(room):
                 task = asyncio.create_task(self._prepare(command))
                 self._preparing[command.request_id] = task
-            await changed.wait()
+                self._reading.add(command.request_id)
+            await self._changed.wait()
 
     async def step(self) -> None:
         """Step the engine's sampler for as long as there is something in it."""
@@ -81,6 +88,7 @@ class Sampling:
         task = self._preparing.pop(request_id, None)
         if task is not None:
             task.cancel()
+            self._reading.discard(request_id)  # it may not have begun, and then does not itself
         admitted = self._admitted.pop(request_id, None)
         if admitted is not None:
             self._parts.engine.cancel(request_id)
@@ -98,7 +106,7 @@ class Sampling:
     async def _prepare(self, command: Command) -> None:
         request_id = command.request_id
         try:
-            request: SampleRequest = await self._parts.request(command)
+            request = await self._read(command)
             source = await self._samplers.source(command, request)
             await self._samplers.acquire(source)
             self._enter(command, request, source)
@@ -109,6 +117,15 @@ class Sampling:
             self._end(command, exc)
         finally:
             self._preparing.pop(request_id, None)
+
+    async def _read(self, command: Command) -> SampleRequest:
+        try:
+            request: SampleRequest = await self._parts.request(command)
+            return request
+        finally:
+            # Not after its weights are loaded: others need not wait for these.
+            self._reading.discard(command.request_id)
+            self._changed.set()
 
     def _enter(self, command: Command, request: SampleRequest, source: Source) -> None:
         request_id, board = command.request_id, self._parts.ledger.board

@@ -41,6 +41,7 @@ VOCABULARY = 200_000
 MAX_CONTEXT = 131_072
 SMALL_TOKENS = 4096
 """Up to so many tokens are computed on the event loop; a thread would cost more than it saves."""
+SMALL_WORKS = 16
 LOOP_S = 0.005
 """How long the sampler computes before others on the event loop have their turn."""
 PREFIX_TOKENS = 64
@@ -218,7 +219,7 @@ class FakeEngine(Engine):
         async def run() -> list[TrainingOutcome]:
             started = time.monotonic()
             tokens = sum(work.tokens for work in batch if isinstance(work, PassWork))
-            if tokens > SMALL_TOKENS:
+            if tokens > SMALL_TOKENS or len(batch) > SMALL_WORKS:
                 outcomes = await asyncio.to_thread(self._train_all, batch)
             else:
                 outcomes = self._train_all(batch)

@@ -36,6 +36,7 @@ class Draws:
         self.vocabulary = vocabulary
         self._params = params
         self._rows: dict[int, tuple[list[float], list[int], list[int]]] = {}
+        self._best: dict[tuple[int, int], list[tuple[int, float]]] = {}
 
     def draw(self, row: int, chance: random.Random) -> int:
         """A token after a context."""
@@ -66,6 +67,11 @@ class Draws:
 
     def best(self, row: int, k: int) -> list[tuple[int, float]]:
         """The k likeliest tokens after a context, best first; of equals, the lowest."""
+        if (row, k) not in self._best:
+            self._best[row, k] = self._likeliest(row, k)
+        return self._best[row, k]
+
+    def _likeliest(self, row: int, k: int) -> list[tuple[int, float]]:
         each = self.table_CK[row] - self.vocabulary.log_sizes_K
         found: list[tuple[int, float]] = []
         for class_id in np.lexsort((np.arange(CLASSES), -each)):
