@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,7 +26,12 @@ class Target(NamedTuple):
 
 @contextlib.contextmanager
 def served(folder: Path) -> Iterator[Target]:
-    """`tinsmith serve` with the fake engine and a key, in a process of its own."""
+    """`tinsmith serve` with the fake engine and a key, in a process of its own.
+
+    Raises:
+        AssertionError: At the end, if it told of a fault of its own, which a client's second try
+            may have hidden.
+    """
     made = subprocess.run(
         [sys.executable, "-m", "tinsmith", "key", "create", "--data", str(folder / "data")],
         capture_output=True,
@@ -35,6 +41,18 @@ def served(folder: Path) -> Iterator[Target]:
     )
     with serving(folder, "--model", BASE_MODEL) as service:
         yield Target(service.base_url, made.stdout.strip())
+        told = service.log.read_text(encoding="utf-8", errors="replace")
+        assert faults(told) == []
+
+
+def faults(log: str) -> list[str]:
+    """Lines of a service's log that tell of errors and of answers 500 to 599, but for its start."""
+    return [
+        line
+        for line in log.splitlines()
+        if re.search(r"\b(ERROR|CRITICAL)\b|^Traceback| status=5\d\d ", line)
+        and "endpoint=healthz" not in line
+    ]
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from tests.compatibility.outcomes import Outcome, Run
 from tests.compatibility.sdks import refuse_unless_pinned
 from tests.compatibility.stage import Stage
 from tests.compatibility.surface import faces, public_methods
+from tests.compatibility.targets import faults
 
 
 @pytest.fixture
@@ -124,6 +125,15 @@ def test_the_page_shows_each_face() -> None:
     )
 
     assert "| `whoami` | ✓✓ | ✓– | ✗– | – |\n" in shown
+
+
+def test_faults_of_the_service_are_seen_though_clients_try_again() -> None:
+    start = "WARNING tinsmith.access: GET /api/v1/healthz  endpoint=healthz status=503 tenant="
+    refused = "WARNING tinsmith.access: POST /api/v1/asample  endpoint=asample status=429 tenant="
+    failed = "WARNING tinsmith.access: POST /api/v1/asample  endpoint=asample status=500 tenant="
+    error = "2026-01-02 ERROR   tinsmith.scheduler.loop: why"
+
+    assert faults("\n".join([start, refused, failed, error])) == [failed, error]
 
 
 def test_a_wheel_that_is_not_the_pinned_one_is_refused(tmp_path: Path) -> None:
