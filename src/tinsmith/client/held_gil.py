@@ -97,8 +97,9 @@ class _Rooms(threading.local):
 
 if IS_AVAILABLE:
     _rooms = _Rooms()
-    _NOW = getattr(socket, "MSG_DONTWAIT", 0)
-    _NOW_AND_QUIETLY = _NOW | getattr(socket, "MSG_NOSIGNAL", 0)
+    # As plain numbers: to join two of Python's flags takes longer than to send.
+    _NOW = int(getattr(socket, "MSG_DONTWAIT", 0))
+    _NOW_AND_QUIETLY = _NOW | int(getattr(socket, "MSG_NOSIGNAL", 0))
 
 
 class HeldSocket(socket.socket):
@@ -157,7 +158,25 @@ if sys.platform == "linux":
         def __init__(self) -> None:
             super().__init__()
             self._room = _Room(MOST_EVENTS * _EVENT.size)
-            self._keys = self.get_map()
+            self._keys: dict[int, selectors.SelectorKey] = {}
+
+        def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+            """As `selectors.EpollSelector.register`."""
+            key = super().register(fileobj, events, data)
+            self._keys[key.fd] = key
+            return key
+
+        def modify(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+            """As `selectors.EpollSelector.modify`."""
+            key = super().modify(fileobj, events, data)
+            self._keys[key.fd] = key
+            return key
+
+        def unregister(self, fileobj: Any) -> selectors.SelectorKey:
+            """As `selectors.EpollSelector.unregister`."""
+            key = super().unregister(fileobj)
+            self._keys.pop(key.fd, None)
+            return key
 
         def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
             """As `selectors.EpollSelector.select`."""

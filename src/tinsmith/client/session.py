@@ -276,11 +276,15 @@ class Session(Calls):
             work: What to run.
             on_end: Called with the task when it has ended, also one that never began.
         """
+
+        def ended(task: asyncio.Task[None]) -> None:  # one callback: each takes a turn of the loop
+            self._tasks.discard(task)
+            if on_end is not None:
+                on_end(task)
+
         task = asyncio.create_task(work)
         self._tasks.add(task)  # a loop holds its tasks weakly
-        task.add_done_callback(self._tasks.discard)
-        if on_end is not None:
-            task.add_done_callback(on_end)
+        task.add_done_callback(ended)
 
     def next_number(self, counter: str) -> int:
         """The next number of a counter, from 0: models, samplers and losses are numbered by us.

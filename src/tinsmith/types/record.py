@@ -35,7 +35,7 @@ from typing import (
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from msgspec.structs import force_setattr
+from msgspec.structs import astuple, force_setattr
 
 from tinsmith.errors import UnknownFieldError, ValidationError
 from tinsmith.types.buffers import Numbers
@@ -320,8 +320,7 @@ def _record_to_plain(record: Record, write_array: ArrayWriter, keep_none: bool) 
     config = record.__struct_config__
     if config.tag_field is not None:
         plain[config.tag_field] = config.tag
-    for name in record.__struct_fields__:
-        value = getattr(record, name)
+    for name, value in zip(record.__struct_fields__, astuple(record), strict=True):
         if value is None:
             if keep_none or name in nullable_fields(type(record)):
                 plain[name] = None

@@ -79,17 +79,22 @@ def to_http(
         raise ValidationError(
             f"{endpoint.name} takes a {endpoint.request.__name__}, not {type(request).__name__}"
         )
-    headers = {"Accept": accept.value, **endpoint.headers}
+    headers = {"Accept": _type_of(accept), **endpoint.headers}
     if endpoint.request_format is Format.PROTOBUF:
-        headers["Content-Type"] = Format.PROTOBUF.value
+        headers["Content-Type"] = content.PROTOBUF_TYPE
         parts = encode_body(request, Format.PROTOBUF)
         return HttpRequest(endpoint.method, endpoint.path, {}, headers, parts)
     if isinstance(request, Frozen):
-        headers["Content-Type"] = Format.JSON.value
+        headers["Content-Type"] = content.JSON_TYPE
         return HttpRequest(
             endpoint.method, endpoint.path, {}, headers, json_format.encode_parts(request)
         )
     return _json_request(endpoint, request, headers)
+
+
+def _type_of(format: Format) -> str:  # noqa: A002
+    """As `format.value`, which Python takes ten times as long to look up."""
+    return content.JSON_TYPE if format is Format.JSON else content.PROTOBUF_TYPE
 
 
 @functools.cache
@@ -103,7 +108,7 @@ def json_request(
     endpoint: Endpoint, parts: Parts, content_type: str = content.JSON_TYPE
 ) -> HttpRequest:
     """What to send to a route without fields in its path, for a JSON body that is made already."""
-    headers = {"Accept": Format.JSON.value, **endpoint.headers, "Content-Type": content_type}
+    headers = {"Accept": content.JSON_TYPE, **endpoint.headers, "Content-Type": content_type}
     return HttpRequest(endpoint.method, endpoint.path, {}, headers, parts)
 
 
@@ -125,7 +130,7 @@ def bytes_request(endpoint: Endpoint, request: Record, body: Memory) -> HttpRequ
 
 def _json_request(endpoint: Endpoint, request: Record, headers: dict[str, str]) -> HttpRequest:
     if endpoint.method == "POST" and _is_flat(endpoint.path, type(request)):
-        headers["Content-Type"] = Format.JSON.value
+        headers["Content-Type"] = content.JSON_TYPE
         body = msgspec.json.encode(request)
         return HttpRequest(endpoint.method, endpoint.path, {}, headers, [body])
     writer = json_format.BodyWriter()
@@ -139,7 +144,7 @@ def _json_request(endpoint: Endpoint, request: Record, headers: dict[str, str]) 
     if endpoint.method in ("GET", "DELETE"):
         query = {name: _checked_text(name, _query_value(value)) for name, value in fields.items()}
         return HttpRequest(endpoint.method, path, query, headers, [])
-    headers["Content-Type"] = Format.JSON.value
+    headers["Content-Type"] = content.JSON_TYPE
     # A request that only names a thing in its path has no body to send.
     in_path_alone = bool(path_fields) and set(request.__struct_fields__) == set(path_fields)
     parts: Parts = [] if in_path_alone else writer.parts(fields)

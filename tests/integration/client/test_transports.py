@@ -6,6 +6,7 @@ Both transports keep the same promise, so every test runs with each.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import pathlib
 import socket
@@ -153,6 +154,38 @@ def test_a_reply_that_does_not_come_is_a_timeout_and_frees_its_connection(run: R
         return await post(transport)
 
     assert run(silent_at_first, scenario, most_connections=1).status == 200
+
+
+def test_each_exchange_of_a_connection_has_its_own_time(run: Run) -> None:
+    """However much or little the one before it had: neither cuts it short nor lends it time."""
+    early_s = 0.1
+
+    async def answer(request: Received, connection: Connection) -> None:
+        if request.body == b"never":
+            return
+        if request.body == b"late":
+            await asyncio.sleep(3 * early_s)
+        await connection.reply(b"%d" % connection.number)
+
+    async def scenario(transport: Transport, _: ScriptedServer) -> list[ExchangeReply]:
+        replies = [
+            await post(transport, [b"soon"], timeout_s=60.0),
+            await post(transport, [b"soon"], timeout_s=early_s * 100),
+            await post(transport, [b"late"], timeout_s=60.0),
+        ]
+        with contextlib.suppress(APITimeoutError):  # a busy machine may miss it
+            replies.append(await post(transport, [b"soon"], timeout_s=early_s))
+        replies.append(await post(transport, [b"late"], timeout_s=60.0))
+        with contextlib.suppress(APITimeoutError):
+            await post(transport, [b"soon"], timeout_s=early_s)
+        with pytest.raises(APITimeoutError, match=r"0\.4 s"):
+            await post(transport, [b"never"], timeout_s=4 * early_s)
+        return replies
+
+    replies = run(answer, scenario)
+
+    assert [bytes(reply.body) for reply in replies[:3]] == [b"0"] * 3
+    assert len(replies) >= 4
 
 
 def test_a_closed_port_is_refused_at_once_and_says_what_to_check(made_by: Maker) -> None:

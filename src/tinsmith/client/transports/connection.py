@@ -44,6 +44,9 @@ class Connection(ReplyProtocol):
         self._body: bytes | bytearray = b""
         self._reply: asyncio.Future[RawReply] | None = None
         self._may_write: asyncio.Future[None] | None = None
+        self._deadline = 0.0
+        self._alarm: asyncio.TimerHandle | None = None
+        self._alarm_at = 0.0
         self.is_open = False
         """Whether another exchange may begin."""
         self.idle_since = 0.0
@@ -67,7 +70,7 @@ class Connection(ReplyProtocol):
         self.check_writable()
         reply: asyncio.Future[RawReply] = self._loop.create_future()
         self._reply = reply
-        late = self._loop.call_at(deadline, self.fail, TimeoutError("no reply in time"))
+        self._watch(deadline)
         try:
             if sum(map(len, parts)) <= JOINED_BYTES:
                 self._transport.write(b"".join((head, *parts)))
@@ -83,8 +86,34 @@ class Connection(ReplyProtocol):
             self.close()
             raise
         finally:
-            late.cancel()
             self._reply = None
+
+    def _watch(self, deadline: float) -> None:
+        """See that the exchange ends in time.
+
+        An alarm that is set already is left: when it rings, it is set anew if there is more time.
+        So the exchanges of a connection share one, where setting one for each costs as much as
+        writing the request.
+        """
+        self._deadline = deadline
+        if self._alarm is not None and self._alarm_at <= deadline:
+            return
+        self._stop_alarm()
+        self._alarm, self._alarm_at = self._loop.call_at(deadline, self._ring), deadline
+
+    def _ring(self) -> None:
+        self._alarm = None
+        if self._reply is None:
+            return
+        if self._deadline <= self._alarm_at:
+            self.fail(TimeoutError("no reply in time"))
+        else:
+            self._watch(self._deadline)
+
+    def _stop_alarm(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
 
     async def _write_large(
         self, head: bytes, parts: Parts, reply: asyncio.Future[RawReply]
@@ -143,6 +172,7 @@ class Connection(ReplyProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The end."""
         self.is_open = False
+        self._stop_alarm()
         super().connection_lost(exc)
         self.resume_writing()
         self._on_lost(self)
