@@ -143,7 +143,10 @@ class App:
             raise
         except TinkerError as exc:
             report.error = exc
-            return _refusal(exc)
+            reply = _refusal(exc)
+            if reply.status >= 500:
+                _log.warning("%s is answered %d: %s", report.endpoint, reply.status, exc)
+            return reply
         except Exception as exc:  # noqa: BLE001 - the outer edge; told in full in the log
             _log.exception("a request failed")
             report.error = exc

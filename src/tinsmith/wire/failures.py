@@ -41,8 +41,17 @@ _STATUSES: dict[type[e.TinkerError], int] = {
     e.UnknownEntryError: 404,
     e.ResultGoneError: 410,
     e.LedgerUnavailableError: 503,
+    # Of saved weights.
+    e.CheckpointNotFoundError: 404,
+    e.CheckpointExistsError: 400,
+    e.CheckpointFormatError: 422,
+    e.CheckpointUnavailableError: 503,
 }
-_RETRY_AFTER_S: dict[type[BaseException], float] = {e.LedgerUnavailableError: 1.0}
+_RETRY_AFTER_S: dict[type[BaseException], float] = {
+    e.LedgerUnavailableError: 1.0,
+    e.CheckpointUnavailableError: 5.0,
+    e.StorageFullError: 30.0,
+}
 """When to come back after an error that does not say so itself."""
 _RETRIED = frozenset({408, 409, 429})
 
@@ -123,8 +132,7 @@ def reply_from_error(error: BaseException) -> HttpReply:
     ours is a 500 that tells nothing of the server's inside.
     """
     status = status_of(error)
-    is_ours = isinstance(error, e.TinkerError)
-    detail = _sendable(str(error)) if is_ours else "internal server error"
+    detail = _sendable(_told(error))
     headers = {"Content-Type": "application/json"}
     delay_s = getattr(error, "retry_after_s", _RETRY_AFTER_S.get(type(error)))
     if delay_s is not None:
@@ -158,12 +166,18 @@ def failed_from_error(error: BaseException) -> RequestFailedResponse:
     """
     if isinstance(error, e.RequestFailedError):
         return RequestFailedResponse(error=_sendable(error.message), category=error.category)
-    if isinstance(error, e.TinkerError):
-        is_users = status_of(error) < 500
-        category = e.RequestErrorCategory.User if is_users else e.RequestErrorCategory.Server
-        return RequestFailedResponse(error=_sendable(str(error)), category=category)
-    category = e.RequestErrorCategory.Server
-    return RequestFailedResponse(error="internal server error", category=category)
+    is_users = isinstance(error, e.TinkerError) and status_of(error) < 500
+    category = e.RequestErrorCategory.User if is_users else e.RequestErrorCategory.Server
+    return RequestFailedResponse(error=_sendable(_told(error)), category=category)
+
+
+def _told(error: BaseException) -> str:
+    """What a client is told of an error: nothing of the server's inside, such as its folders."""
+    if not isinstance(error, e.TinkerError):
+        return "internal server error"
+    if isinstance(error, e.CheckpointError) and status_of(error) >= 500:
+        return "saved weights cannot be read or written now"
+    return str(error)
 
 
 def _sendable(text: str) -> str:

@@ -36,6 +36,28 @@ STATUSES = {
 }
 
 
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (e.CheckpointNotFoundError("tinker://r/weights/c is not there"), 404),
+        (e.CheckpointExistsError("it is there"), 400),
+        (e.CheckpointFormatError("no adapter"), 422),
+        (e.CheckpointUnavailableError("/srv/secret cannot be read"), 503),
+        (e.StorageFullError("/srv/secret is full"), 503),
+        (e.CheckpointDamagedError("/srv/secret/file differs"), 500),
+    ],
+)
+def test_errors_of_saved_weights_have_a_status_and_tell_no_folder(
+    error: e.CheckpointError, status: int
+) -> None:
+    reply = reply_from_error(error)
+
+    assert reply.status == status
+    assert b"/srv" not in b"".join(reply.parts)
+    assert "/srv" not in failed_from_error(error).error
+    assert ("retry-after-ms" in {name.lower() for name in reply.headers}) is (status == 503)
+
+
 # A refusal, as the client sees it
 
 
