@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from tinsmith.checkpoints.base import CheckpointStore
+from tinsmith.errors import NotFoundError
 from tinsmith.ledger.base import Ledger
 from tinsmith.ledger.records import TenantId
 from tinsmith.server.parts import Parts
@@ -74,6 +76,13 @@ class Call:
     def ledger(self) -> Ledger:
         """The durable record."""
         return self.service.parts.ledger
+
+    @property
+    def store(self) -> CheckpointStore:
+        """Saved weights; raises `NotFoundError` in a service that keeps none."""
+        if self.service.parts.store is None:
+            raise NotFoundError("this service keeps no checkpoints")
+        return self.service.parts.store
 
     @property
     def settings(self) -> ServerSettings:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
+from tinsmith.checkpoints.base import CheckpointStore
 from tinsmith.engines.base import BaseModel
 from tinsmith.ledger.base import Ledger
 from tinsmith.server.settings import ServerSettings
@@ -18,7 +18,7 @@ class Parts:
     ledger: Ledger
     base_models: Mapping[str, BaseModel]
     """By name, aliases among them."""
-    store: Any = None
+    store: CheckpointStore | None = None
     """Where checkpoints are; None for a service without."""
     settings: ServerSettings = dataclasses.field(default_factory=ServerSettings)
     secret: bytes = b""

@@ -17,7 +17,7 @@ from tests.integration.server.managed import FILES, SIZE_BYTES, ManagedServer, k
 from tests.integration.server.running import MODEL
 from tinsmith import types
 from tinsmith.checkpoints.paths import CheckpointPath
-from tinsmith.errors import BadRequestError, NotFoundError
+from tinsmith.errors import BadRequestError, CheckpointUnavailableError, NotFoundError
 from tinsmith.ledger.records import (
     AuditEntry,
     CheckpointEntry,
@@ -679,6 +679,66 @@ def test_the_audit_log_is_asked_for_by_day_and_thing(server: ManagedServer) -> N
     assert [one.timestamp.timestamp() for one in of_kind] == [noon]
     assert client.get_audit_log("teams").result(30).entries == []
     assert admin(server, "bob").get_audit_log().result(30).entries == []
+
+
+# Trouble with the store
+
+
+def test_a_store_that_does_not_answer_is_a_503_and_nothing_is_lost(
+    server: ManagedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.add_session()
+    run = server.add_run()
+    path = server.save(run, "e", "external_weights")
+    url = f"/api/v1/training_runs/{run}/checkpoints/external_weights/e"
+    copy = {"source_path": path, "destination_project_id": "p"}
+    key = {"X-Idempotency-Key": "k"}
+
+    def unavailable(*_: object, **__: object) -> None:
+        raise CheckpointUnavailableError("/srv/disk does not answer")
+
+    with server.http() as plain:
+        with monkeypatch.context() as broken:
+            for name in ("delete", "copy", "info", "open"):
+                broken.setattr(server.store, name, unavailable)
+            replies = [
+                plain.delete(url, headers=key),
+                plain.post("/api/v1/copy_weights", json=copy, headers=key),
+                plain.get(f"{url}/external_weights_urls"),
+                plain.get(f"/api/v1/tinsmith{url.removeprefix('/api/v1')}/archive.tar"),
+            ]
+        (listed,) = plain.get(f"/api/v1/training_runs/{run}/checkpoints").json()["checkpoints"]
+        copied = plain.post("/api/v1/copy_weights", json=copy, headers=key)
+        deleted = plain.delete(url, headers=key)
+
+    assert [reply.status_code for reply in replies] == [503] * 4
+    assert {reply.headers["retry-after-ms"] for reply in replies} == {"5000"}
+    assert "/srv" not in "".join(reply.text for reply in replies)
+    assert listed["tinker_path"] == path
+    assert (copied.status_code, deleted.status_code) == (200, 204)
+    assert sorted(audited(server)) == ["checkpoint.copied", "checkpoint.deleted"]
+
+
+def test_files_that_were_lost_are_a_404(server: ManagedServer) -> None:
+    """The entry is there, the files are not: somebody deleted them on the disk."""
+    server.add_session()
+    run = server.add_run()
+    path = server.save(run, "e", "external_weights")
+    server.store.delete(CheckpointPath.parse(path))
+    url = f"/api/v1/training_runs/{run}/checkpoints/external_weights/e"
+    copy = {"source_path": path, "destination_project_id": "p"}
+
+    with server.http() as plain:
+        statuses = [
+            plain.get(f"{url}/external_weights_urls").status_code,
+            plain.get(f"{url}/archive").status_code,
+            plain.post("/api/v1/copy_weights", json=copy).status_code,
+            plain.delete(url).status_code,
+        ]
+
+    assert statuses == [404, 404, 404, 204]
+    runs = rest(server).list_training_runs().result(30)
+    assert [one.training_run_id for one in runs.training_runs] == [run]
 
 
 # Strangers

@@ -147,7 +147,7 @@ async def delete_checkpoint(call: Call) -> None:
         raise
     # Noted first: a retry that finds nothing must be able to tell that it was us.
     await _note(call, entry, audit.CHECKPOINT_DELETED, change=change)
-    await asyncio.to_thread(call.parts.store.delete, path)
+    await asyncio.to_thread(call.store.delete, path)
     await call.ledger.entries(CheckpointEntry).remove(entry.id)
     forgotten = await forget_empty_copy(call.ledger, entry.run_id)
     if forgotten is not None:
@@ -175,8 +175,9 @@ async def copy_weights(call: Call) -> CopyWeightsResponse:
     token = request.weights_access_token or _access_token(call)
     source = await readable(call, request.source_path, token=token)
     await call.service.quotas.check_storage(call.tenant_id)
-    await _add_home(call, run_id, source, request.destination_project_id)
+    # The files first: a run without a checkpoint would stay in listings for ever.
     manifest = await asyncio.to_thread(_copy_files, call, source_path, target, run_id)
+    await _add_home(call, run_id, source, request.destination_project_id)
     await call.ledger.entries(CheckpointEntry).add(
         CheckpointEntry(
             id=str(target),
@@ -204,7 +205,7 @@ async def copy_weights(call: Call) -> CopyWeightsResponse:
 
 def _copy_files(call: Call, source: CheckpointPath, target: CheckpointPath, run_id: str) -> Any:
     try:
-        return call.parts.store.copy(source, target, origin=run_id)
+        return call.store.copy(source, target, origin=run_id)
     except CheckpointNotFoundError:
         raise unknown("checkpoint", str(source)) from None
 

@@ -156,7 +156,7 @@ async def _file(call: Call, path: CheckpointPath, name: str) -> Answer:
     found = ranges.Download(
         name=name, size_bytes=file.size_bytes, tag=f"{manifest.version}-{file.sha256[:16]}"
     )
-    read = functools.partial(call.parts.store.read, path, name, version=manifest.version)
+    read = functools.partial(call.store.read, path, name, version=manifest.version)
     return ranges.answer(
         found, call.headers, functools.partial(_pieces, read), is_head=_is_head(call)
     )
@@ -164,7 +164,7 @@ async def _file(call: Call, path: CheckpointPath, name: str) -> Answer:
 
 async def _archive(call: Call, path: CheckpointPath) -> Answer:
     try:
-        archive = await asyncio.to_thread(Archive, call.parts.store, path)
+        archive = await asyncio.to_thread(Archive, call.store, path)
     except CheckpointNotFoundError:
         raise unknown("checkpoint", str(path)) from None
     found = ranges.Download(
@@ -192,7 +192,7 @@ async def _trace(call: Call, ticket: Ticket) -> Answer:
 
 async def _manifest(call: Call, path: CheckpointPath) -> Manifest:
     try:
-        manifest: Manifest = await asyncio.to_thread(call.parts.store.info, path)
+        manifest: Manifest = await asyncio.to_thread(call.store.info, path)
     except CheckpointNotFoundError:
         raise unknown("checkpoint", str(path)) from None
     return manifest

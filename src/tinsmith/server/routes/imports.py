@@ -68,7 +68,7 @@ async def finish_import(call: Call) -> FinishImportResponse:
         found.check_complete()
         try:
             name = await _base_model(call, found)
-            adapter, manifest = await asyncio.to_thread(found.finish, call.parts.store, name)
+            adapter, manifest = await asyncio.to_thread(found.finish, call.store, name)
         except (BadRequestError, CheckpointFormatError) as exc:
             await call.service.imports.end(found)  # it would end the same way again
             raise BadRequestError(str(exc)) from exc
