@@ -13,7 +13,12 @@ import time
 
 from tinsmith.checkpoints.paths import CheckpointPath
 from tinsmith.engines.base import PassWork, Saved, TrainingWork
-from tinsmith.errors import BadRequestError, TinkerError
+from tinsmith.errors import (
+    BadRequestError,
+    CheckpointUnavailableError,
+    InternalServerError,
+    TinkerError,
+)
 from tinsmith.ledger.records import Command, LineId
 from tinsmith.ledger.recovery import ModelRecovery, recover
 from tinsmith.scheduler.commands import Singles
@@ -24,6 +29,7 @@ from tinsmith.scheduler.training import Training
 
 _log = logging.getLogger(__name__)
 
+STORE_WAIT_S = 1.0
 CHUNK = 128
 """How many commands are read and run at a time."""
 
@@ -62,16 +68,32 @@ class Recovering:
         self._parts.order.begin(line, recovery.next_number, numbers)
         known = self._parts.models.add(spec_of(recovery.model))
         try:
-            await self._restore(known, recovery)
+            await self._insist(known, recovery)
         except Exception as exc:  # noqa: BLE001 - whatever it is, others go on
             _log.exception("model %s cannot be brought back", line)
             self._parts.statistics.count("lost_models")
             reason = str(exc) if isinstance(exc, TinkerError) else "internal server error"
             known.is_ready = False
-            known.trouble = BadRequestError(
+            known.trouble = InternalServerError(
                 f"model {line} could not be brought back after a restart: {reason}",
                 remedy="create it again from its last checkpoint",
             )
+
+    async def _insist(self, known: KnownModel, recovery: ModelRecovery) -> None:
+        """Restore a model; a store that is away for now is waited for, for as long as it takes.
+
+        To go on without it would fail every command that the model's client is waiting for.
+        """
+        while True:
+            try:
+                await self._restore(known, recovery)
+            except CheckpointUnavailableError as exc:
+                _log.warning("model %s waits for the store: %s", recovery.model.id, exc)
+                self._parts.problem = f"the store of checkpoints is unavailable: {exc}"
+            else:
+                self._parts.problem = None
+                return
+            await asyncio.sleep(STORE_WAIT_S)
 
     async def _restore(self, known: KnownModel, recovery: ModelRecovery) -> None:
         if recovery.line.snapshot is not None:

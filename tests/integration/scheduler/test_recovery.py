@@ -11,14 +11,16 @@ from typing import cast
 import pytest
 
 from tests.integration.scheduler.bench import WAIT_S, Bench, bench, until
+from tinsmith.checkpoints.base import Reading
+from tinsmith.checkpoints.paths import CheckpointPath
 from tinsmith.engines.base import AdapterId
 from tinsmith.engines.fake.engine import FakeSettings
-from tinsmith.errors import LedgerUnavailableError
+from tinsmith.errors import CheckpointUnavailableError, LedgerUnavailableError
 from tinsmith.ledger.base import Ledger
 from tinsmith.ledger.memory import MemoryLedger
 from tinsmith.ledger.records import CheckpointEntry, LineId
 from tinsmith.ledger.sqlite import SqliteLedger
-from tinsmith.scheduler import saves
+from tinsmith.scheduler import recovering, saves
 from tinsmith.scheduler.settings import SchedulerSettings
 from tinsmith.types.futures import RequestFailedResponse
 from tinsmith.types.requests import (
@@ -190,6 +192,39 @@ def test_a_model_that_could_not_be_made_stays_so_after_a_crash(tmp_path: Path) -
 
         assert isinstance(failed, RequestFailedResponse)
         assert "could not be made" in failed.error
+
+    asyncio.run(run())
+
+
+def test_a_store_that_is_away_at_the_start_costs_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is waited for, and the commands with it."""
+
+    async def run() -> None:
+        ledger, line = MemoryLedger(), LINES[0]
+        async with bench(tmp_path, ledger) as first:
+            await first.create(line)
+            await first.result(await first.forward_backward(line, 1))
+        second = Bench(tmp_path, ledger)
+        there, asked = second.store.open, asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def away(path: CheckpointPath) -> Reading:
+            if not asked.is_set():
+                loop.call_soon_threadsafe(asked.set)
+                raise CheckpointUnavailableError("the disk is not mounted")
+            return there(path)
+
+        monkeypatch.setattr(second.store, "open", away)
+        monkeypatch.setattr(saves, "STORE_PATIENCE_S", 0.0)
+        monkeypatch.setattr(recovering, "STORE_WAIT_S", 0.01)
+        await second.open()
+        done = await second.result(await second.step(line, 2))
+        assert asked.is_set()
+        await second.close()
+
+        assert done.metrics["step"] == 1
 
     asyncio.run(run())
 

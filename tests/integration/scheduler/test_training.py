@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,10 +15,18 @@ from tests.integration.scheduler.bench import BASE, Bench, bench, until
 from tinsmith.engines.fake.engine import FakeSettings
 from tinsmith.errors import CommandPassedError, RequestErrorCategory
 from tinsmith.ledger.memory import MemoryLedger
-from tinsmith.ledger.records import CommandState, LineId, Model, SessionId, Settlement, TenantId
+from tinsmith.ledger.records import (
+    CommandState,
+    CustomLoss,
+    LineId,
+    Model,
+    SessionId,
+    Settlement,
+    TenantId,
+)
 from tinsmith.scheduler.settings import SchedulerSettings
 from tinsmith.types.futures import RequestFailedResponse
-from tinsmith.types.requests import UnloadModelRequest
+from tinsmith.types.requests import CreateCustomLossRequest, UnloadModelRequest
 from tinsmith.types.training import CreateModelResponse
 from tinsmith.wire.failures import failed_from_error
 from tinsmith.wire.stored import stored_failure
@@ -346,5 +355,64 @@ def test_a_line_that_waits_for_long_is_told_so(tmp_path: Path) -> None:
             for request_id in ids:
                 await b.result(request_id)
             await until(lambda: not any(b.ledger.board.queue(one).reason for one in lines))
+
+    asyncio.run(run())
+
+
+def test_an_uploaded_loss_is_run_in_its_session_and_in_no_other(tmp_path: Path) -> None:
+    """By its id; elsewhere there is no such loss."""
+    nodes = [
+        {"op": "placeholder", "name": "lp", "target": "logprobs"},
+        {
+            "op": "call_method",
+            "name": "total",
+            "target": "sum",
+            "args": [{"ref": "lp"}],
+        },
+        {
+            "op": "call_function",
+            "name": "loss",
+            "target": "operator.mul",
+            "args": [{"ref": "total"}, -2.0],
+        },
+        {
+            "op": "output",
+            "name": "output",
+            "target": "output",
+            "args": [{"tuple": [{"ref": "loss"}, {"dict": {"custom/x:sum": {"ref": "total"}}}]}],
+        },
+    ]
+    plain = {"inputs": [{"name": "logprobs", "rank": 1}], "graph": {"format": 1, "nodes": nodes}}
+
+    async def run() -> None:
+        async with bench(tmp_path) as b:
+            loss_id = "session-1:loss:0"
+            await b.ledger.entries(CustomLoss).add(
+                CustomLoss(
+                    id=loss_id,
+                    tenant_id=TenantId("tenant"),
+                    created_at=0.0,
+                    session_id=SessionId("session-1"),
+                    name="twice",
+                    graph=plain,
+                )
+            )
+            request = CreateCustomLossRequest.model_validate(
+                {"session_id": "session-1", "custom_loss_seq_id": 0, "name": "twice", **plain}
+            )
+            made = await b.result(
+                await b.submit("session-1:loss", 0, "create_custom_loss", request, is_ordered=False)
+            )
+            custom: dict[str, Any] = {"loss": "custom", "config": {"loss_id": made.loss_id}}
+            await b.create(LINE)
+            await b.create("session-2:train:0")
+            plain_pass = await b.result(await b.forward_backward(LINE, 1))
+            passed = await b.result(await b.forward_backward(LINE, 2, **custom))
+            other = await b.result(await b.forward_backward("session-2:train:0", 1, **custom))
+
+        assert made.loss_id == loss_id
+        assert passed.metrics["loss:sum"] == pytest.approx(2 * plain_pass.metrics["loss:sum"])
+        assert passed.metrics["custom/x:sum"] == pytest.approx(-plain_pass.metrics["loss:sum"])
+        assert "no loss" in other.error
 
     asyncio.run(run())
