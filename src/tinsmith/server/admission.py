@@ -84,15 +84,16 @@ class Admission:
             raise RateLimitError(f"{most} requests in a minute are allowed", retry_after_s=wait_s)
 
     async def _look_again(self, under_way: _UnderWay) -> None:
-        """Ask the ledger about the oldest ones."""
+        """Ask the ledger about those that were not asked about for longest."""
         for request_id in list(under_way.sizes)[:_ASKED_AT_ONCE]:
             try:
                 command = await self._ledger.command(request_id)
             except UnknownEntryError:
                 under_way.remove(request_id)
                 continue
-            if command.is_settled:
-                under_way.remove(request_id)
+            size = under_way.remove(request_id)
+            if not command.is_settled:
+                under_way.add(request_id, size)  # behind the others, which are asked about next
 
 
 class _UnderWay:
@@ -113,8 +114,10 @@ class _UnderWay:
             self.sizes[request_id] = size
             self.total_bytes += size
 
-    def remove(self, request_id: str) -> None:
-        self.total_bytes -= self.sizes.pop(request_id, 0)
+    def remove(self, request_id: str) -> int:
+        size = self.sizes.pop(request_id, 0)
+        self.total_bytes -= size
+        return size
 
     def take_turn(self, now: float, per_minute: int) -> float:
         """Take one of so many turns in a minute; returns how long to wait if there is none."""

@@ -20,7 +20,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeAlias
 from urllib.parse import parse_qsl, quote
 
-from tinsmith.errors import APIStatusError, BadRequestError, NotFoundError, TinkerError
+from tinsmith.errors import (
+    APIStatusError,
+    BadRequestError,
+    LedgerUnavailableError,
+    NotFoundError,
+    TinkerError,
+)
 from tinsmith.ledger.records import TenantId
 from tinsmith.observe.log_fields import bind, unbind
 from tinsmith.server.bodies import BodyReader, ClientLeftError, Message, Receive, packed
@@ -31,7 +37,7 @@ from tinsmith.server.routes import collect
 from tinsmith.server.service import Service
 from tinsmith.types.buffers import Memory
 from tinsmith.wire.content import decompress, is_protobuf
-from tinsmith.wire.endpoints import Endpoint, Format
+from tinsmith.wire.endpoints import ENDPOINTS, Endpoint, Format, Pool
 from tinsmith.wire.exchange import HttpReply, read_request, to_reply
 from tinsmith.wire.failures import reply_from_error
 from tinsmith.wire.limits import DecodeLimits
@@ -48,6 +54,8 @@ _HEADERS_TOO_LARGE = 431
 _MOST_QUERY_FIELDS = 64
 _UNREAD = frozenset({"telemetry"})
 """What is accepted whatever it holds: clients send it again for ever if it is refused."""
+_POLLS = frozenset(name for name, endpoint in ENDPOINTS.items() if endpoint.pool is Pool.RETRIEVE)
+_UNAVAILABLE_S = 1.0
 _DECODE_ASIDE_BYTES = 512 * 1024
 """Larger bodies are decoded on a thread, so that others are answered meanwhile."""
 
@@ -143,6 +151,9 @@ class App:
             raise
         except TinkerError as exc:
             report.error = exc
+            if isinstance(exc, LedgerUnavailableError) and report.endpoint in _POLLS:
+                # Clients poll again at once after a 5xx; thousands of them must not spin.
+                await asyncio.sleep(_UNAVAILABLE_S)
             reply = _refusal(exc)
             if reply.status >= 500:
                 _log.warning("%s is answered %d: %s", report.endpoint, reply.status, exc)

@@ -7,6 +7,10 @@ for good is noted as spent, so that what comes after it need not wait for it.
 
 from __future__ import annotations
 
+import asyncio
+
+import msgspec
+
 from tinsmith.errors import CommandConflictError, TinkerError, UnknownEntryError
 from tinsmith.ledger.records import (
     LARGEST_NUMBER,
@@ -20,12 +24,15 @@ from tinsmith.ledger.records import (
 from tinsmith.observe.log_fields import bind
 from tinsmith.server.call import Call
 from tinsmith.types.futures import UntypedAPIFuture
-from tinsmith.types.requests import SampleRequest
+from tinsmith.types.requests import LoadWeightsRequest, SampleRequest
 from tinsmith.wire.failures import is_retried, status_of
-from tinsmith.wire.stored import fingerprint, stored_body, stored_sample
+from tinsmith.wire.stored import fingerprint, stored_body, stored_request, stored_sample
+
+_ASIDE_BYTES = 512 * 1024
+"""Larger bodies are written and digested on a thread."""
 
 
-def submission(
+async def submission(
     call: Call,
     line: str,
     seq_id: int | None,
@@ -35,13 +42,12 @@ def submission(
     is_ordered: bool = True,
     clone: int | None = None,
 ) -> Submission:
-    """The call as a command of a line; its payload is its body, or a sample written anew."""
+    """The call as a command of a line."""
     kind = kind or call.endpoint.name
-    if isinstance(call.request, SampleRequest):
-        payload, told_by = stored_sample(call.request)
+    if len(call.body) < _ASIDE_BYTES:
+        payload, told_by = _kept(call, kind)
     else:
-        payload = stored_body(call.body, call.format)
-        told_by = fingerprint(kind, call.request, payload)
+        payload, told_by = await asyncio.to_thread(_kept, call, kind)
     return Submission(
         line=LineId(line),
         seq_id=seq_id,
@@ -53,6 +59,23 @@ def submission(
         is_ordered=is_ordered,
         clone=clone,
     )
+
+
+def _kept(call: Call, kind: str) -> tuple[bytes, bytes]:
+    """What is kept of a request, and its fingerprint: its body, with two exceptions.
+
+    A sample is written anew, because it may come in several forms. A token that opens another
+    tenant's checkpoint was used when it was checked, and is not kept.
+    """
+    request = call.request
+    if isinstance(request, SampleRequest):
+        return stored_sample(request)
+    if isinstance(request, LoadWeightsRequest) and request.weights_access_token is not None:
+        request = msgspec.structs.replace(request, weights_access_token=None)
+        payload = stored_request(request)
+    else:
+        payload = stored_body(call.body, call.format)
+    return payload, fingerprint(kind, request, payload)
 
 
 async def append(call: Call, submitted: Submission) -> Appended:

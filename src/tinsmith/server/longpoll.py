@@ -31,8 +31,17 @@ class Waits:
     def close(self) -> None:
         """End all waits, and every later one at once."""
         self._is_closed = True
-        for task in self._tasks:
+        for task in list(self._tasks):
             task.cancel()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """A wait that its caller ends; `close` cancels it too."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        if self._is_closed:
+            task.cancel()
+        return task
 
     async def until(self, work: Coroutine[Any, Any, T], call: Call) -> T | None:
         """What the work gives; None if the server is about to stop.

@@ -36,7 +36,7 @@ async def submit_sample(call: Call) -> UntypedAPIFuture:
         checks.check_number("seq_id", request.seq_id)
     lookups = call.service.lookups
     sampler = await lookups.sampler(call.tenant_id, request.sampling_session_id)
-    submitted = submission(
+    submitted = await submission(
         call,
         sampler.id,
         request.seq_id,

@@ -238,3 +238,16 @@ def test_a_poll_for_results_is_told_once_that_samples_are_held_back() -> None:
         assert next_one["queue_state_reason"] == "full"
         slowest = max(report.ended_s - report.started_s for report in server.reports[-1:])
         assert slowest >= 0.05, "it was held"
+
+
+def test_a_poll_waits_a_moment_while_the_ledger_is_away() -> None:
+    """Clients ask again at once after a 503; they must not spin."""
+    with RunningServer() as server, server.http() as http:
+        server.run(server.ledger.close())
+
+        reply = post(http, "retrieve_future", {"request_id": "a:1"})
+
+        assert reply.status_code == 503
+        assert "retry-after-ms" in reply.headers
+        report = server.reports[-1]
+        assert report.ended_s - report.started_s >= 0.9

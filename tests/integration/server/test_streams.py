@@ -225,3 +225,21 @@ def test_small_results_come_with_the_poll_and_large_ones_are_fetched() -> None:
         "pending",
         "unknown",
     ]
+
+
+def test_a_stream_ends_when_the_server_stops() -> None:
+    """Without a result, so that the client asks the next server for the rest."""
+
+    async def stop(server: RunningServer) -> None:
+        server.app.service.end_waits()
+
+    with RunningServer() as server, server.http() as http:
+        server.held = {"asample"}
+        sampler = a_sampler(http)
+        with http.stream("POST", PATH, json=a_sample(sampler, 0)) as reply:
+            reader = Reader(reply)
+            reader.next()
+            server.run(stop(server))
+            late = reader.rest()
+
+    assert [name for name, _ in late] == []

@@ -21,7 +21,7 @@ from tests.integration.server.calls import (
     result,
 )
 from tests.integration.server.running import KEYS, MODEL, RunningServer
-from tinsmith.ledger.records import LineId
+from tinsmith.ledger.records import CheckpointEntry, LineId, TenantId
 from tinsmith.wire.content import compress
 from tinsmith.wire.endpoints import ENDPOINTS
 
@@ -228,3 +228,42 @@ def test_a_cancelled_sample_ends_at_once_and_a_step_cannot_be_cancelled() -> Non
         assert cancelled.status_code == 204
         assert refused.status_code == 400
         assert ok(result(http, sample))["category"] == "user"
+
+
+def test_a_token_for_another_tenants_checkpoint_is_not_kept() -> None:
+    """It is used when it comes; what is kept of the command does not hold it."""
+    with (
+        RunningServer(with_keys=True) as server,
+        server.http() as alice,
+        server.http("bob") as bob,
+    ):
+        theirs = a_model(alice)
+        entry = CheckpointEntry(
+            id=f"tinker://{theirs}/weights/one",
+            tenant_id=TenantId("alice"),
+            created_at=server.ledger.now(),
+            run_id=theirs,
+            checkpoint_id="weights/one",
+            details={"base_model": MODEL},
+        )
+        server.run(server.ledger.entries(CheckpointEntry).add(entry))
+        server.held = {"load_weights"}
+        body = {"session_id": a_session(bob), "model_seq_id": 0, "path": entry.id}
+
+        refused = post(bob, "load_weights", body)
+        loaded = post(bob, "load_weights", {**body, "weights_access_token": KEYS["alice"]})
+
+        assert refused.status_code == 404
+        payload = server.run(server.ledger.payload(ok(loaded)["request_id"]))
+        assert KEYS["alice"].encode() not in payload
+        assert entry.id.encode() in payload
+
+
+def test_a_session_that_ended_is_not_given_out_again() -> None:
+    """Not even to the idempotency key that made it."""
+    with RunningServer() as server, server.http() as http:
+        body, headers = {"tags": [], "sdk_version": "1"}, {"X-Idempotency-Key": "k"}
+        first = ok(post(http, "create_session", body, headers=headers))["session_id"]
+        server.run(server.app.service.sessions.end(first, {"type": "cancelled"}))
+
+        assert ok(post(http, "create_session", body, headers=headers))["session_id"] != first

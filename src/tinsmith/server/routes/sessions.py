@@ -32,7 +32,10 @@ async def create_session(call: Call) -> CreateSessionResponse:
     )
     check_metadata("user_metadata", request.user_metadata)
     session_id = _session_id(call)
-    if await call.ledger.entries(Session).get(session_id) is None:  # a retry has its session
+    known = await call.ledger.entries(Session).get(session_id)
+    if known is not None and known.ended_at is not None:  # no retry comes so late
+        known, session_id = None, f"session-{secrets.token_hex(16)}"
+    if known is None:
         await call.service.quotas.check_sessions(call.tenant_id)
     now = call.ledger.now()
     session = Session(

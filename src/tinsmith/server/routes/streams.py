@@ -89,8 +89,11 @@ async def _events(
             sample_sequence_ids=accepted.sample_sequence_ids or [],
         )
         yield _event("open", opened)
-        async for event in _while_it_runs(call, command, sent, is_live=is_live):
+        settled = call.service.waits.start(_wait_settled(call, command.request_id))
+        async for event in _while_it_runs(call, command, sent, settled, is_live=is_live):
             yield event
+        if settled.cancelled():
+            return  # the server stops: without a result, the client takes it for cut off
         result = await call.ledger.result(command.request_id)
         assert result is not None, "it was settled"
         call.service.admission.settled(call.tenant_id, command.request_id)
@@ -101,11 +104,10 @@ async def _events(
 
 
 async def _while_it_runs(
-    call: Call, command: Command, sent: _Sent, *, is_live: bool
+    call: Call, command: Command, sent: _Sent, settled: asyncio.Task[None], *, is_live: bool
 ) -> AsyncIterator[bytes]:
     """Tokens, changes of the queue and signs of life, until the command is settled."""
     board, known = call.ledger.board, command.request_id
-    settled = asyncio.create_task(_wait_settled(call, known))
     told, restarts, queue = 0, board.restarts(known), board.queue(command.line)
     if queue.state != "active":
         yield _queue_event(board, command)
@@ -131,7 +133,8 @@ async def _while_it_runs(
                 yield event
             if not pieces:
                 yield encode_comment()
-        await settled
+        if not settled.cancelled():
+            settled.result()
     finally:
         settled.cancel()
 

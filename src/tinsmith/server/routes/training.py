@@ -72,7 +72,7 @@ async def _create(
     lookups = call.service.lookups
     session = await lookups.session(call.tenant_id, request.session_id or "")
     line = f"{session.id}:train:{number}"
-    submitted = submission(call, line, 0, session.id)
+    submitted = await submission(call, line, 0, session.id)
     try:
         await lookups.open_session(call.tenant_id, session.id)
         await call.service.quotas.check_models(call.tenant_id)
@@ -112,7 +112,7 @@ async def submit(call: Call) -> UntypedAPIFuture:
     """Put a command into its model's line."""
     model = await call.service.lookups.model(call.tenant_id, call.request.model_id)
     number = getattr(call.request, "seq_id", None) or None  # 0 stands for none
-    submitted = submission(call, model.id, number, model.session_id)
+    submitted = await submission(call, model.id, number, model.session_id)
     try:
         await call.service.lookups.open_session(call.tenant_id, model.session_id)
         await _check(call, model)
@@ -194,7 +194,9 @@ async def create_custom_loss(call: Call) -> UntypedAPIFuture:
     lookups = call.service.lookups
     session = await lookups.session(call.tenant_id, request.session_id)
     line = f"{session.id}:loss"
-    submitted = submission(call, line, request.custom_loss_seq_id, session.id, is_ordered=False)
+    submitted = await submission(
+        call, line, request.custom_loss_seq_id, session.id, is_ordered=False
+    )
     try:
         await lookups.open_session(call.tenant_id, session.id)
         loss = CustomLoss(
