@@ -199,7 +199,9 @@ def _held_to(limits: Limits, model: BaseModel) -> BaseModel:
 def _server_settings(settings: ServiceSettings) -> ServerSettings:
     limits = settings.limits
     return ServerSettings(
+        public_url=settings.public_url,
         body_bytes=limits.body_bytes,
+        import_bytes=limits.import_bytes,
         decoded_bytes=limits.decoded_bytes,
         commands_in_flight=limits.in_flight,
         most_sessions=limits.sessions,

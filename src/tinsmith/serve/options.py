@@ -75,6 +75,12 @@ OPTIONS = (
         "unix_socket", "FILE", "not set", "listen on this Unix socket, instead of a host and a port"
     ),
     Option(
+        "public_url",
+        "URL",
+        "not set",
+        "where clients find the service, if a proxy is before it; downloads begin with it",
+    ),
+    Option(
         "data", "DIR", "TINSMITH_HOME, or ~/.tinsmith", "the folder for everything that is kept"
     ),
     Option(
@@ -109,6 +115,9 @@ OPTIONS = (
     Option("limits.sessions", "N", "1024", "open sessions of one tenant"),
     Option("limits.models", "N", "256", "models of one tenant that are being trained"),
     Option("limits.rank", "N", "256", "the highest LoRA rank"),
+    Option(
+        "limits.import_bytes", "N", "2147483648", "the largest adapter that may be sent; 0: none"
+    ),
     Option("long_poll_s", "SECONDS", "30.0", "how long a poll for a result is held"),
     Option(
         "session_timeout_s", "SECONDS", "300.0", "a session that is silent for so long is ended"

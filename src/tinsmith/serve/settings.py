@@ -102,6 +102,8 @@ class Limits(Section, frozen=True, kw_only=True):
     models: Count = 256
     """Of one tenant."""
     rank: Count = 256
+    import_bytes: Annotated[int, Meta(ge=0, le=2**62)] = 2 * 1024**3
+    """Of an adapter that is sent; it is held in memory for a moment. 0: none is taken."""
 
 
 class SnapshotSettings(Section, frozen=True, kw_only=True):
@@ -126,6 +128,8 @@ class ServiceSettings(Section, frozen=True, kw_only=True):
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     unix_socket: Path | None = None
     """Instead of a host and a port."""
+    public_url: Annotated[str, Meta(pattern=r"^https?://[^\s/?#@]+[^\s?#]*\Z")] | None = None
+    """Where clients find the service, if a proxy stands before it."""
     data: Path = msgspec.field(default_factory=lambda: default_data(os.environ))
     database: str = ""
     """As `ledger.registry.open_ledger` takes it; empty becomes a folder in the data folder."""

@@ -7,6 +7,7 @@ import http.client
 import io
 import json
 import tarfile
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -438,6 +439,19 @@ def test_an_address_is_good_for_one_file_of_one_tenant_and_for_a_while(
     assert [httpx.get(trick).status_code for trick in tricks] == [404] * len(tricks)
     rest(server).delete_checkpoint_from_tinker_path(path).result(30)
     assert httpx.get(url).status_code == 404
+
+
+def test_addresses_begin_where_clients_find_the_service(tmp_path: Path) -> None:
+    with ManagedServer(tmp_path, "memory", public_url="https://gpu.example/svc/") as server:
+        server.add_session()
+        path = server.save(server.add_run(), "e", "external_weights")
+
+        urls = rest(server).get_external_weights_urls(path).result(30).urls
+
+        url = urls["adapter_config.json"]
+        assert url.startswith("https://gpu.example/svc/downloads/")
+        behind_proxy = url.replace("https://gpu.example/svc", server.base_url)
+        assert httpx.get(behind_proxy).content == FILES["adapter_config.json"]
 
 
 def test_a_client_that_leaves_lets_go_of_the_file(server: ManagedServer) -> None:
