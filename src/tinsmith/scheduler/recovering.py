@@ -96,6 +96,7 @@ class Recovering:
             await asyncio.sleep(STORE_WAIT_S)
 
     async def _restore(self, known: KnownModel, recovery: ModelRecovery) -> None:
+        known.is_ready = False  # an earlier try may have come halfway
         if recovery.line.snapshot is not None:
             path = CheckpointPath.parse(recovery.line.snapshot)
             await self._singles.load_files(known, path, Saved.SNAPSHOT)

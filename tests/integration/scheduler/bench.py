@@ -24,6 +24,7 @@ from tinsmith.ledger.records import (
     Submission,
     TenantId,
 )
+from tinsmith.ledger.sqlite import SqliteLedger
 from tinsmith.scheduler.loop import Scheduler
 from tinsmith.scheduler.settings import SchedulerSettings
 from tinsmith.types import AdamParams, Datum, LoraConfig, ModelInput, SamplingParams
@@ -46,6 +47,8 @@ from tinsmith.wire.stored import (
 
 BASE = "test/base"
 WAIT_S = 30.0
+kind_of_ledger = "memory"
+"""What `bench` opens; the fixture `each_ledger` changes it."""
 QUICK = SchedulerSettings(gap_wait_s=0.2, gap_look_s=0.02)
 
 
@@ -240,13 +243,19 @@ def _is_schedulers(task: asyncio.Task[Any]) -> bool:
 
 @contextlib.asynccontextmanager
 async def bench(folder: Path, ledger: Ledger | None = None, **options: Any) -> AsyncIterator[Bench]:
-    """A scheduler at work, over a ledger in memory unless one is given."""
-    made = Bench(folder, ledger or MemoryLedger(), **options)
+    """A scheduler at work, over a ledger of the usual kind unless one is given."""
+    own = None
+    if ledger is None:
+        own = await SqliteLedger.open(folder / "ledger") if kind_of_ledger == "sqlite" else None
+        ledger = own or MemoryLedger()
+    made = Bench(folder, ledger, **options)
     await made.open()
     try:
         yield made
     finally:
         await made.close()
+        if own is not None:
+            await own.close()
 
 
 async def until(is_so: Callable[[], bool]) -> None:

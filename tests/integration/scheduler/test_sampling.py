@@ -18,6 +18,8 @@ from tinsmith.types.requests import SaveWeightsForSamplerRequest
 from tinsmith.wire.failures import failed_from_error
 from tinsmith.wire.stored import stored_failure
 
+pytestmark = pytest.mark.usefixtures("each_ledger")
+
 LINE = "session-1:train:0"
 SAMPLER = "session-1:sample:0"
 

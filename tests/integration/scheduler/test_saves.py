@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from tests.integration.scheduler.bench import BASE, Bench, bench, until
 from tinsmith.checkpoints.paths import CheckpointPath
@@ -29,6 +30,8 @@ from tinsmith.types.requests import (
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
 )
+
+pytestmark = pytest.mark.usefixtures("each_ledger")
 
 LINE = "session-1:train:0"
 

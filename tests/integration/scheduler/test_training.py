@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.integration.scheduler.bench import BASE, Bench, bench, until
@@ -30,6 +30,8 @@ from tinsmith.types.requests import CreateCustomLossRequest, UnloadModelRequest
 from tinsmith.types.training import CreateModelResponse
 from tinsmith.wire.failures import failed_from_error
 from tinsmith.wire.stored import stored_failure
+
+pytestmark = pytest.mark.usefixtures("each_ledger")
 
 LINE = "session-1:train:0"
 
@@ -65,7 +67,11 @@ async def _submit_all(b: Bench, numbers: list[int], line: str = LINE) -> list[st
 
 
 @given(st.permutations(range(1, 10)))
-@settings(max_examples=15, deadline=None)
+@settings(
+    max_examples=10,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # the same for all examples
+)
 def test_commands_run_in_the_order_of_their_numbers(numbers: list[int]) -> None:
     """However they arrive, the weights are those of the order that the client gave."""
 
