@@ -51,7 +51,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     # What one tenant may have under way; its own quotas come first
     commands_in_flight: int = 20_000
-    bytes_in_flight: int = 1024 * MIB
+    bytes_in_flight: int = 4096 * MIB
     most_sessions: int = 1024
     """That have not ended."""
     most_models: int = 256

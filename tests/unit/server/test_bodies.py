@@ -1,0 +1,151 @@
+"""Bodies are read within bounds, and packed for those who can unpack them."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+from typing import Any
+
+import pytest
+
+from tinsmith.errors import (
+    APIStatusError,
+    BadRequestError,
+    BodyTooLargeError,
+    RateLimitError,
+    TinkerError,
+)
+from tinsmith.server.bodies import BodyReader, ClientLeftError, packed
+from tinsmith.server.settings import ServerSettings
+from tinsmith.wire.content import decompress
+from tinsmith.wire.exchange import HttpReply
+
+
+class Pieces:
+    """A client that sends some pieces, and then nothing, or leaves."""
+
+    def __init__(self, *pieces: bytes, ends: bool = True, leaves: bool = False) -> None:
+        last = len(pieces) - 1
+        self._messages: list[dict[str, Any]] = [
+            {"type": "http.request", "body": piece, "more_body": not (ends and number == last)}
+            for number, piece in enumerate(pieces)
+        ]
+        if leaves:
+            self._messages.append({"type": "http.disconnect"})
+
+    async def __call__(self) -> dict[str, Any]:
+        if self._messages:
+            return self._messages.pop(0)
+        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+
+
+def read(pieces: Pieces, headers: dict[str, str], **settings: Any) -> bytes:
+    """The body as the server has it."""
+    reader = BodyReader(ServerSettings(**settings))
+    return bytes(asyncio.run(reader.read(pieces, headers)))
+
+
+CHUNKED = {"transfer-encoding": "chunked"}
+
+
+def test_a_body_is_read_in_one_piece_or_many() -> None:
+    """Announced or not."""
+    assert read(Pieces(b"abc"), {"content-length": "3"}) == b"abc"
+    assert read(Pieces(b"a", b"", b"bc"), CHUNKED) == b"abc"
+    assert read(Pieces(), {}) == b"", "nothing is announced, so nothing is waited for"
+
+
+@pytest.mark.parametrize(
+    ("pieces", "headers", "error"),
+    [
+        (Pieces(), {"content-length": "11"}, BodyTooLargeError),
+        (Pieces(b"123456", b"123456"), CHUNKED, BodyTooLargeError),
+        (Pieces(b"12345678901"), CHUNKED, BodyTooLargeError),
+        (Pieces(), {"content-length": "-1"}, BadRequestError),
+        (Pieces(), {"content-length": "1" * 40}, BadRequestError),
+        (Pieces(), {"content-length": "²"}, BadRequestError),
+    ],
+)
+def test_what_cannot_be_read_is_refused(
+    pieces: Pieces, headers: dict[str, str], error: type[TinkerError]
+) -> None:
+    """Before more than the limit is held."""
+    with pytest.raises(error):
+        read(pieces, headers, body_bytes=10)
+
+
+def test_a_body_that_stops_or_never_ends_is_given_up() -> None:
+    """By its silence, and by its whole time."""
+    with pytest.raises(APIStatusError) as silent:
+        read(Pieces(b"a", ends=False), CHUNKED, body_silence_s=0.01)
+    with pytest.raises(APIStatusError) as slow:
+        read(Pieces(b"a", ends=False), CHUNKED, body_s=0.01, body_silence_s=60.0)
+
+    assert (silent.value.status_code, slow.value.status_code) == (408, 408)
+
+
+def test_a_client_that_leaves_in_the_middle_is_not_answered() -> None:
+    """There is nobody to answer."""
+    with pytest.raises(ClientLeftError):
+        read(Pieces(b"a", ends=False, leaves=True), CHUNKED)
+
+
+def test_all_bodies_together_have_a_bound() -> None:
+    """One more than fits is asked to come back; when the first is read there is room."""
+
+    async def work() -> None:
+        reader = BodyReader(ServerSettings(bodies_bytes=10))
+        slow = asyncio.create_task(reader.read(Pieces(ends=False), {"content-length": "8"}))
+        await asyncio.sleep(0)
+        with pytest.raises(RateLimitError) as refused:
+            await reader.read(Pieces(b"abc"), {"content-length": "3"})
+        assert refused.value.retry_after_s is not None
+        slow.cancel()
+        await asyncio.gather(slow, return_exceptions=True)
+        assert await reader.read(Pieces(b"abc"), {"content-length": "3"}) == b"abc"
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    ("accepted", "encoding"),
+    [
+        ("gzip, deflate, zstd", "zstd"),
+        ("gzip", "gzip"),
+        ("zstd;q=0, gzip;q=0.5", "gzip"),
+        ("", None),
+        ("br", None),
+        ("identity", None),
+    ],
+)
+def test_large_answers_are_packed_as_the_client_accepts(
+    accepted: str, encoding: str | None
+) -> None:
+    """And can be unpacked again."""
+    body = b'{"a": 1}' * 1000
+    reply = HttpReply(200, {"Content-Type": "application/json"}, [body[:10], body[10:]])
+
+    sent = asyncio.run(packed(reply, accepted, ServerSettings(compress_from_bytes=100)))
+
+    assert sent.headers.get("Content-Encoding") == encoding
+    whole = b"".join(sent.parts)
+    assert bytes(decompress(whole, encoding)) == body
+    assert encoding is None or int(sent.headers["Content-Length"]) == len(whole) < len(body)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        HttpReply(200, {"Content-Type": "application/json"}, [b"small"]),
+        HttpReply(206, {"Content-Type": "application/json"}, [b"x" * 5000]),
+        HttpReply(200, {"Content-Type": "application/octet-stream"}, [b"x" * 5000]),
+        HttpReply(
+            200,
+            {"Content-Type": "application/json", "Content-Encoding": "gzip"},
+            [gzip.compress(b"x" * 500_000)],
+        ),
+    ],
+)
+def test_other_answers_are_left_as_they_are(reply: HttpReply) -> None:
+    """Small ones, parts, files, and what is packed already."""
+    assert asyncio.run(packed(reply, "zstd", ServerSettings(compress_from_bytes=100))) is reply
