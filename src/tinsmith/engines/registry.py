@@ -50,8 +50,9 @@ def read_models(models: Sequence[str]) -> list[ModelSource]:
         _check_model(name, path)
         if name in found:
             raise ValidationError(f"the model's name {name!r} is given twice")
-        if path.startswith("~"):
-            path = str(Path(path).expanduser())
+        if path.startswith(("~", "./", "../")):
+            # Clients are told it, to load the tokenizer from; they may have another folder.
+            path = str(Path(path).expanduser().absolute())
         found[name] = ModelSource(name, path, first_of_path.get(path))
         first_of_path.setdefault(path, name)
     return list(found.values())

@@ -14,6 +14,7 @@ import signal
 import socket
 import ssl
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -80,7 +81,7 @@ def _listen(settings: ServiceSettings) -> socket.socket:
     """A socket that listens already, so that a port that is taken is told before any work."""
     try:
         if settings.unix_socket is not None:
-            settings.unix_socket.unlink(missing_ok=True)
+            _clear_socket(settings.unix_socket)
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             listener.bind(str(settings.unix_socket))
             listener.listen(BACKLOG)
@@ -95,6 +96,21 @@ def _listen(settings: ServiceSettings) -> socket.socket:
         raise ValidationError(
             f"cannot listen on {where}: {exc.strerror or exc}", remedy="choose another one"
         ) from exc
+
+
+def _clear_socket(path: Path) -> None:
+    """Remove the socket that a service which was killed left behind, and nothing else."""
+    if not path.exists():
+        return
+    if not path.is_socket():
+        raise ValidationError(f"{path} is a file, and no socket", remedy="choose another one")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+    raise ValidationError(f"another program listens on {path}", remedy="choose another one")
 
 
 def _address(settings: ServiceSettings, listener: socket.socket) -> str:

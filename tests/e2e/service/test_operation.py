@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import ssl
 import subprocess
 import sys
@@ -247,6 +248,11 @@ def test_a_unix_socket_is_served(tmp_path: Path) -> None:
     served.start(wait=False)
     try:
         wait_until(lambda: "serving on the Unix socket" in served.log_text())
+        second = Served(tmp_path / "second", "--unix-socket", str(path))
+        second.folder.mkdir()
+        second.start(wait=False)
+        assert second.wait_end() != 0
+        assert "another program listens" in second.log_text()
         with tinsmith.ServiceClient(
             base_url="http://localhost", api_key=API_KEY, unix_socket=str(path)
         ) as service:
@@ -254,3 +260,22 @@ def test_a_unix_socket_is_served(tmp_path: Path) -> None:
         assert served.stop() == 0
     finally:
         served.end()
+
+
+def test_a_socket_that_was_left_behind_is_replaced_and_a_file_is_not(tmp_path: Path) -> None:
+    left, file = tmp_path / "left", tmp_path / "file"
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(left))
+    file.write_text("mine")
+
+    served = Served(tmp_path, "--unix-socket", str(left))
+    served.start(wait=False)
+    try:
+        wait_until(lambda: "serving on the Unix socket" in served.log_text())
+    finally:
+        served.end()
+    refused = Served(tmp_path, "--unix-socket", str(file))
+    refused.start(wait=False)
+
+    assert refused.wait_end() != 0
+    assert file.read_text() == "mine"

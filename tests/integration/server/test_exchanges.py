@@ -96,12 +96,12 @@ def test_a_large_body_is_refused_before_it_is_read() -> None:
     with RunningServer(body_bytes=1000) as server:
         announced = raw(
             server,
-            f"POST {STEP} HTTP/1.1\r\nHost: x\r\nContent-Length: 999999999\r\n\r\n".encode(),
+            f"POST {STEP} HTTP/1.1\r\nHost: [::1]\r\nContent-Length: 999999999\r\n\r\n".encode(),
         )
         chunk = b"400\r\n" + b"x" * 1024 + b"\r\n"
         chunked = raw(
             server,
-            f"POST {STEP} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+            f"POST {STEP} HTTP/1.1\r\nHost: [::1]\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
             + chunk * 3,
         )
 
@@ -114,7 +114,7 @@ def test_a_large_body_is_refused_before_it_is_read() -> None:
 def test_a_body_that_does_not_come_is_given_up() -> None:
     """A slow client holds nothing for long."""
     with RunningServer(body_silence_s=0.1) as server:
-        head = f"POST {STEP} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
+        head = f"POST {STEP} HTTP/1.1\r\nHost: [::1]\r\nContent-Length: 100\r\n\r\n"
 
         assert raw(server, head.encode() + b'{"model').startswith(b"HTTP/1.1 408 ")
 

@@ -181,7 +181,7 @@ def test_thousands_of_idle_polls_are_held_and_released() -> None:
         path = ENDPOINTS["retrieve_future"].path
         body = f'{{"request_id":"{request_id}"}}'.encode()
         head = (
-            f"POST {path} HTTP/1.1\r\nHost: x\r\nX-API-Key: {KEYS['alice']}\r\n"
+            f"POST {path} HTTP/1.1\r\nHost: localhost\r\nX-API-Key: {KEYS['alice']}\r\n"
             f"Content-Length: {len(body)}\r\n\r\n"
         ).encode()
 

@@ -80,7 +80,7 @@ def test_a_submission_whose_reply_was_lost_is_found_again() -> None:
         body = msgspec.json.encode(a_step(model, 1))
         with socket.create_connection(("127.0.0.1", server.port)) as lost:
             head = (
-                f"POST {ENDPOINTS['optim_step'].path} HTTP/1.1\r\nHost: x\r\n"
+                f"POST {ENDPOINTS['optim_step'].path} HTTP/1.1\r\nHost: localhost\r\n"
                 f"X-API-Key: {KEYS['alice']}\r\nContent-Length: {len(body)}\r\n\r\n"
             )
             lost.sendall(head.encode() + body)

@@ -153,3 +153,14 @@ def test_a_host_that_is_none_is_refused(host: str) -> None:
 
 def test_unknown_fields_are_errors_of_ours_too() -> None:
     assert issubclass(UnknownFieldError, ValidationError)
+
+
+def test_a_model_in_a_folder_is_told_by_its_whole_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients load its tokenizer from there, and may have been started elsewhere."""
+    monkeypatch.chdir(tmp_path)
+
+    [model] = ServiceSettings(models=("a=./tiny",)).served_models
+
+    assert model.tokenizer_id == str(tmp_path / "tiny")
