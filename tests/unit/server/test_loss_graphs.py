@@ -15,13 +15,8 @@ from hypothesis import strategies as st
 
 from tinsmith.client.losses.graph import trace
 from tinsmith.errors import ValidationError
-from tinsmith.server.loss_graphs import (
-    DEEPEST,
-    MOST_ITEMS,
-    MOST_METRICS,
-    MOST_NODES,
-    check_custom_loss,
-)
+from tinsmith.server.loss_arguments import DEEPEST, MOST_ITEMS
+from tinsmith.server.loss_graphs import MOST_METRICS, MOST_NODES, check_custom_loss
 from tinsmith.types.loss_operations import ATTRIBUTES, FUNCTIONS, METHODS
 from tinsmith.types.requests import CreateCustomLossRequest
 from tinsmith.types.training import CustomLossGraph, CustomLossInput, CustomLossNode
