@@ -12,7 +12,6 @@ import contextlib
 import logging
 import signal
 import socket
-import ssl
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import uvicorn
 from tinsmith.errors import ValidationError
 from tinsmith.observe.log_fields import configure_logging
 from tinsmith.serve.assemble import Service
+from tinsmith.serve.loading import check_certificate
 from tinsmith.serve.operator_pages import OperatorPages
 from tinsmith.serve.settings import ServiceSettings, masked
 from tinsmith.server.keys import KeyRing
@@ -131,8 +131,7 @@ async def _check_reach(settings: ServiceSettings, service: Service) -> None:
 
 
 def _config(settings: ServiceSettings, service: Service) -> uvicorn.Config:
-    if settings.tls.cert is not None:
-        _check_certificate(settings)
+    check_certificate(settings.tls)
     return uvicorn.Config(
         OperatorPages(service, has_metrics=settings.metrics),
         http="httptools",
@@ -148,18 +147,6 @@ def _config(settings: ServiceSettings, service: Service) -> uvicorn.Config:
         ssl_certfile=settings.tls.cert,
         ssl_keyfile=settings.tls.key,
     )
-
-
-def _check_certificate(settings: ServiceSettings) -> None:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    assert settings.tls.cert is not None
-    try:
-        context.load_cert_chain(settings.tls.cert, settings.tls.key)
-    except (OSError, ssl.SSLError) as exc:
-        raise ValidationError(
-            f"the certificate {settings.tls.cert} cannot be used with its key: {exc}",
-            remedy="give the PEM files of a certificate, its chain and its unencrypted key",
-        ) from exc
 
 
 class _Server(uvicorn.Server):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import ssl
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -23,7 +24,13 @@ from tinsmith.serve.options import (
     HOME_VARIABLE,
     OPTIONS,
 )
-from tinsmith.serve.settings import ServiceSettings, default_data, fitted, flat_settings
+from tinsmith.serve.settings import (
+    ServiceSettings,
+    TlsSettings,
+    default_data,
+    fitted,
+    flat_settings,
+)
 
 LARGEST_FILE_BYTES = 1024 * 1024
 
@@ -78,14 +85,34 @@ def check_start(settings: ServiceSettings) -> None:
     Raises:
         ValidationError: Something is missing, or cannot be read.
     """
-    for name, path in (("tls.cert", settings.tls.cert), ("tls.key", settings.tls.key)):
-        if path is not None and not os.access(path, os.R_OK):
-            raise ValidationError(f"{name}: {path} is not a file that can be read")
+    check_certificate(settings.tls)
     if not settings.models:
         raise ValidationError("no model is given", remedy="add --model NAME=PATH_OR_ID")
     for model in settings.served_models:
         if model.path.startswith(("/", "./", "../")) and not Path(model.path).exists():
             raise ValidationError(f"the model {model.name} is at {model.path}, where nothing is")
+
+
+def check_certificate(tls: TlsSettings) -> None:
+    """Look whether the certificate can be used with its key; nothing if there is none.
+
+    Raises:
+        ValidationError: It cannot.
+    """
+    if tls.cert is None or tls.key is None:
+        return
+    for name, path in (("tls.cert", tls.cert), ("tls.key", tls.key)):
+        if not os.access(path, os.R_OK):
+            raise ValidationError(f"{name}: {path} is not a file that can be read")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # An empty password, where a key wants one: otherwise the terminal is asked for it.
+        context.load_cert_chain(tls.cert, tls.key, password="")
+    except (OSError, ssl.SSLError) as exc:
+        raise ValidationError(
+            f"the certificate {tls.cert} cannot be used with its key: {exc}",
+            remedy="give the PEM files of a certificate, its chain and its unencrypted key",
+        ) from exc
 
 
 # Showing

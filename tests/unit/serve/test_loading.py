@@ -5,9 +5,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
 
 from tinsmith.errors import UnknownFieldError, ValidationError
-from tinsmith.serve.loading import Loaded, as_toml, check_start, load_settings
+from tinsmith.serve.loading import (
+    Loaded,
+    as_toml,
+    check_certificate,
+    check_start,
+    load_settings,
+)
 from tinsmith.serve.settings import ServiceSettings, TlsSettings
 
 
@@ -205,3 +218,24 @@ def test_a_start_needs_a_model_and_the_files_that_are_named(tmp_path: Path) -> N
         check_start(ServiceSettings(tls=tls))
     with pytest.raises(ValidationError, match="no model is given"):
         check_start(ServiceSettings())
+
+
+def test_a_certificate_is_tried_before_a_start(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    made, other = authority.issue_cert("localhost"), authority.issue_cert("localhost")
+    cert, key, wrong, locked = (tmp_path / name for name in ("cert", "key", "wrong", "locked"))
+    made.cert_chain_pems[0].write_to_path(cert)
+    made.private_key_pem.write_to_path(key)
+    other.private_key_pem.write_to_path(wrong)
+    loaded = load_pem_private_key(key.read_bytes(), None)
+    locked.write_bytes(
+        loaded.private_bytes(
+            Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"a password")
+        )
+    )
+
+    check_certificate(TlsSettings())
+    check_certificate(TlsSettings(cert=cert, key=key))
+    for unusable in (wrong, locked, cert):
+        with pytest.raises(ValidationError, match="cannot be used with its key"):
+            check_certificate(TlsSettings(cert=cert, key=unusable))
