@@ -106,8 +106,7 @@ class Sweeper:
     async def _expire_one(self, entry: CheckpointEntry, now: float) -> bool:
         if self._store is not None and not await self._delete_files(entry):
             return False
-        if not await self._ledger.entries(CheckpointEntry).remove(entry.id, due_before=now):
-            return False
+        # Noted before the entry goes: nobody would come back for a note that was missed.
         await audit.note(
             self._ledger,
             entry.tenant_id,
@@ -116,6 +115,8 @@ class Sweeper:
             tinker_path=entry.id,
             change=audit.change_id("expire", entry.id, str(entry.expires_at)),
         )
+        if not await self._ledger.entries(CheckpointEntry).remove(entry.id, due_before=now):
+            return False
         await forget_empty_copy(self._ledger, entry.run_id)
         return True
 
