@@ -29,6 +29,8 @@ class Service:
         self.admission = Admission(parts.ledger, parts.settings, self.quotas)
         self.sessions = Sessions(parts.ledger, self.lookups, parts.settings.session_timeout_s)
         self.told_holds = ToldHolds()
+        self.whole_streams: set[str] = set()
+        """Samples whose tokens were watched from the first on."""
         self.waits = Waits()
         self.imports = Imports(parts)
 

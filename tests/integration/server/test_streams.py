@@ -243,3 +243,33 @@ def test_a_stream_ends_when_the_server_stops() -> None:
             late = reader.rest()
 
     assert [name for name, _ in late] == []
+
+
+def test_whoever_comes_late_to_a_stream_gets_its_tokens_from_the_result() -> None:
+    """What was drawn before anybody watched is not known: no later token may take its place."""
+    with RunningServer() as server, server.http() as http:
+        server.held = {"asample"}
+        sampler = a_sampler(http)
+        request_id, body = f"{sampler}:0", a_sample(sampler, 0)
+        ok(post(http, "asample", body))
+        with (
+            http.stream("POST", PATH, json=body) as one,
+            http.stream("POST", PATH, json=body) as other,
+        ):
+            readers = Reader(one), Reader(other)
+            assert [reader.next()[0] for reader in readers] == ["open", "open"]
+            tell(server, request_id, TokenPiece(0, (7,)))
+            server.release()
+            late = [reader.rest() for reader in readers]
+
+        for events in late:
+            assert [(name, data.get("tokens")) for name, data in events] == [
+                ("tokens", [0, 7]),
+                ("result", None),
+            ]
+        server.wait_for(lambda: len(server.reports) >= 4)
+        assert not server.run(_is_watched(server, request_id)), "nothing is watched any more"
+
+
+async def _is_watched(server: RunningServer, request_id: str) -> bool:
+    return server.ledger.board.is_watched(request_id)

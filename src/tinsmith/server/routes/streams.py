@@ -47,19 +47,21 @@ async def asample_stream(call: Call) -> StreamedReply:
     position = _position(call.headers.get("last-event-id"), request.num_samples)
     board = call.ledger.board
     known = request_id(LineId(request.sampling_session_id or ""), request.seq_id or 0)
-    was_watched = board.is_watched(known)
     if not board.watch(known):
         raise RateLimitError("too many samples are being streamed", retry_after_s=1.0)
     try:
-        is_first = not was_watched and not await _is_known(call, known)
+        # Watched before it is there, so that not even its first token is missed.
+        is_new = not await _is_known(call, known)
         accepted = await submit_sample(call)
+        if is_new:
+            call.service.whole_streams.add(known)
         command = await call.service.lookups.command(call.tenant_id, accepted.request_id)
         if command.is_gone:
             raise ResultGoneError(f"the result of {known} is no longer kept")
     except BaseException:
-        board.unwatch(known)
+        _let_go(call, known)
         raise
-    is_live = is_first or was_watched
+    is_live = known in call.service.whole_streams
     pieces = _events(call, accepted, command, position, is_live=is_live)
     headers = {"Content-Type": EVENT_STREAM_TYPE, "Cache-Control": "no-store"}
     return StreamedReply(200, headers, pieces)
@@ -81,8 +83,8 @@ async def _events(
     *,
     is_live: bool,
 ) -> AsyncIterator[bytes]:
-    board = call.ledger.board
     sent = _Sent(position)
+    is_over = False
     try:
         opened = x.StreamOpened(
             request_id=accepted.request_id,
@@ -97,10 +99,14 @@ async def _events(
         result = await call.ledger.result(command.request_id)
         assert result is not None, "it was settled"
         call.service.admission.settled(call.tenant_id, command.request_id)
+        is_over = True
         for event in _ending(result, sent):
             yield event
     finally:
-        _let_go_later(board, command.request_id)
+        # A client that lost its connection may come back to where it was.
+        linger_s = 0.0 if is_over else LINGER_S
+        loop = asyncio.get_running_loop()
+        loop.call_later(linger_s, _let_go, call, command.request_id)
 
 
 async def _while_it_runs(
@@ -151,8 +157,11 @@ async def _news(board: Board, known: str, told: int, *, is_live: bool) -> list[T
     return []
 
 
-def _let_go_later(board: Board, known: str) -> None:
-    asyncio.get_running_loop().call_later(LINGER_S, board.unwatch, known)
+def _let_go(call: Call, known: str) -> None:
+    board = call.ledger.board
+    board.unwatch(known)
+    if not board.is_watched(known):
+        call.service.whole_streams.discard(known)
 
 
 class _Sent:
