@@ -21,6 +21,7 @@ import uvicorn
 from tinsmith.errors import ValidationError
 from tinsmith.observe.log_fields import configure_logging
 from tinsmith.serve.assemble import Service
+from tinsmith.serve.http_protocol import BoundedHttp
 from tinsmith.serve.loading import check_certificate
 from tinsmith.serve.operator_pages import OperatorPages
 from tinsmith.serve.settings import ServiceSettings, masked
@@ -134,7 +135,7 @@ def _config(settings: ServiceSettings, service: Service) -> uvicorn.Config:
     check_certificate(settings.tls)
     return uvicorn.Config(
         OperatorPages(service, has_metrics=settings.metrics),
-        http="httptools",
+        http=BoundedHttp,
         ws="none",
         lifespan="off",
         loop="none",

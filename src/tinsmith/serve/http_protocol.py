@@ -1,0 +1,86 @@
+"""Uvicorn's HTTP, with bounds on what comes before a request: its head, and the time for it.
+
+Uvicorn holds a head however long it is, and waits for one however long it takes: a few clients that
+never finish theirs could use up the memory or the connections of a service, without any key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+MOST_HEAD_BYTES = 128 * 1024
+HEAD_S = 30.0
+"""How long a head may take, from the opening of the connection or from its first byte."""
+
+_DETAIL = b'{"detail":"the request\'s headers are larger than 131072 bytes"}'
+
+
+class BoundedHttp(HttpToolsProtocol):
+    """One connection."""
+
+    head_s = HEAD_S
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._is_in_head = True
+        self._head_bytes = 0
+        self._has_moved_on = False
+        self._patience: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for the first head."""
+        super().connection_made(transport)
+        self._wait_for_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop waiting."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Read on, and refuse a head that has become too large."""
+        if self._is_in_head and self._patience is None:
+            self._wait_for_head()  # between two requests uvicorn's own limit holds
+        self._has_moved_on = False
+        super().data_received(data)
+        if not self._is_in_head or self._has_moved_on:
+            return  # most of the data may be of the body that ended with it
+        self._head_bytes += len(data)
+        if self._head_bytes > MOST_HEAD_BYTES and not self.transport.is_closing():
+            self._refuse()
+
+    def on_headers_complete(self) -> None:
+        """A head has ended."""
+        self._is_in_head = False
+        self._stop_waiting()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """What comes next is another head."""
+        super().on_message_complete()
+        self._is_in_head = self._has_moved_on = True
+        self._head_bytes = 0
+
+    def _wait_for_head(self) -> None:
+        self._patience = self.loop.call_later(self.head_s, self._give_up)
+
+    def _stop_waiting(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+
+    def _give_up(self) -> None:
+        self._patience = None
+        if self._is_in_head and not self.transport.is_closing():
+            self.transport.close()
+
+    def _refuse(self) -> None:
+        self.transport.write(
+            b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
+            b"content-type: application/json\r\nconnection: close\r\n"
+            b"content-length: " + str(len(_DETAIL)).encode() + b"\r\n\r\n" + _DETAIL
+        )
+        self.transport.close()
