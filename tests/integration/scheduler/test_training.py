@@ -211,16 +211,19 @@ def test_commands_of_many_models_share_batches(tmp_path: Path) -> None:
     """Heads of lines with the same base model run together."""
 
     async def run() -> None:
-        async with bench(tmp_path, fake=FakeSettings(batch_s=0.05)) as b:
+        patient = SchedulerSettings(gap_wait_s=60)
+        async with bench(tmp_path, settings=patient, fake=FakeSettings(batch_s=0.05)) as b:
             lines = [f"session-1:train:{n}" for n in range(8)]
             for line in lines:
                 await b.result(await b.create(line))
             before = b.scheduler.statistics().get("batches", 0)
-            ids = [await b.forward_backward(line, n) for n in (1, 2) for line in lines]
-            for request_id in ids:
+            # The second of each waits for the first, and the first ones come together.
+            later = await asyncio.gather(*(b.forward_backward(line, 2) for line in lines))
+            first = await asyncio.gather(*(b.forward_backward(line, 1) for line in lines))
+            for request_id in [*first, *later]:
                 await b.result(request_id)
 
-            assert b.scheduler.statistics()["batches"] - before <= 4
+            assert b.scheduler.statistics()["batches"] - before <= 8
 
     asyncio.run(run())
 
