@@ -37,6 +37,7 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
 
     def __init__(self, what: str = "call") -> None:
         super().__init__()
+        self._condition = _LazyCondition()  # type: ignore[assignment]  # it has what is used of one
         self.what = what
         self._stop_work: Callable[[], object] | None = None
 
@@ -96,7 +97,7 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
         """Give the work up, here and where possible on the server; False if it was settled."""
         if not super().cancel():
             return False
-        stop, self._stop_work = self._stop_work, None
+        stop = self._take_stop()
         if stop is not None:  # once: a second time would cut short how the work ends
             stop()
         return True
@@ -104,8 +105,14 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
     def stop_work_with(self, stop: Callable[[], object]) -> None:
         """Have `stop` called if the future is cancelled; at once if it was already."""
         self._stop_work = stop
-        if self.cancelled():
-            stop()
+        if self.done():
+            unused = self._take_stop()
+            if unused is not None and self.cancelled():  # else `cancel` has called it
+                unused()
+
+    def _take_stop(self) -> Callable[[], object] | None:
+        stop, self._stop_work = self._stop_work, None
+        return stop
 
     def settle(self, value: T) -> None:
         """Give it its result, unless it was cancelled meanwhile."""
@@ -113,6 +120,8 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
             self.set_result(value)
         except concurrent.futures.InvalidStateError:
             _log.debug("%s: its result came after it was settled", self.what)
+        else:
+            self._stop_work = None  # it holds the work, which holds the future: a circle
 
     def fail(self, error: BaseException) -> None:
         """Give it its error, unless it was cancelled meanwhile."""
@@ -120,6 +129,8 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
             self.set_exception(error)
         except concurrent.futures.InvalidStateError:
             _log.debug("%s: it failed after it was settled: %r", self.what, error)
+        else:
+            self._stop_work = None
 
     async def _settled(self) -> T:
         if not self.done():
@@ -131,6 +142,42 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
         if self.cancelled():
             raise asyncio.CancelledError(f"{self.what} was cancelled")
         return super().result()
+
+
+class _LazyCondition:
+    """A condition that is made when a thread waits for it.
+
+    Most futures are awaited by coroutines, or settled before anybody asks. A condition is nine
+    objects; with thousands of futures under way the garbage collector looks at them all the time.
+    """
+
+    __slots__ = ("_condition", "_lock")
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._condition: threading.Condition | None = None
+
+    def acquire(self) -> bool:
+        return self._lock.acquire()
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Whoever calls this has acquired it, and so nobody else makes one meanwhile."""
+        if self._condition is None:
+            self._condition = threading.Condition(self._lock)
+        return self._condition.wait(timeout)
+
+    def notify_all(self) -> None:
+        if self._condition is not None:
+            self._condition.notify_all()
 
 
 async def within(timeout_s: float, work: Coroutine[Any, Any, T], what: str) -> T:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, TypeAlias, TypeVar
 
 from tinsmith.client import events
 from tinsmith.client.calls import SDK_VERSION, Calls
@@ -51,6 +51,9 @@ FINISH_TIMEOUT_S = 10.0
 """How long closing tries to tell the service that the session is over."""
 
 
+TaskEnded: TypeAlias = Callable[[asyncio.Task[None]], object]
+
+
 class _Forks:
     """How many forks led to this process."""
 
@@ -74,7 +77,7 @@ class Session(Calls):
         self.dynamic_flags = ClientDynamicConfigResponse()
         self._starting: asyncio.Task[ServiceFlags] | None = None
         self._opening: asyncio.Task[str] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], TaskEnded | None] = {}
         self._closing: asyncio.Task[None] | None = None
         self._is_closed = False
         self._counters: dict[str, itertools.count[int]] = {}
@@ -265,26 +268,21 @@ class Session(Calls):
             events.tell(events.SessionOpened(session_id=opened.session_id, base_url=base_url))
         return opened.session_id
 
-    def spawn(
-        self,
-        work: Coroutine[Any, Any, None],
-        on_end: Callable[[asyncio.Task[None]], object] | None = None,
-    ) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None], on_end: TaskEnded | None = None) -> None:
         """Run something beside the calls, for as long as the session lasts.
 
         Args:
             work: What to run.
             on_end: Called with the task when it has ended, also one that never began.
         """
-
-        def ended(task: asyncio.Task[None]) -> None:  # one callback: each takes a turn of the loop
-            self._tasks.discard(task)
-            if on_end is not None:
-                on_end(task)
-
         task = asyncio.create_task(work)
-        self._tasks.add(task)  # a loop holds its tasks weakly
-        task.add_done_callback(ended)
+        self._tasks[task] = on_end  # a loop holds its tasks weakly
+        task.add_done_callback(self._spawned_ended)
+
+    def _spawned_ended(self, task: asyncio.Task[None]) -> None:
+        on_end = self._tasks.pop(task)
+        if on_end is not None:
+            on_end(task)
 
     def next_number(self, counter: str) -> int:
         """The next number of a counter, from 0: models, samplers and losses are numbered by us.
@@ -349,7 +347,7 @@ def _once(task: asyncio.Task[T] | None, work: Callable[[], Any]) -> asyncio.Task
     return _unless_failed(task) or asyncio.create_task(work())
 
 
-def _cancel_all(tasks: set[asyncio.Task[None]]) -> None:
+def _cancel_all(tasks: Iterable[asyncio.Task[None]]) -> None:
     # A function of its own, so that no frame keeps one of them; see `_given_up`.
     for task in tasks:
         task.cancel()

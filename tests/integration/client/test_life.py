@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -244,6 +245,39 @@ def test_s2_a_client_whose_calls_failed_is_let_go_too(
 
 async def _count_tasks() -> int:
     return len(asyncio.all_tasks())
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"sample_use_retrieve_futures": True},
+        {"tinsmith_batch_items": 8, "tinsmith_inline_bytes": 65536},
+    ],
+    ids=["poll-each", "session-poll", "extensions"],
+)
+def test_s2_a_sample_that_is_over_goes_without_the_garbage_collector(flags: dict[str, Any]) -> None:
+    with running_service(**flags) as service, a_client(service) as client:
+        sampler = client.create_sampling_client(base_model="m")
+        sampler.sample(ModelInput.from_ints([1, 2]), 1, SamplingParams(max_tokens=2)).result(WAIT_S)
+        gc.collect()
+        gc.disable()
+        try:
+            futures = [
+                sampler.sample(ModelInput.from_ints([1, 2]), 1, SamplingParams(max_tokens=2))
+                for _ in range(20)
+            ]
+            concurrent.futures.wait(futures, WAIT_S)
+            assert all(future.result(0).sequences for future in futures)
+            left = weakref.WeakSet(futures)
+            del futures
+            deadline = time.monotonic() + WAIT_S
+            while left and time.monotonic() < deadline:
+                time.sleep(0.01)  # the loop has yet to leave the frames that settled them
+
+            assert not left
+        finally:
+            gc.enable()
 
 
 def _sockets_to(service: ScriptedService) -> int:

@@ -271,3 +271,60 @@ def _settled_future() -> APIFuture[bytes]:
     future.stop_work_with(lambda: None)
     future.settle(bytes(10))
     return future
+
+
+class _Work:
+    """Something that holds the future that can stop it."""
+
+    def __init__(self, future: APIFuture[Any]) -> None:
+        self.future = future
+
+    def stop(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("is_early", [True, False], ids=["settled-first", "settled-later"])
+@pytest.mark.parametrize("is_good", [True, False], ids=["result", "error"])
+def test_a_settled_future_and_its_work_go_without_the_garbage_collector(
+    is_good: bool, is_early: bool
+) -> None:
+    """Thousands that wait for a full collection would hold their results, and make it slow."""
+    future: APIFuture[int] = APIFuture()
+    work = _Work(future)
+    seen = weakref.ref(work)
+    gc.disable()
+    try:
+        if not is_early:
+            future.stop_work_with(work.stop)
+        if is_good:
+            future.settle(1)
+        else:
+            future.fail(NotFoundError("gone"))
+        if is_early:
+            future.stop_work_with(work.stop)
+        del work, future
+
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
+def test_all_threads_that_wait_for_a_future_are_woken_each_in_its_way() -> None:
+    future: APIFuture[int] = APIFuture()
+    other: APIFuture[int] = APIFuture()
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        results = [pool.submit(future.result, 20) for _ in range(4)]
+        errors = [pool.submit(future.exception, 20) for _ in range(2)]
+        first = pool.submit(
+            concurrent.futures.wait,
+            [future, other],
+            20,
+            concurrent.futures.FIRST_COMPLETED,
+        )
+        gone_through = pool.submit(lambda: next(concurrent.futures.as_completed([future], 20)))
+        future.settle(5)
+
+        assert [result.result(30) for result in results] == [5] * 4
+        assert [error.result(30) for error in errors] == [None] * 2
+        assert first.result(30).done == {future}
+        assert gone_through.result(30) is future
