@@ -30,7 +30,7 @@ from tinsmith.errors import (
 from tinsmith.ledger.records import TenantId
 from tinsmith.observe.log_fields import bind, unbind
 from tinsmith.server.bodies import BodyReader, ClientLeftError, Message, Receive, packed
-from tinsmith.server.call import Answer, Call, Handler, StreamedReply
+from tinsmith.server.call import Answer, Call, StreamedReply
 from tinsmith.server.exchanges import ExchangeReport, Observer, log_exchange
 from tinsmith.server.local_only import check_local
 from tinsmith.server.parts import Parts
@@ -363,6 +363,3 @@ async def _lifespan(receive: Receive, send: Send) -> None:
         elif message["type"] == "lifespan.shutdown":
             await send({"type": "lifespan.shutdown.complete"})
             return
-
-
-__all__ = ["App", "Handler", "make_app"]
