@@ -264,7 +264,8 @@ class Ledger(abc.ABC):
         """Take pending commands, oldest first. Each goes to one claimer only.
 
         A claim lasts until the command is settled or `release_claims` gives it back; it outlives
-        the claimer's process. Order within a line is the claimer's matter: commands are given in
+        the claimer's process. A power cut may undo it: whoever starts then releases all claims
+        anyway. Order within a line is the claimer's matter: commands are given in
         the order in which they were appended.
         """
 

@@ -60,8 +60,11 @@ class SqlLedger(Ledger):
     # What a variant adds
 
     @abc.abstractmethod
-    async def _write(self, operation: Operation[T]) -> T:
-        """Run an operation after all earlier ones; returns when it is durable."""
+    async def _write(self, operation: Operation[T], *, is_soft: bool = False) -> T:
+        """Run an operation after all earlier ones; returns when it is durable.
+
+        One that is soft may be undone by a power cut, though not by the end of the process.
+        """
 
     @abc.abstractmethod
     async def _read(self, operation: Operation[T]) -> T:
@@ -241,7 +244,9 @@ class SqlLedger(Ledger):
     async def claim(self, claimer: str, *, limit: int) -> list[Command]:
         """`Ledger.claim`."""
         now = self.now()
-        return await self._write(lambda effects: command_steps.claim(effects, claimer, limit, now))
+        return await self._write(
+            lambda effects: command_steps.claim(effects, claimer, limit, now), is_soft=True
+        )
 
     async def release_claims(self, claimer: str) -> int:
         """`Ledger.release_claims`."""
@@ -258,7 +263,9 @@ class SqlLedger(Ledger):
 
     async def take_cancelled(self, claimer: str) -> list[RequestId]:
         """`Ledger.take_cancelled`."""
-        return await self._write(lambda effects: command_steps.take_cancelled(effects, claimer))
+        return await self._write(
+            lambda effects: command_steps.take_cancelled(effects, claimer), is_soft=True
+        )
 
     async def payload(self, request_id: str) -> bytes:
         """`Ledger.payload`."""

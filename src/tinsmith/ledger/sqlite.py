@@ -148,8 +148,8 @@ class SqliteLedger(SqlLedger):
 
     # Writing and reading
 
-    async def _write(self, operation: Operation[T]) -> T:
-        return await self._writer.write(operation)
+    async def _write(self, operation: Operation[T], *, is_soft: bool = False) -> T:
+        return await self._writer.write(operation, is_soft=is_soft)
 
     async def _read(self, operation: Operation[T]) -> T:
         return await self._on_reader(self._run_read, operation)

@@ -1,0 +1,151 @@
+"""Clients without a key that send no request, or one without an end, to a real `tinsmith serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.service.served import Served, serving
+from tinsmith.serve import connections
+from tinsmith.serve.connections import MOST_HEAD_BYTES, BoundedConnection
+
+MEGABYTE = 1024 * 1024
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving(tmp_path_factory.mktemp("served")) as running:
+        yield running
+
+
+def memory_bytes(served: Served) -> int:
+    pages = int(Path(f"/proc/{served.pid}/statm").read_text().split()[1])
+    return pages * 4096
+
+
+def send_until_closed(served: Served, start: bytes, piece: bytes, most: int) -> int:
+    """Send pieces until the server closes; returns how much it took."""
+    sent = 0
+    with socket.create_connection(("127.0.0.1", served.port), timeout=30) as connection:
+        try:
+            connection.sendall(start)
+            while sent < most:
+                connection.sendall(piece)
+                sent += len(piece)
+        except OSError:
+            pass  # it closed
+    return sent
+
+
+@pytest.mark.parametrize(
+    ("start", "piece"),
+    [
+        (b"GET /api/v1/healthz HTTP/1.1\r\nA: ", b"a" * MEGABYTE),
+        (b"GET /api/v1/healthz HTTP/1.1\r\n", b"Name: value\r\n" * 80_000),
+        (b"GET /", b"a" * MEGABYTE),
+        (
+            b"POST /api/v1/telemetry HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n",
+            b"Trailer: value\r\n" * 60_000,
+        ),
+        (
+            b"POST /api/v1/telemetry HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n5;a=",
+            b"a" * MEGABYTE,
+        ),
+    ],
+    ids=["one header", "many headers", "the path", "trailers", "beside a chunk"],
+)
+def test_a_head_without_an_end_is_cut_off(served: Served, start: bytes, piece: bytes) -> None:
+    before = memory_bytes(served)
+
+    sent = send_until_closed(served, start, piece, 64 * MEGABYTE)
+
+    assert sent < 32 * MEGABYTE  # what the sockets of both sides hold, and no more
+    assert memory_bytes(served) - before < 32 * MEGABYTE
+    assert served.is_ready()
+
+
+async def _serve_alone(app: Any) -> tuple[asyncio.Server, int]:
+    import uvicorn
+    from uvicorn.server import ServerState
+
+    config = uvicorn.Config(app, http=BoundedConnection, lifespan="off", log_config=None)
+    config.load()
+    state = ServerState()
+    server = await asyncio.get_running_loop().create_server(
+        lambda: BoundedConnection(config=config, server_state=state, app_state={}),
+        "127.0.0.1",
+        0,
+    )
+    return server, server.sockets[0].getsockname()[1]
+
+
+async def _answer(_: Any, receive: Any, send: Any) -> None:
+    while (await receive()).get("more_body"):
+        pass
+    await send({"type": "http.response.start", "status": 204, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
+@pytest.mark.parametrize("sent", [b"", b"G", b"GET / HTTP/1.1\r\nHost: x\r\n"])
+def test_a_head_that_does_not_come_is_not_waited_for(
+    sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "HEAD_S", 0.05)
+
+    async def connect() -> bytes:
+        server, port = await _serve_alone(_answer)
+        async with server:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(sent)
+            answer = await asyncio.wait_for(reader.read(), 30)
+            writer.close()
+            return answer
+
+    assert asyncio.run(connect()) == b""
+
+
+def test_a_head_that_stops_after_a_whole_request_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "HEAD_S", 0.05)
+
+    async def connect() -> bytes:
+        server, port = await _serve_alone(_answer)
+        async with server:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            answered = await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"GET")
+            rest = await asyncio.wait_for(reader.read(), 30)
+            writer.close()
+            return answered + rest
+
+    assert asyncio.run(connect()).startswith(b"HTTP/1.1 204")
+
+
+def test_large_bodies_and_many_requests_of_one_connection_are_not_taken_for_heads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "HEAD_S", 0.2)
+    whole = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (8 * MOST_HEAD_BYTES)
+
+    async def connect() -> int:
+        server, port = await _serve_alone(_answer)
+        async with server:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            for _ in range(3):
+                writer.write(whole)
+                for _ in range(8):
+                    writer.write(b"b" * MOST_HEAD_BYTES)
+                    await writer.drain()
+                await asyncio.sleep(0.1)  # all of them take longer than a head may
+                assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 204")
+            writer.close()
+            return 3
+
+    assert asyncio.run(connect()) == 3
