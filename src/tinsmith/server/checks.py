@@ -13,7 +13,7 @@ from tinsmith.checkpoints.encryption import check_recipients
 from tinsmith.checkpoints.paths import CheckpointPath
 from tinsmith.engines.base import BaseModel
 from tinsmith.errors import BadRequestError, ValidationError, shown
-from tinsmith.ledger.records import LARGEST_NUMBER, is_storable
+from tinsmith.ledger.records import is_storable
 from tinsmith.server.call import Call
 from tinsmith.types.checkpoints import ParsedCheckpointTinkerPath
 from tinsmith.types.requests import (
@@ -34,6 +34,9 @@ from tinsmith.types.training import (
 LONGEST_TEXT = 1000
 MOST_TAGS = 100
 MOST_METADATA_BYTES = 64 * 1024
+LARGEST_SENT = 2**62
+"""The highest number that a client may give to a command. The service appends commands of its own
+behind those of its clients, and must find numbers for them."""
 LARGEST_CREATED = 2**31 - 1
 """The highest number that a session may give to a model, a sampler or a loss."""
 SHORTEST_TTL_S = 3600
@@ -77,7 +80,7 @@ def _is_storable(value: Any) -> bool:
     return True
 
 
-def check_number(field: str, value: int, most: int = LARGEST_NUMBER) -> None:
+def check_number(field: str, value: int, most: int = LARGEST_SENT) -> None:
     """A number that a client counts with."""
     if not 0 <= value <= most:
         raise refuse(field, value, f"it may be 0 to {most}")

@@ -244,10 +244,15 @@ _FEW = 64
 # Samples
 
 
-def check_sample(request: SampleRequest, model: BaseModel, settings: ServerSettings) -> None:
-    """A sample, against the model that it is to be drawn from."""
+def check_sequences(request: SampleRequest, settings: ServerSettings) -> None:
+    """How many sequences a sample asks for; to be checked before anything is made for each."""
     if not 1 <= request.num_samples <= settings.most_samples:
         raise refuse("num_samples", request.num_samples, f"it may be 1 to {settings.most_samples}")
+
+
+def check_sample(request: SampleRequest, model: BaseModel, settings: ServerSettings) -> None:
+    """A sample, against the model that it is to be drawn from."""
+    check_sequences(request, settings)
     length = check_input("prompt", request.prompt, model)
     if length == 0:
         raise BadRequestError("prompt is empty; there must be at least one token")

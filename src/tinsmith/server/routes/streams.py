@@ -22,6 +22,7 @@ from tinsmith.errors import (
 from tinsmith.ledger.board import Board, TokenPiece
 from tinsmith.ledger.records import Command, LineId, Result, request_id
 from tinsmith.server.call import Call, Handler, StreamedReply
+from tinsmith.server.data_checks import check_sequences
 from tinsmith.server.routes.extensions import check_identity, offered, sample_payload
 from tinsmith.server.samples import KIND, submit_sample
 from tinsmith.types import extensions as x
@@ -44,6 +45,7 @@ async def asample_stream(call: Call) -> StreamedReply:
     offered(call, call.settings.offers_streams)
     request: SampleRequest = call.request
     check_identity(request)
+    check_sequences(request, call.settings)
     position = _position(call.headers.get("last-event-id"), request.num_samples)
     board = call.ledger.board
     known = request_id(LineId(request.sampling_session_id or ""), request.seq_id or 0)
@@ -236,8 +238,8 @@ def _queue_event(board: Board, command: Command) -> bytes:
 def _position(last_event_id: str | None, sequences: int) -> list[int]:
     """How many tokens of each sequence a client has."""
     if not last_event_id:
-        return [0] * max(0, sequences)
-    counts = last_event_id.split(".", max(0, sequences))
+        return [0] * sequences
+    counts = last_event_id.split(".", sequences)
     if len(counts) != sequences or not all(c.isascii() and c.isdigit() for c in counts):
         raise BadRequestError(f"Last-Event-ID {last_event_id[:80]!r} is no position of this sample")
     return [int(count[:18]) for count in counts]

@@ -112,6 +112,8 @@ async def submit(call: Call) -> UntypedAPIFuture:
     """Put a command into its model's line."""
     model = await call.service.lookups.model(call.tenant_id, call.request.model_id)
     number = getattr(call.request, "seq_id", None) or None  # 0 stands for none
+    if number is not None:
+        checks.check_number("seq_id", number)
     submitted = await submission(call, model.id, number, model.session_id)
     try:
         await call.service.lookups.open_session(call.tenant_id, model.session_id)
