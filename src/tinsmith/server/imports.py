@@ -22,6 +22,7 @@ from tinsmith.checkpoints.paths import CheckpointPath
 from tinsmith.errors import BadRequestError, NotFoundError, RateLimitError, shown
 from tinsmith.ledger.records import TenantId
 from tinsmith.server.parts import Parts
+from tinsmith.server.store_threads import StoreThreads
 from tinsmith.types.buffers import Memory
 from tinsmith.types.imports import IMPORTED_FILES, BeginImportRequest
 
@@ -110,7 +111,10 @@ class Import:
 class Imports:
     """What is under way at one server. For one event loop."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, threads: StoreThreads) -> None:
+        self._threads = threads
+        self.finishing = asyncio.Lock()
+        """One adapter at a time is read into the memory."""
         self._ledger = parts.ledger
         self._store: CheckpointStore | None = parts.store
         self._largest = parts.settings.import_bytes if parts.store is not None else 0
@@ -144,7 +148,7 @@ class Imports:
             )
         assert self._store is not None
         path = CheckpointPath(import_id, "weights", request.name)
-        scratch = await asyncio.to_thread(self._store.begin, path)
+        scratch = await self._threads.run(self._store.begin, path)
         made = Import(import_id, tenant_id, request, scratch)
         made.heard_at = self._ledger.now()
         return self._under_way.setdefault(import_id, made)
@@ -160,7 +164,7 @@ class Imports:
     async def end(self, given: Import) -> None:
         """Let go of an import and what came of it."""
         self._under_way.pop(given.import_id, None)
-        await asyncio.to_thread(given.discard)
+        await self._threads.run(given.discard)
 
     async def _give_up_idle(self) -> None:
         before = self._ledger.now() - IDLE_S

@@ -14,6 +14,7 @@ from tinsmith.server.lookups import Lookups
 from tinsmith.server.parts import Parts
 from tinsmith.server.quotas import Quotas
 from tinsmith.server.sessions import Sessions
+from tinsmith.server.store_threads import StoreThreads
 
 
 class Service:
@@ -32,7 +33,8 @@ class Service:
         self.whole_streams: set[str] = set()
         """Samples whose tokens were watched from the first on."""
         self.waits = Waits()
-        self.imports = Imports(parts)
+        self.store_threads = StoreThreads()
+        self.imports = Imports(parts, self.store_threads)
 
     def end_waits(self) -> None:
         """Answer all that wait, and let nobody wait from now on. To be called before a stop."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import datetime
 import http.client
 import io
 import json
 import tarfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import tinsmith
 from tests.integration.server.managed import FILES, SIZE_BYTES, ManagedServer, key_of, server
 from tests.integration.server.running import MODEL
 from tinsmith import types
+from tinsmith.checkpoints.manifest import Manifest
 from tinsmith.checkpoints.paths import CheckpointPath
 from tinsmith.errors import BadRequestError, CheckpointUnavailableError, NotFoundError
 from tinsmith.ledger.records import (
@@ -28,6 +31,7 @@ from tinsmith.ledger.records import (
     Use,
 )
 from tinsmith.server.routes import collect
+from tinsmith.server.store_threads import STORE_THREADS
 from tinsmith.wire.endpoints import ENDPOINTS
 
 __all__ = ["server"]  # a fixture, for pytest to find
@@ -731,6 +735,42 @@ def test_a_store_that_does_not_answer_is_a_503_and_nothing_is_lost(
     assert listed["tinker_path"] == path
     assert (copied.status_code, deleted.status_code) == (200, 204)
     assert sorted(audited(server)) == ["checkpoint.copied", "checkpoint.deleted"]
+
+
+def test_a_store_that_hangs_holds_up_nobody_else(
+    server: ManagedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large bodies are read and payloads written on other threads than those of the store."""
+    server.add_session()
+    run = server.add_run()
+    server.save(run, "e", "external_weights")
+    url = f"/api/v1/training_runs/{run}/checkpoints/external_weights/e/archive"
+    hung, freed = threading.Semaphore(0), threading.Event()
+    info = server.store.info
+
+    def hanging(path: CheckpointPath) -> Manifest:
+        hung.release()
+        assert freed.wait(60)
+        return info(path)
+
+    def ask() -> int:
+        with server.http() as plain:
+            return plain.get(url).status_code
+
+    monkeypatch.setattr(server.store, "info", hanging)
+    with concurrent.futures.ThreadPoolExecutor(STORE_THREADS * 2) as pool:
+        asked = [pool.submit(ask) for _ in range(STORE_THREADS * 2)]
+        for _ in range(STORE_THREADS):
+            assert hung.acquire(timeout=30)
+        with server.http() as plain:
+            large = plain.post("/api/v1/weights_info", json={"tinker_path": "x" * 1_000_000})
+            listed = plain.get(f"/api/v1/training_runs/{run}/checkpoints")
+        is_waiting = not any(one.done() for one in asked)
+        freed.set()
+
+    assert (large.status_code, listed.status_code) == (422, 200)
+    assert is_waiting
+    assert [one.result() for one in asked] == [302] * len(asked)
 
 
 def test_files_that_were_lost_are_a_404(server: ManagedServer) -> None:

@@ -6,7 +6,6 @@ published or the caller has a credential of its owner.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from typing import Any
 
@@ -147,7 +146,7 @@ async def delete_checkpoint(call: Call) -> None:
         raise
     # Noted first: a retry that finds nothing must be able to tell that it was us.
     await _note(call, entry, audit.CHECKPOINT_DELETED, change=change)
-    await asyncio.to_thread(call.store.delete, path)
+    await call.service.store_threads.run(call.store.delete, path)
     await call.ledger.entries(CheckpointEntry).remove(entry.id)
     forgotten = await forget_empty_copy(call.ledger, entry.run_id)
     if forgotten is not None:
@@ -176,7 +175,7 @@ async def copy_weights(call: Call) -> CopyWeightsResponse:
     source = await readable(call, request.source_path, token=token)
     await call.service.quotas.check_storage(call.tenant_id)
     # The files first: a run without a checkpoint would stay in listings for ever.
-    manifest = await asyncio.to_thread(_copy_files, call, source_path, target, run_id)
+    manifest = await call.service.store_threads.run(_copy_files, call, source_path, target, run_id)
     await _add_home(call, run_id, source, request.destination_project_id)
     await call.ledger.entries(CheckpointEntry).add(
         CheckpointEntry(

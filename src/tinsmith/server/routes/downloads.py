@@ -24,6 +24,7 @@ from tinsmith.server.call import Answer, Call, Handler, StreamedReply
 from tinsmith.server.listings import is_living, moment
 from tinsmith.server.lookups import unknown
 from tinsmith.server.routes.checkpoints import readable
+from tinsmith.server.store_threads import StoreThreads
 from tinsmith.server.tickets import Ticket
 from tinsmith.server.traces import trace_pieces
 from tinsmith.types.checkpoints import ExternalWeightsUrlsResponse
@@ -158,13 +159,16 @@ async def _file(call: Call, path: CheckpointPath, name: str) -> Answer:
     )
     read = functools.partial(call.store.read, path, name, version=manifest.version)
     return ranges.answer(
-        found, call.headers, functools.partial(_pieces, read), is_head=_is_head(call)
+        found,
+        call.headers,
+        functools.partial(_pieces, call.service.store_threads, read),
+        is_head=_is_head(call),
     )
 
 
 async def _archive(call: Call, path: CheckpointPath) -> Answer:
     try:
-        archive = await asyncio.to_thread(Archive, call.store, path)
+        archive = await call.service.store_threads.run(Archive, call.store, path)
     except CheckpointNotFoundError:
         raise unknown("checkpoint", str(path)) from None
     found = ranges.Download(
@@ -173,7 +177,7 @@ async def _archive(call: Call, path: CheckpointPath) -> Answer:
         tag=archive.tag,
         content_type="application/x-tar",
     )
-    pieces = functools.partial(_pieces, archive.read)
+    pieces = functools.partial(_pieces, call.service.store_threads, archive.read)
     return ranges.answer(found, call.headers, pieces, is_head=_is_head(call))
 
 
@@ -192,21 +196,21 @@ async def _trace(call: Call, ticket: Ticket) -> Answer:
 
 async def _manifest(call: Call, path: CheckpointPath) -> Manifest:
     try:
-        manifest: Manifest = await asyncio.to_thread(call.store.info, path)
+        manifest: Manifest = await call.service.store_threads.run(call.store.info, path)
     except CheckpointNotFoundError:
         raise unknown("checkpoint", str(path)) from None
     return manifest
 
 
 async def _pieces(
-    read: Callable[[int, int], Iterator[bytes]], start: int, stop: int
+    threads: StoreThreads, read: Callable[[int, int], Iterator[bytes]], start: int, stop: int
 ) -> AsyncIterator[bytes]:
     """What a store reads, piece by piece on a thread, and closed however this ends."""
-    pieces: Any = await asyncio.to_thread(read, start, stop)
+    pieces: Any = await threads.run(read, start, stop)
     reading: asyncio.Task[bytes | None] | None = None
     try:
         while True:
-            reading = asyncio.create_task(asyncio.to_thread(next, pieces, None))
+            reading = asyncio.create_task(threads.run(next, pieces, None))
             piece = await asyncio.shield(reading)
             if piece is None:
                 return
@@ -214,7 +218,7 @@ async def _pieces(
     finally:
         if reading is not None:
             await asyncio.wait((reading,))  # the thread goes on when its client leaves
-        await asyncio.to_thread(pieces.close)
+        await threads.run(pieces.close)
 
 
 def _is_head(call: Call) -> bool:

@@ -6,7 +6,6 @@ itself; a training client is made from it as from any saved state, without an op
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 
 from tinsmith.checkpoints.format import Adapter
@@ -52,7 +51,7 @@ async def send_import_part(call: Call) -> None:
     request: ImportPartRequest = call.request
     found = call.service.imports.find(request.import_id, call.tenant_id)
     async with found.turn:
-        await asyncio.to_thread(found.write, request.name, request.offset, call.body)
+        await call.service.store_threads.run(found.write, request.name, request.offset, call.body)
 
 
 async def finish_import(call: Call) -> FinishImportResponse:
@@ -68,7 +67,10 @@ async def finish_import(call: Call) -> FinishImportResponse:
         found.check_complete()
         try:
             name = await _base_model(call, found)
-            adapter, manifest = await asyncio.to_thread(found.finish, call.store, name)
+            async with call.service.imports.finishing:
+                adapter, manifest = await call.service.store_threads.run(
+                    found.finish, call.store, name
+                )
         except (BadRequestError, CheckpointFormatError) as exc:
             await call.service.imports.end(found)  # it would end the same way again
             raise BadRequestError(str(exc)) from exc
@@ -79,7 +81,7 @@ async def finish_import(call: Call) -> FinishImportResponse:
 
 async def _base_model(call: Call, found: Import) -> str:
     """The base model by our name: the one that was asked for, else the one in the settings."""
-    config = await asyncio.to_thread(found.config)
+    config = await call.service.store_threads.run(found.config)
     given = found.request.base_model or config.get("base_model_name_or_path")
     model = base_model(call, str(given or ""), "base_model_name_or_path in adapter_config.json")
     rank, most = config.get("r"), model.max_rank
