@@ -17,6 +17,8 @@ from tinsmith.server.quotas import Quotas
 from tinsmith.server.settings import ServerSettings
 
 RETRY_AFTER_S = 0.5
+LOOK_S = 0.1
+"""How often the ledger is asked for a tenant that is at its limit, at most."""
 _ASKED_AT_ONCE = 256
 _MINUTE_S = 60.0
 
@@ -85,6 +87,10 @@ class Admission:
 
     async def _look_again(self, under_way: _UnderWay) -> None:
         """Ask the ledger about those that were not asked about for longest."""
+        now = self._ledger.now()
+        if now < under_way.looked_at + LOOK_S:
+            return  # whoever is refused again and again must not cost others their turn
+        under_way.looked_at = now
         for request_id in list(under_way.sizes)[:_ASKED_AT_ONCE]:
             try:
                 command = await self._ledger.command(request_id)
@@ -102,6 +108,7 @@ class _UnderWay:
     def __init__(self) -> None:
         self.sizes: dict[str, int] = {}
         self.total_bytes = 0
+        self.looked_at = -LOOK_S
         self._turns: float = 0.0
         self._turns_at = 0.0
 
