@@ -122,6 +122,17 @@ def test_a_custom_loss_is_handed_on_by_its_id() -> None:
     assert check_pass(given, MODEL, SETTINGS) == "s:loss:0"
 
 
+def test_a_custom_loss_may_have_inputs_of_other_shapes() -> None:
+    """It says itself what they are; its targets are one for each position as everywhere."""
+    config = {"loss_id": "s:loss:0"}
+    datum = a_datum(advantages=TensorData([1.0], "float32", []), weights=None)
+
+    check_pass(ForwardBackwardInput([datum], "custom", config), MODEL, SETTINGS)
+
+    short = a_datum(target_tokens=[1])
+    assert "['target_tokens'] has the shape [1]" in refusal(short, loss_fn="custom", config=config)
+
+
 def test_images_are_refused_where_the_model_reads_none() -> None:
     """By the model's name."""
     image = ImageChunk(data=b"x", format="png", expected_tokens=1)
