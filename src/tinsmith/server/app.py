@@ -130,7 +130,7 @@ class App:
             endpoint, fields = self._find(scope, report)
             report.endpoint = endpoint.name
             tenant_id = await self._tenant(endpoint, headers, report)
-            bind(endpoint=endpoint.name, tenant=tenant_id)
+            bind(endpoint=endpoint.name, tenant=tenant_id or None)
             raw = await self._bodies.read(receive, headers)
             report.body_bytes = len(raw)
             request, body = await self._decode(endpoint, fields, scope, headers, raw)

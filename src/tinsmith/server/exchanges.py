@@ -10,8 +10,6 @@ import msgspec
 
 _log = logging.getLogger("tinsmith.access")
 
-_FAILED = 500
-
 
 class ExchangeReport(msgspec.Struct, kw_only=True, eq=False):
     """One exchange. Filled while it goes on; frozen in spirit once it is given away."""
@@ -37,14 +35,11 @@ Observer: TypeAlias = Callable[[ExchangeReport], None]
 
 
 def log_exchange(report: ExchangeReport) -> None:
-    """Write one line into the log: of failures as a warning, of others where debugging is on."""
-    is_failed = report.status is not None and report.status >= _FAILED
-    level = logging.WARNING if is_failed else logging.DEBUG
-    if not _log.isEnabledFor(level):
+    """Write one line into the log, where debugging is on. The app tells of failures itself."""
+    if not _log.isEnabledFor(logging.DEBUG):
         return
     error = report.error
-    _log.log(
-        level,
+    _log.debug(
         "%s %s: %s",
         report.method,
         report.path,
