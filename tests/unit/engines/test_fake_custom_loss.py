@@ -15,6 +15,7 @@ from tinsmith.engines.base import CustomLossSpec
 from tinsmith.engines.fake.custom_loss import custom_loss
 from tinsmith.errors import ValidationError
 from tinsmith.types import Datum, ModelInput
+from tinsmith.types.training import CustomLossGraph, CustomLossInput, CustomLossNode
 
 F = torch.nn.functional
 Loss = tuple[Any, dict[str, Any]]
@@ -115,3 +116,67 @@ def test_a_datum_without_an_input_is_refused() -> None:
 
     with pytest.raises(ValidationError, match="advantages"):
         custom_loss(_spec(weighted), LP[:1], bare)
+
+
+def _run_hostile(target: str, args: list[Any], tokens: int, more: int = 0) -> None:
+    """Run a graph that the tracer would not make: one call, its result doubled so many times."""
+
+    def node(op: str, name: str, target: str, args: list[Any]) -> CustomLossNode:
+        return CustomLossNode(op=op, name=name, target=target, args=args, kwargs={})  # type: ignore[arg-type]
+
+    few = {"slice": [0, 4, None]}
+    nodes = [node("placeholder", "logprobs", "logprobs", [])]
+    nodes += [
+        node("call_method", "column", "unsqueeze", [{"ref": "logprobs"}, 1]),
+        node("call_method", "row", "unsqueeze", [{"ref": "logprobs"}, 0]),
+        node("call_method", "size", "numel", [{"ref": "logprobs"}]),
+        node("call_method", "rows", "long", [{"ref": "row"}]),
+        node("call_method", "columns", "long", [{"ref": "column"}]),
+        node("call_function", "some", "operator.getitem", [{"ref": "logprobs"}, few]),
+        node("call_method", "few", "reshape", [{"ref": "some"}, 2, 2]),
+        node("call_function", "made0", target, args),
+    ]
+    for number in range(more):
+        doubled = [{"ref": f"made{number}"}, 2]
+        nodes.append(node("call_function", f"made{number + 1}", "operator.mul", doubled))
+    nodes += [
+        node("call_method", "total", "sum", [{"ref": "logprobs"}]),
+        node("output", "output", "output", [{"tuple": [{"ref": "total"}, {"dict": {}}]}]),
+    ]
+    spec = CustomLossSpec(
+        loss_id="loss",
+        inputs=(CustomLossInput(name="logprobs", rank=1),),
+        graph=CustomLossGraph(nodes=nodes),
+    )
+    datum = Datum(ModelInput.from_ints([1] * tokens), {"target_tokens": [1] * tokens})
+    custom_loss(spec, np.zeros(tokens), datum)
+
+
+PICKS = [{"ref": "rows"}, {"ref": "columns"}]
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "tokens", "more"),
+    [
+        ("operator.add", [{"ref": "column"}, {"ref": "row"}], 100_000, 0),
+        ("operator.getitem", [{"ref": "few"}, {"tuple": PICKS}], 100_000, 0),
+        ("operator.add", [{"ref": "column"}, {"ref": "row"}], 2000, 12),
+        ("operator.add", [{"ref": "logprobs"}, 1], 100_000, 400),
+        ("operator.pow", [{"ref": "size"}, {"ref": "size"}], 100_000, 0),
+        ("operator.pow", [10**18, 10**18], 5, 0),
+        ("operator.mul", [[0], 10**18], 5, 0),
+        ("operator.mod", ["%999999999999d", 1], 5, 0),
+        ("operator.mul", [1, 2], 5, 80),
+        ("operator.truediv", [1, 0], 5, 0),
+        ("math.exp", [10**5], 5, 0),
+    ],
+)
+def test_a_loss_is_stopped_before_it_takes_much_memory_or_time(
+    target: str, args: list[Any], tokens: int, more: int
+) -> None:
+    with pytest.raises(ValidationError, match="the loss"):
+        _run_hostile(target, args, tokens, more)
+
+
+def test_a_loss_may_compare_each_token_with_each_other() -> None:
+    _run_hostile("operator.add", [{"ref": "column"}, {"ref": "row"}], 1000, 3)

@@ -21,8 +21,12 @@ from tinsmith.errors import ValidationError
 from tinsmith.types.inputs import Datum
 from tinsmith.types.training import CustomLossNode
 
-MOST_NUMBERS = 1 << 24
+MOST_NUMBERS = 1 << 23
 """Of one array that a loss makes."""
+MOST_TOGETHER = 1 << 25
+"""Of all arrays that a loss makes of one datum; they are all kept, for the slopes."""
+MOST_BITS = 64
+"""Of a plain number that a loss makes of sizes and settings."""
 
 
 def custom_loss(
@@ -64,6 +68,7 @@ def _checked(returned: Any) -> tuple[Value, dict[str, float]]:
 
 def _run(spec: CustomLossSpec, given: Sequence[Value]) -> Any:
     made: dict[str, Any] = {}
+    numbers = 0
     inputs = iter(given)
     for node in spec.graph.nodes:
         if node.op == "placeholder":
@@ -71,22 +76,19 @@ def _run(spec: CustomLossSpec, given: Sequence[Value]) -> Any:
         elif node.op == "output":
             return _argument(node.args[0], made)
         else:
-            made[node.name] = _call(node, made)
+            made[node.name] = result = _call(node, made)
+            numbers += result.array.size if isinstance(result, Value) else 0
+            if numbers > MOST_TOGETHER:
+                raise _too_many(node)
     raise ValidationError("the loss returns nothing")
 
 
 def _call(node: CustomLossNode, made: Mapping[str, Any]) -> Any:
     args = [_argument(one, made) for one in node.args]
     kwargs = {name: _argument(one, made) for name, one in node.kwargs.items()}
-    module, _, name = node.target.rpartition(".")
-    if module == "math":
-        return getattr(math, name)(*args) if name in _MATH else _unknown(node)
-    is_plain = not any(isinstance(one, Value) for one in args)
-    if module == "operator" and name in _PLAIN_OPERATORS and is_plain:
-        return getattr(operator, name)(*args)  # sizes and settings stay plain numbers
-    function = _OPERATIONS.get(name.removeprefix("special_").removeprefix("linalg_"))
-    if function is None:
-        _unknown(node)
+    function = _function(node, args)
+    if _largest_result([*args, *kwargs.values()]) > MOST_NUMBERS:
+        raise _too_many(node)
     try:
         result = function(*args, **kwargs)
     except ValidationError:
@@ -96,8 +98,56 @@ def _call(node: CustomLossNode, made: Mapping[str, Any]) -> Any:
             f"the loss cannot compute {node.target} ({node.name}): {exc}"
         ) from exc
     if isinstance(result, Value) and result.array.size > MOST_NUMBERS:
-        raise ValidationError(f"the loss makes too many numbers in {node.target} ({node.name})")
+        raise _too_many(node)
+    if isinstance(result, int) and result.bit_length() > MOST_BITS:
+        raise _too_many(node)
     return result
+
+
+def _function(node: CustomLossNode, args: Sequence[Any]) -> Callable[..., Any]:
+    module, _, name = node.target.rpartition(".")
+    if module == "math":
+        return getattr(math, name) if name in _MATH else _unknown(node)  # type: ignore[no-any-return]
+    is_plain = not any(isinstance(one, Value) for one in args)
+    if module == "operator" and name in _PLAIN_OPERATORS and is_plain:
+        if name in _NUMBERS_ONLY and not all(isinstance(one, int | float) for one in args):
+            raise ValidationError(f"the loss calls {node.target} ({node.name}) with no numbers")
+        return _bounded_power if name == "pow" else getattr(operator, name)
+    function = _OPERATIONS.get(name.removeprefix("special_").removeprefix("linalg_"))
+    return function if function is not None else _unknown(node)
+
+
+def _bounded_power(base: float, exponent: float) -> Any:
+    is_whole = isinstance(base, int) and isinstance(exponent, int)
+    if is_whole and int(base).bit_length() * abs(exponent) > 2 * MOST_BITS:
+        raise ValueError("the number would be too large")
+    return base**exponent
+
+
+def _largest_result(args: Sequence[Any]) -> int:
+    """How many numbers the result may have: arrays are spread over each other, or joined."""
+    largest = _spread([one for one in args if isinstance(one, Value)])
+    for one in args:
+        if isinstance(one, list):
+            joined = sum(inner.array.size for inner in one if isinstance(inner, Value))
+            largest = max(largest, joined)
+        elif isinstance(one, tuple):  # an index: as many picks as its arrays have, or rows of them
+            arrays = [inner for inner in one if isinstance(inner, Value)]
+            is_of_rows = isinstance(args[0], Value) and args[0].array.ndim > len(arrays)
+            rows = args[0].array.size if is_of_rows and arrays else 1
+            largest = max(largest, _spread(arrays) * rows)
+    return largest
+
+
+def _spread(arrays: Sequence[Value]) -> int:
+    try:
+        return math.prod(np.broadcast_shapes(*(one.shape for one in arrays)))
+    except ValueError:  # they do not fit, which the operation will tell
+        return 0
+
+
+def _too_many(node: CustomLossNode) -> ValidationError:
+    return ValidationError(f"the loss makes too many numbers in {node.target} ({node.name})")
 
 
 def _unknown(node: CustomLossNode) -> NoReturn:
@@ -364,6 +414,8 @@ _OPERATIONS = {**_UNARY, **_BINARY, **_SHAPES}
 _MATH = frozenset(
     ("exp", "log", "log1p", "expm1", "sqrt", "pow", "floor", "ceil", "sin", "cos", "tanh", "fabs")
 )
+_NUMBERS_ONLY = frozenset(("mul", "mod", "pow"))
+"""Operators that make much of little when they are given texts or lists."""
 _PLAIN_OPERATORS = frozenset(
     ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "lt", "le", "gt", "ge", "eq")
 )

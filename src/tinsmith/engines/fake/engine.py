@@ -219,7 +219,8 @@ class FakeEngine(Engine):
         async def run() -> list[TrainingOutcome]:
             started = time.monotonic()
             tokens = sum(work.tokens for work in batch if isinstance(work, PassWork))
-            if tokens > SMALL_TOKENS or len(batch) > SMALL_WORKS:
+            is_custom = any(isinstance(w, PassWork) and w.custom_loss is not None for w in batch)
+            if is_custom or tokens > SMALL_TOKENS or len(batch) > SMALL_WORKS:
                 outcomes = await asyncio.to_thread(self._train_all, batch)
             else:
                 outcomes = self._train_all(batch)
