@@ -33,7 +33,7 @@ class Admission:
         self._tenants: dict[TenantId, _UnderWay] = {}
 
     async def admit(self, tenant_id: TenantId, size: int) -> None:
-        """Let one more command come in.
+        """Let one more command come in, and count it as coming until `appended` is called.
 
         Raises:
             RateLimitError: The tenant has too much under way, has asked too often, or has used up
@@ -53,6 +53,14 @@ class Admission:
                     f"way; {most} with {most_bytes} may be",
                     retry_after_s=RETRY_AFTER_S,
                 )
+        under_way.coming += 1
+        under_way.coming_bytes += size
+
+    def appended(self, tenant_id: TenantId, size: int) -> None:
+        """Say that a command which was let in has been appended, or was not after all."""
+        under_way = self._under_way(tenant_id)
+        under_way.coming -= 1
+        under_way.coming_bytes -= size
 
     def accepted(self, tenant_id: TenantId, request_id: str, size: int) -> None:
         """Count a command."""
@@ -108,13 +116,16 @@ class _UnderWay:
     def __init__(self) -> None:
         self.sizes: dict[str, int] = {}
         self.total_bytes = 0
+        self.coming = 0
+        self.coming_bytes = 0
         self.looked_at = -LOOK_S
         self._turns: float = 0.0
         self._turns_at = 0.0
 
     def has_room(self, most: int, most_bytes: int, size: int) -> bool:
         # A single command that is larger than the limit may go alone.
-        return len(self.sizes) < most and (not self.sizes or self.total_bytes + size <= most_bytes)
+        count, total_bytes = len(self.sizes) + self.coming, self.total_bytes + self.coming_bytes
+        return count < most and (not count or total_bytes + size <= most_bytes)
 
     def add(self, request_id: str, size: int) -> None:
         if request_id not in self.sizes:

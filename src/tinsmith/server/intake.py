@@ -81,11 +81,14 @@ def _kept(call: Call, kind: str) -> tuple[bytes, bytes]:
 async def append(call: Call, submitted: Submission) -> Appended:
     """Append a command that was checked, if its tenant has room for it."""
     bind(model=submitted.line, session=submitted.session_id)
-    admission = call.service.admission
-    await admission.admit(call.tenant_id, len(submitted.payload))
-    appended = await call.ledger.append(submitted)
+    admission, size = call.service.admission, len(submitted.payload)
+    await admission.admit(call.tenant_id, size)
+    try:
+        appended = await call.ledger.append(submitted)
+    finally:
+        admission.appended(call.tenant_id, size)
     if appended.is_new:
-        admission.accepted(call.tenant_id, appended.request_id, len(submitted.payload))
+        admission.accepted(call.tenant_id, appended.request_id, size)
     return appended
 
 

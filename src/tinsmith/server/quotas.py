@@ -7,9 +7,11 @@ are looked up again every `REMEMBERED_S`, so that a quota is kept to within what
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Mapping
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from tinsmith.errors import RateLimitError, UnprocessableEntityError
 from tinsmith.ledger.base import PAGE, Ledger
@@ -35,6 +37,17 @@ class Quotas:
         self._settings = settings
         self._quotas: dict[TenantId, tuple[float, Mapping[str, int]]] = {}
         self._tokens: dict[TenantId, tuple[float, float]] = {}
+        self._turns: WeakValueDictionary[TenantId, asyncio.Lock] = WeakValueDictionary()
+
+    def turn(self, tenant_id: TenantId) -> asyncio.Lock:
+        """To be held from `check_sessions` or `check_models` until what was asked for is added.
+
+        Without it, many that ask at the same moment would all be told that there is room.
+        """
+        turn = self._turns.get(tenant_id)
+        if turn is None:
+            turn = self._turns[tenant_id] = asyncio.Lock()
+        return turn
 
     def forget(self) -> None:
         """Look everything up anew."""

@@ -35,8 +35,6 @@ async def create_session(call: Call) -> CreateSessionResponse:
     known = await call.ledger.entries(Session).get(session_id)
     if known is not None and known.ended_at is not None:  # no retry comes so late
         known, session_id = None, f"session-{secrets.token_hex(16)}"
-    if known is None:
-        await call.service.quotas.check_sessions(call.tenant_id)
     now = call.ledger.now()
     session = Session(
         id=session_id,
@@ -49,7 +47,11 @@ async def create_session(call: Call) -> CreateSessionResponse:
         tags=request.tags,
         user_metadata=request.user_metadata or {},
     )
-    kept = await call.ledger.entries(Session).add(session)
+    quotas, sessions = call.service.quotas, call.ledger.entries(Session)
+    async with quotas.turn(call.tenant_id):
+        if known is None:
+            await quotas.check_sessions(call.tenant_id)
+        kept = await sessions.add(session)
     return CreateSessionResponse(session_id=kept.id)
 
 

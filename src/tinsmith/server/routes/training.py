@@ -75,7 +75,6 @@ async def _create(
     submitted = await submission(call, line, 0, session.id)
     try:
         await lookups.open_session(call.tenant_id, session.id)
-        await call.service.quotas.check_models(call.tenant_id)
         model = Model(
             id=line,
             tenant_id=call.tenant_id,
@@ -85,7 +84,10 @@ async def _create(
             config=write_config(lora, optimizer),
             user_metadata=request.user_metadata,
         )
-        await call.ledger.entries(Model).add(model)
+        quotas = call.service.quotas
+        async with quotas.turn(call.tenant_id):
+            await quotas.check_models(call.tenant_id)
+            await call.ledger.entries(Model).add(model)
         return accepted(await append(call, submitted), model)
     except TinkerError:
         repeated = await find_repeated(call, submitted)
