@@ -1,8 +1,8 @@
 """Sockets and an event loop that keep the interpreter's lock, the GIL, for calls that never wait.
 
 Python gives the lock up around every system call. A thread that gave it up beside a thread that
-computes has it back after a whole switch interval, 5 ms, so that a client with a few system calls
-for each exchange would make a hundred exchanges a second. Here `HeldSocket` reads and writes what
+computes may have it back only after a whole switch interval, 5 ms; with a few system calls for each
+exchange that soon is all the time there is. Here `HeldSocket` reads and writes what
 can be read and written at once, `HeldSelector` looks for what is ready, and `HeldLoop` is woken by
 other threads, all with the lock held; only a loop that has nothing to do gives it up. Nobody
 starves: whoever wants the lock gets it after a switch interval, as from any Python code.
@@ -97,7 +97,7 @@ class _Rooms(threading.local):
 
 if IS_AVAILABLE:
     _rooms = _Rooms()
-    # As plain numbers: to join two of Python's flags takes longer than to send.
+    # As plain numbers: Python's flags are joined by Python code, for every call.
     _NOW = int(getattr(socket, "MSG_DONTWAIT", 0))
     _NOW_AND_QUIETLY = _NOW | int(getattr(socket, "MSG_NOSIGNAL", 0))
 

@@ -92,8 +92,7 @@ class Connection(ReplyProtocol):
         """See that the exchange ends in time.
 
         An alarm that is set already is left: when it rings, it is set anew if there is more time.
-        So the exchanges of a connection share one, where setting one for each costs as much as
-        writing the request.
+        So the exchanges of a connection share one; to set and cancel one for each is a dozen calls.
         """
         self._deadline = deadline
         if self._alarm is not None and self._alarm_at <= deadline:
