@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 import secrets
@@ -23,13 +24,21 @@ from urllib.parse import parse_qsl, quote
 from tinsmith.errors import (
     APIStatusError,
     BadRequestError,
+    BodyTooLargeError,
     LedgerUnavailableError,
     NotFoundError,
     TinkerError,
 )
 from tinsmith.ledger.records import TenantId
 from tinsmith.observe.log_fields import bind, unbind
-from tinsmith.server.bodies import BodyReader, ClientLeftError, Message, Receive, packed
+from tinsmith.server.bodies import (
+    BodyBudget,
+    ClientLeftError,
+    HeldBody,
+    Message,
+    Receive,
+    packed,
+)
 from tinsmith.server.call import Answer, Call, StreamedReply
 from tinsmith.server.exchanges import ExchangeReport, Observer, log_exchange
 from tinsmith.server.local_only import check_local
@@ -59,6 +68,9 @@ _POLLS = frozenset(name for name, endpoint in ENDPOINTS.items() if endpoint.pool
 _UNAVAILABLE_S = 1.0
 _DECODE_ASIDE_BYTES = 512 * 1024
 """Larger bodies are decoded on a thread, so that others are answered meanwhile."""
+_MOST_UNPACKING = 4
+"""Large bodies at a time: how large they become is known when they are unpacked, not before."""
+_DECODED_HERE = DecodeLimits(memory_bytes=_DECODE_ASIDE_BYTES)
 
 
 def make_app(parts: Parts, *, observer: Observer = log_exchange) -> App:
@@ -84,8 +96,9 @@ class App:
         self._handlers = routes.handlers
         self._open = routes.open
         self._router = Router(routes.endpoints)
-        self._bodies = BodyReader(service.parts.settings)
+        self._bodies = BodyBudget(service.parts.settings)
         self._limits = DecodeLimits(memory_bytes=service.parts.settings.decoded_bytes)
+        self._unpacking = asyncio.Semaphore(_MOST_UNPACKING)
         self._prefix = service.parts.settings.path_prefix
         self._told_fields: set[tuple[str, str]] = set()
 
@@ -125,15 +138,19 @@ class App:
         self, scope: Message, receive: Receive, report: ExchangeReport
     ) -> HttpReply | StreamedReply:
         """What to answer; whatever goes wrong is made a reply here."""
+        held = HeldBody(self._bodies)
         try:
             headers = _headers(scope)
             endpoint, fields = self._find(scope, report)
             report.endpoint = endpoint.name
             tenant_id = await self._tenant(endpoint, headers, report)
             bind(endpoint=endpoint.name, tenant=tenant_id or None)
-            raw = await self._bodies.read(receive, headers)
+            raw = await held.read(receive, headers)
             report.body_bytes = len(raw)
-            request, body = await self._decode(endpoint, fields, scope, headers, raw)
+            request, body = await self._decode(endpoint, fields, scope, headers, raw, held)
+            if endpoint.name in _POLLS:  # it waits for long, and needs nothing of its body
+                raw = body = b""
+                held.release()
             call = Call(
                 service=self.service,
                 endpoint=endpoint,
@@ -163,6 +180,8 @@ class App:
             _log.exception("a request failed")
             report.error = exc
             return reply_from_error(exc)
+        finally:
+            held.release()
 
     def _find(self, scope: Message, report: ExchangeReport) -> tuple[Endpoint, dict[str, str]]:
         raw = scope.get("raw_path")
@@ -198,18 +217,28 @@ class App:
         scope: Message,
         headers: Mapping[str, str],
         raw: Memory,
+        held: HeldBody,
     ) -> tuple[Any, Memory]:
         if endpoint.name in _UNREAD:
             return None, b""
-        query = _query(scope)
-
-        def decode() -> tuple[Any, Memory]:
-            body = decompress(raw, headers.get("content-encoding"), self._limits)
-            return self._read(endpoint, fields, query, headers, body), body
-
+        query, encoding, aside = _query(scope), headers.get("content-encoding"), True
         if len(raw) < _DECODE_ASIDE_BYTES:
-            return decode()
-        return await asyncio.to_thread(decode)
+            # A few bytes may unpack to very many: here to no more than is decoded here.
+            with contextlib.suppress(BodyTooLargeError):
+                body = decompress(raw, encoding, _DECODED_HERE)
+                aside = False
+        if aside:
+            body = await self._unpack_aside(raw, encoding)
+            held.hold(len(body))
+            read = functools.partial(self._read, endpoint, fields, query, headers, body)
+            return await asyncio.to_thread(read), body
+        return self._read(endpoint, fields, query, headers, body), body
+
+    async def _unpack_aside(self, raw: Memory, encoding: str | None) -> Memory:
+        if not encoding:
+            return raw
+        async with self._unpacking:
+            return await asyncio.to_thread(decompress, raw, encoding, self._limits)
 
     def _read(
         self,

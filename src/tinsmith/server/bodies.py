@@ -2,7 +2,8 @@
 
 A body that is announced too large is refused before any of it is read; one that is not announced,
 as soon as it has grown too large. A client that sends slowly is given a while and no more, and all
-bodies that are being read share one budget, so that no number of clients can fill the memory.
+bodies that are being read and worked on share one budget, so that no number of clients can fill the
+memory. A body counts as it was sent, and as it is unpacked from when it is.
 """
 
 from __future__ import annotations
@@ -30,11 +31,21 @@ class ClientLeftError(Exception):
     """The client closed the connection; there is nobody to answer."""
 
 
-class BodyReader:
-    """Reads the bodies of one server. For one event loop."""
+class BodyBudget:
+    """What all bodies of one server may take together. For one event loop."""
 
     def __init__(self, settings: ServerSettings) -> None:
-        self._settings = settings
+        self.settings = settings
+        self.held_bytes = 0
+
+
+class HeldBody:
+    """The body of one exchange, and what it takes of the budget until `release`."""
+
+    __slots__ = ("_budget", "_held_bytes")
+
+    def __init__(self, budget: BodyBudget) -> None:
+        self._budget = budget
         self._held_bytes = 0
 
     async def read(self, receive: Receive, headers: Mapping[str, str]) -> Memory:
@@ -42,21 +53,34 @@ class BodyReader:
 
         Raises:
             BodyTooLargeError: It is larger than is allowed.
-            RateLimitError: Too much is being read at the moment.
+            RateLimitError: Bodies take too much at the moment.
             APIStatusError: 408, it came too slowly.
             ClientLeftError: The client closed the connection before the end of it.
         """
         announced = self._announced(headers)
         if announced == 0 and "transfer-encoding" not in headers:
             return b""
-        held = max(announced, 0)
-        self._hold(held)
+        self.hold(announced)
         try:
             return await self._gather(receive)
         except TimeoutError as exc:
             raise APIStatusError("the body came too slowly", status_code=_REQUEST_TIMEOUT) from exc
-        finally:
-            self._held_bytes -= held
+
+    def hold(self, size: int) -> None:
+        """Take so much of the budget in all; raises `RateLimitError` if there is not so much."""
+        budget, more = self._budget, size - self._held_bytes
+        if more <= 0:
+            return
+        others = budget.held_bytes - self._held_bytes
+        if others and others + size > budget.settings.bodies_bytes:
+            raise RateLimitError("too many bodies are being read at once", retry_after_s=1.0)
+        budget.held_bytes += more
+        self._held_bytes = size
+
+    def release(self) -> None:
+        """Give back what was taken."""
+        self._budget.held_bytes -= self._held_bytes
+        self._held_bytes = 0
 
     def _announced(self, headers: Mapping[str, str]) -> int:
         text = headers.get("content-length", "0")
@@ -66,21 +90,15 @@ class BodyReader:
         return int(text)
 
     def _check(self, size: int) -> None:
-        if size > self._settings.body_bytes:
-            raise BodyTooLargeError(
-                f"the body is larger than {self._settings.body_bytes} bytes; send it in parts"
-            )
-
-    def _hold(self, size: int) -> None:
-        if self._held_bytes and self._held_bytes + size > self._settings.bodies_bytes:
-            raise RateLimitError("too many bodies are being read at once", retry_after_s=1.0)
-        self._held_bytes += size
+        most = self._budget.settings.body_bytes
+        if size > most:
+            raise BodyTooLargeError(f"the body is larger than {most} bytes; send it in parts")
 
     async def _gather(self, receive: Receive) -> Memory:
-        loop = asyncio.get_running_loop()
-        give_up_at = loop.time() + self._settings.body_s
+        loop, settings = asyncio.get_running_loop(), self._budget.settings
+        give_up_at = loop.time() + settings.body_s
         whole = bytearray()
-        async with asyncio.timeout(self._settings.body_silence_s) as silence:
+        async with asyncio.timeout(settings.body_silence_s) as silence:
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
@@ -88,12 +106,13 @@ class BodyReader:
                 piece: bytes = message.get("body", b"")
                 more = message.get("more_body", False)
                 self._check(len(whole) + len(piece))
+                self.hold(len(whole) + len(piece))
                 if not more and not whole:
                     return piece  # nearly always: all of it came at once
                 whole += piece
                 if not more:
                     return memoryview(whole)
-                silence.reschedule(min(give_up_at, loop.time() + self._settings.body_silence_s))
+                silence.reschedule(min(give_up_at, loop.time() + settings.body_silence_s))
 
 
 async def packed(reply: HttpReply, accepted: str, settings: ServerSettings) -> HttpReply:

@@ -15,7 +15,7 @@ from tinsmith.errors import (
     RateLimitError,
     TinkerError,
 )
-from tinsmith.server.bodies import BodyReader, ClientLeftError, packed
+from tinsmith.server.bodies import BodyBudget, ClientLeftError, HeldBody, packed
 from tinsmith.server.settings import ServerSettings
 from tinsmith.wire.content import decompress
 from tinsmith.wire.exchange import HttpReply
@@ -41,7 +41,7 @@ class Pieces:
 
 def read(pieces: Pieces, headers: dict[str, str], **settings: Any) -> bytes:
     """The body as the server has it."""
-    reader = BodyReader(ServerSettings(**settings))
+    reader = HeldBody(BodyBudget(ServerSettings(**settings)))
     return bytes(asyncio.run(reader.read(pieces, headers)))
 
 
@@ -91,18 +91,22 @@ def test_a_client_that_leaves_in_the_middle_is_not_answered() -> None:
 
 
 def test_all_bodies_together_have_a_bound() -> None:
-    """One more than fits is asked to come back; when the first is read there is room."""
+    """One more than fits is asked to come back; when the first is done with there is room."""
 
     async def work() -> None:
-        reader = BodyReader(ServerSettings(bodies_bytes=10))
-        slow = asyncio.create_task(reader.read(Pieces(ends=False), {"content-length": "8"}))
+        budget = BodyBudget(ServerSettings(bodies_bytes=10))
+        first = HeldBody(budget)
+        slow = asyncio.create_task(first.read(Pieces(ends=False), {"content-length": "8"}))
         await asyncio.sleep(0)
         with pytest.raises(RateLimitError) as refused:
-            await reader.read(Pieces(b"abc"), {"content-length": "3"})
+            await HeldBody(budget).read(Pieces(b"abc"), {"content-length": "3"})
         assert refused.value.retry_after_s is not None
+        with pytest.raises(RateLimitError):
+            await HeldBody(budget).read(Pieces(b"abc"), CHUNKED)
         slow.cancel()
         await asyncio.gather(slow, return_exceptions=True)
-        assert await reader.read(Pieces(b"abc"), {"content-length": "3"}) == b"abc"
+        first.release()
+        assert await HeldBody(budget).read(Pieces(b"abc"), {"content-length": "3"}) == b"abc"
 
     asyncio.run(work())
 

@@ -10,6 +10,7 @@ A stream that its client lost is watched for a while longer, for the client to c
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -64,6 +65,8 @@ async def asample_stream(call: Call) -> StreamedReply:
         _let_go(call, known)
         raise
     is_live = known in call.service.whole_streams
+    # The stream may last for long, and needs nothing more of what was sent.
+    call = dataclasses.replace(call, request=None, body=b"")
     pieces = _events(call, accepted, command, position, is_live=is_live)
     headers = {"Content-Type": EVENT_STREAM_TYPE, "Cache-Control": "no-store"}
     return StreamedReply(200, headers, pieces)
