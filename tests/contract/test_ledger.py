@@ -36,6 +36,7 @@ from tinsmith.ledger.records import (
     CommandState,
     LineId,
     SessionId,
+    TenantId,
     UsageKey,
     Use,
     identity,
@@ -317,6 +318,54 @@ async def test_whoever_waits_for_a_command_is_woken_by_its_end(ledger: Ledger) -
         assert (command.is_settled, command.is_failed) == (True, True)
     again = await ledger.wait_settled(request, timeout_s=LONG_S)
     assert again.is_settled
+
+
+@pytest.mark.parametrize("result", [b"small", LARGE], ids=["small", "large"])
+def test_who_waited_is_told_what_the_ledger_holds(place: Place, result: bytes) -> None:
+    @story
+    async def told(ledger: Ledger) -> None:
+        requests = [(await ledger.append(each)).request_id for each in (training(1), sampling(1))]
+        waits = [
+            asyncio.create_task(ledger.wait_settled(one, timeout_s=LONG_S)) for one in requests
+        ]
+        await asyncio.sleep(SHORT_S)
+        await ledger.claim("s", limit=1)
+        await ledger.settle([ended(one, result) for one in requests])
+
+        for wait, request in zip(waits, requests, strict=True):
+            assert await wait == await ledger.command(request)
+            first, second = await ledger.result(request), await ledger.result(request)
+            assert first == second and first is not None and first.payload == result
+        await raised(ledger.payload(requests[1]), UnknownEntryError)
+
+    told(place)
+
+
+@story
+async def test_a_result_that_was_waited_for_is_gone_once_it_is_acknowledged(
+    ledger: Ledger,
+) -> None:
+    request = (await ledger.append(training(1))).request_id
+    wait = asyncio.create_task(ledger.wait_settled(request, timeout_s=LONG_S))
+    await asyncio.sleep(SHORT_S)
+    await ledger.settle([ended(request)])
+    await wait
+
+    await ledger.acknowledge([request])
+
+    await raised(ledger.result(request), ResultGoneError)
+
+
+@story
+async def test_a_tenant_cannot_wait_for_a_command_of_another(ledger: Ledger) -> None:
+    request = (await ledger.append(training(1))).request_id
+    other = TenantId("somebody else")
+
+    wait = ledger.wait_settled(request, timeout_s=LONG_S, tenant_id=other)
+    await raised(wait, UnknownEntryError)
+    mine = await ledger.wait_settled(request, timeout_s=0.0, tenant_id=TENANT)
+
+    assert mine.request_id == request
 
 
 @story

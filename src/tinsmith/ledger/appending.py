@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from tinsmith.errors import CommandConflictError, CommandPassedError, LedgerUnavailableError
 from tinsmith.ledger.payloads import Kept
 from tinsmith.ledger.records import Appended, LineId, Submission, request_id
+from tinsmith.ledger.remembered import SMALL_BYTES
 from tinsmith.ledger.steps import Effects, Operation, Steps, Value
 from tinsmith.ledger.wakeups import NEW_WORK
 
@@ -159,6 +160,8 @@ def append_all(effects: Effects, members: Sequence[Waiting]) -> Steps[list[Outco
             )
         )
         payloads.append((ordinal, kept.size_bytes, kept.file, kept.digest, kept.content))
+        if kept.content is not None and kept.size_bytes <= SMALL_BYTES:
+            effects.appended.append((outcome.request_id, kept.content))
     if commands:
         yield "append", commands
         yield "keep_payload", payloads

@@ -221,13 +221,15 @@ class Ledger(abc.ABC):
         """
 
     @abc.abstractmethod
-    async def wait_settled(self, request_id: str, *, timeout_s: float) -> Command:
+    async def wait_settled(
+        self, request_id: str, *, timeout_s: float, tenant_id: TenantId | None = None
+    ) -> Command:
         """The command, as soon as it is settled, or as it stands when the time is up.
 
         Waiting costs nothing: it is ended by the settlement, also one made by another process.
 
         Raises:
-            UnknownEntryError: There is no such command.
+            UnknownEntryError: There is no such command, or it is of another tenant than is named.
         """
 
     @abc.abstractmethod

@@ -24,6 +24,7 @@ from tinsmith.ledger.records import (
     identity,
     request_id,
 )
+from tinsmith.ledger.remembered import SMALL_BYTES, Ended
 from tinsmith.ledger.steps import Effects, Row, Steps
 from tinsmith.ledger.wakeups import NEW_WORK, feed_topic, settled_topic
 
@@ -87,7 +88,7 @@ def settle(
             effects.drop(kept.file)
             continue
         line, _ = known
-        [(ordinal, clone, is_ordered, state, payload_file)] = rows
+        [(ordinal, clone, is_ordered, state, claimed_by, claimed_at, payload_file)] = rows
         is_failed = int(settlement.is_failed)
         yield (
             "add_result",
@@ -100,6 +101,17 @@ def settle(
             effects.drop(payload_file)
         yield from add_uses(effects, settlement.uses, now)
         effects.topics.append(settled_topic(settlement.request_id))
+        effects.ended.append(
+            Ended(
+                request_id=settlement.request_id,
+                claimed_by=claimed_by,
+                claimed_at=claimed_at,
+                settled_at=now,
+                is_failed=settlement.is_failed,
+                payload_bytes=kept.size_bytes,
+                payload=settlement.payload if kept.size_bytes <= SMALL_BYTES else None,
+            )
+        )
         if clone is not None:
             effects.topics.append(feed_topic(line, clone))
         if is_claim_cancelled:

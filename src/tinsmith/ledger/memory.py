@@ -45,6 +45,7 @@ from tinsmith.ledger.records import (
     UsageKey,
     UsageRow,
     Use,
+    of_tenant,
     request_id,
 )
 from tinsmith.ledger.wakeups import NEW_WORK, Wakeups, feed_topic, settled_topic
@@ -184,11 +185,17 @@ class MemoryLedger(Ledger):
             )
         return Result(payload=kept.result, is_failed=kept.command.is_failed)
 
-    async def wait_settled(self, request_id: str, *, timeout_s: float) -> Command:
+    async def wait_settled(
+        self, request_id: str, *, timeout_s: float, tenant_id: TenantId | None = None
+    ) -> Command:
         """`Ledger.wait_settled`."""
+
+        async def look() -> Command:
+            return of_tenant(await self.command(request_id), tenant_id)
+
         return await self._wakeups.wait_until(
             settled_topic(request_id),
-            lambda: self.command(request_id),
+            look,
             lambda command: command.is_settled,
             timeout_s,
         )

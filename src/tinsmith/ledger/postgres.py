@@ -178,7 +178,7 @@ class PostgresLedger(SqlLedger):
             group = [self._queue.popleft() for _ in range(min(len(self._queue), LARGEST_GROUP))]
             await self._commit(group)
             for write in group:
-                self._wakeups.tell(write.effects.topics)
+                self._tell(write.effects)
                 if write.future.done():
                     continue  # its caller was cancelled; the write stands
                 if write.error is None:

@@ -110,6 +110,13 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
         return self.state is CommandState.SETTLED
 
 
+def of_tenant(command: Command, tenant_id: TenantId | None) -> Command:
+    """The command, if it is this tenant's or none is named; else raises `UnknownEntryError`."""
+    if tenant_id is not None and command.tenant_id != tenant_id:
+        raise UnknownEntryError(f"there is no request {command.request_id!r:.200}")
+    return command
+
+
 def request_id(line: LineId, seq_id: int) -> RequestId:
     """The request id that a command has by its identity."""
     return RequestId(f"{line}:{seq_id}")

@@ -38,8 +38,10 @@ from tinsmith.ledger.records import (
     TenantId,
     UsageRow,
     Use,
+    of_tenant,
 )
-from tinsmith.ledger.steps import Operation, Query
+from tinsmith.ledger.remembered import Ended, Remembered
+from tinsmith.ledger.steps import Effects, Operation, Query
 from tinsmith.ledger.wakeups import NEW_WORK, Wakeups, feed_topic, settled_topic
 
 T = TypeVar("T")
@@ -54,6 +56,8 @@ class SqlLedger(Ledger):
         self._clock = clock
         self._wakeups = Wakeups()
         self._appending = Appending(self._write)
+        self._payloads: Remembered[bytes] = Remembered()
+        self._ended: Remembered[Ended] = Remembered()
         self._large: set[asyncio.Task[Any]] = set()
         self._inline_bytes = INLINE_BYTES
 
@@ -128,6 +132,8 @@ class SqlLedger(Ledger):
         entries += await self._write(partial(steps.sweep_audit, before=now - keep.audit_s))
         await self._write(partial(steps.sweep_usage, before=now - keep.usage_s))
         files = await self._sweep_files()
+        self._payloads.forget_all()
+        self._ended.forget_all()
         return Swept(
             results=results, commands=commands, sessions=sessions, entries=entries, files=files
         )
@@ -185,6 +191,9 @@ class SqlLedger(Ledger):
 
     async def result(self, request_id: str) -> Result | None:
         """`Ledger.result`."""
+        ended = self._ended.take(request_id)
+        if ended is not None and ended.payload is not None:
+            return Result(payload=ended.payload, is_failed=ended.is_failed)
         try:
             return await self._result(request_id)
         except LedgerDamagedError:
@@ -203,20 +212,42 @@ class SqlLedger(Ledger):
             return kept.content or b""
         return await self._fetch_file(kept)
 
-    async def wait_settled(self, request_id: str, *, timeout_s: float) -> Command:
+    async def wait_settled(
+        self, request_id: str, *, timeout_s: float, tenant_id: TenantId | None = None
+    ) -> Command:
         """`Ledger.wait_settled`."""
+        seen: Command | None = None
+
+        async def look() -> Command:
+            nonlocal seen
+            ended = self._ended.see(request_id)
+            if seen is None or ended is None:
+                seen = of_tenant(await self.command(request_id), tenant_id)
+            else:
+                seen = ended.applied_to(seen)
+            return seen
+
         return await self._wakeups.wait_until(
-            settled_topic(request_id),
-            lambda: self.command(request_id),
-            lambda command: command.is_settled,
-            timeout_s,
+            settled_topic(request_id), look, lambda command: command.is_settled, timeout_s
         )
+
+    def _tell(self, effects: Effects) -> None:
+        """What was written is durable: tell those who wait."""
+        for request_id, payload in effects.appended:
+            self._payloads.keep(request_id, payload)
+        for ended in effects.ended:
+            self._payloads.take(ended.request_id)
+            if self._wakeups.is_waited_for(settled_topic(ended.request_id)):
+                self._ended.keep(ended.request_id, ended)
+        self._wakeups.tell(effects.topics)
 
     async def acknowledge(self, request_ids: Iterable[str]) -> None:
         """`Ledger.acknowledge`."""
         wanted = list(request_ids)
         if wanted:
             await self._write(lambda effects: command_steps.acknowledge(effects, wanted))
+        for one in wanted:
+            self._ended.take(one)
 
     async def completions(
         self, line: LineId, clone: int, *, after: int, limit: int = PAGE
@@ -269,6 +300,9 @@ class SqlLedger(Ledger):
 
     async def payload(self, request_id: str) -> bytes:
         """`Ledger.payload`."""
+        payload = self._payloads.take(request_id)
+        if payload is not None:
+            return payload
         try:
             return await self._payload(request_id)
         except LedgerDamagedError:

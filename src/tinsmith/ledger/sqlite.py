@@ -201,7 +201,7 @@ class SqliteLedger(SqlLedger):
         return connection
 
     def _follow(self, effects: Effects) -> None:
-        self._wakeups.tell(effects.topics)
+        self._tell(effects)
         if effects.files and not self._is_closed:
             self._readers.submit(self._files.delete, effects.files)
 

@@ -15,6 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
+from tinsmith.ledger.records import RequestId
+from tinsmith.ledger.remembered import Ended
+
 T = TypeVar("T")
 
 Value: TypeAlias = str | int | float | bytes | None
@@ -27,11 +30,15 @@ Steps: TypeAlias = Generator[Query, Sequence[Row], T]
 class Effects:
     """What follows from an operation when it is durable."""
 
-    __slots__ = ("files", "topics", "writes")
+    __slots__ = ("appended", "ended", "files", "topics", "writes")
 
     def __init__(self) -> None:
         self.topics: list[str] = []
         """Who is woken."""
+        self.appended: list[tuple[RequestId, bytes]] = []
+        """New commands with a small payload."""
+        self.ended: list[Ended] = []
+        """Commands that were settled."""
         self.files: list[str] = []
         """Payload files that nothing names any more."""
         self.writes = 1

@@ -86,6 +86,10 @@ class Wakeups:
                 if is_enough(seen) or not await ticket.wait(deadline - clock()):
                     return seen
 
+    def is_waited_for(self, topic: str) -> bool:
+        """Whether anybody waits for it."""
+        return topic in self._tickets
+
     def tell(self, topics: Iterable[str]) -> None:
         """Wake all who wait for one of these."""
         for topic in topics:

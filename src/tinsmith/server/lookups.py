@@ -111,6 +111,17 @@ class Lookups:
             raise unknown("request", request_id)
         return found
 
+    async def settled_command(
+        self, tenant_id: TenantId, request_id: str, *, timeout_s: float
+    ) -> Command:
+        """A tenant's command when it is settled, or when the time is up; raises `NotFoundError`."""
+        try:
+            return await self._ledger.wait_settled(
+                request_id, timeout_s=timeout_s, tenant_id=tenant_id
+            )
+        except UnknownEntryError:
+            raise unknown("request", request_id) from None
+
     def forget(self, entry: Entry) -> None:
         """Look an entry up anew the next time: it was changed."""
         self._remembered.pop((type(entry), entry.id), None)

@@ -48,7 +48,7 @@ SELECT line, seq_id FROM commands WHERE is_cancel_untold = 1 AND claimed_by = $1
 UPDATE commands SET is_cancel_untold = 0 WHERE is_cancel_untold = 1 AND claimed_by = $1;
 
 -- name: to_settle
-SELECT c.ordinal, c.clone, c.is_ordered, c.state, p.file
+SELECT c.ordinal, c.clone, c.is_ordered, c.state, c.claimed_by, c.claimed_at, p.file
 FROM commands c LEFT JOIN payloads p ON p.command = c.ordinal
 WHERE c.line = $1 AND c.seq_id = $2 AND c.state < 2;
 

@@ -33,10 +33,13 @@ _PENDING = 408
 async def retrieve_future(call: Call) -> Record | HttpReply:
     """The result as soon as there is one, or word that there is none yet."""
     request: FutureRetrieveRequest = call.request
-    command = await call.service.lookups.command(call.tenant_id, request.request_id)
-    if not command.is_settled:
-        waiting = call.ledger.wait_settled(request.request_id, timeout_s=call.settings.long_poll_s)
-        command = await call.service.waits.until(waiting, call) or command
+    lookups = call.service.lookups
+    waiting = lookups.settled_command(
+        call.tenant_id, request.request_id, timeout_s=call.settings.long_poll_s
+    )
+    command = await call.service.waits.until(waiting, call)
+    if command is None:
+        command = await lookups.command(call.tenant_id, request.request_id)
     if not command.is_settled:
         return _not_yet(call, command)
     call.service.admission.settled(call.tenant_id, command.request_id)
