@@ -55,6 +55,19 @@ def numbers(commands: list[Command]) -> list[int]:
     return [command.seq_id for command in commands]
 
 
+@story
+async def test_when_a_command_was_begun_and_in_which_batch_is_kept_with_its_end(
+    ledger: Ledger,
+) -> None:
+    appended = await ledger.append(training(1))
+    ending = msgspec.structs.replace(ended(appended.request_id), started_at=12.5, batch="m:1")
+
+    await ledger.settle([ending])
+
+    command = await ledger.command(appended.request_id)
+    assert (command.started_at, command.batch) == (12.5, "m:1")
+
+
 # Appending
 
 

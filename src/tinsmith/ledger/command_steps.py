@@ -92,7 +92,10 @@ def settle(
         is_failed = int(settlement.is_failed)
         yield (
             "add_result",
-            (ordinal, line, clone, is_failed, now, kept.size_bytes, *_place(kept)),
+            (
+                *(ordinal, line, clone, is_failed, now, kept.size_bytes, *_place(kept)),
+                *(settlement.started_at, settlement.batch),
+            ),
         )
         is_claim_cancelled = is_cancel and state == CommandState.CLAIMED
         yield "mark_settled", (ordinal, int(is_claim_cancelled))
@@ -206,7 +209,7 @@ def command_of(row: Row) -> Command:
     """A command from a row of the view `command_states`."""
     (ordinal, line, seq_id, kind, tenant_id, session_id, clone, is_ordered, fingerprint) = row[:9]
     (payload_bytes, created_at, state, claimed_by, claimed_at) = row[9:14]
-    (settled_at, is_failed, result_bytes, is_gone) = row[14:]
+    (settled_at, is_failed, result_bytes, is_gone, started_at, batch) = row[14:]
     return Command(
         ordinal=ordinal,
         line=line,
@@ -226,6 +229,8 @@ def command_of(row: Row) -> Command:
         is_failed=bool(is_failed),
         result_bytes=result_bytes or 0,
         is_gone=bool(is_gone),
+        started_at=started_at,
+        batch=batch,
     )
 
 

@@ -323,6 +323,8 @@ class MemoryLedger(Ledger):
             settled_at=self.now(),
             is_failed=settlement.is_failed,
             result_bytes=len(settlement.payload),
+            started_at=settlement.started_at,
+            batch=settlement.batch,
         )
         command = kept.command
         if not command.is_ordered:

@@ -98,6 +98,10 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     result_bytes: int = 0
     is_gone: bool = False
     """Whether its result is no longer kept."""
+    started_at: float | None = None
+    """When the engine began with it, if it is settled and that was told."""
+    batch: str | None = None
+    """Which call of the engine it shared with others of the same name."""
 
     @property
     def request_id(self) -> RequestId:
@@ -177,6 +181,8 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True):
     is_failed: bool = False
     uses: tuple[Use, ...] = ()
     """Counted with the settlement or not at all."""
+    started_at: float | None = None
+    batch: str | None = None
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):

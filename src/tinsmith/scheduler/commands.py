@@ -131,6 +131,7 @@ class Singles:
 
     async def _run(self, command: Command, *, is_creation: bool) -> None:
         parts = self._parts
+        started_at = parts.ledger.now()
         try:
             settlement = await self._settlement(command)
         except ClosedError as exc:
@@ -139,7 +140,7 @@ class Singles:
             return
         finally:
             self._creating -= is_creation
-        parts.settler.add(settlement)
+        parts.settler.add(msgspec.structs.replace(settlement, started_at=started_at))
         parts.statistics.count("failed_commands" if settlement.is_failed else "done_commands")
         parts.order.finish(command.line, [command], time.monotonic())
         if command.kind == RELEASE and not settlement.is_failed:

@@ -33,6 +33,7 @@ class Admitted(msgspec.Struct, frozen=True):
     command: Command
     source: Source
     prompt_tokens: int
+    started_at: float
 
 
 class Sampling:
@@ -144,7 +145,9 @@ class Sampling:
         except BaseException:
             self._samplers.release(source)
             raise
-        self._admitted[request_id] = Admitted(command, source, request.prompt.length)
+        self._admitted[request_id] = Admitted(
+            command, source, request.prompt.length, self._parts.ledger.now()
+        )
         self._has_admitted.set()
 
     async def _step(self) -> list[SampleEvent]:
@@ -177,9 +180,8 @@ class Sampling:
                 _log.error("a sample failed", extra=about(admitted.command), exc_info=error)
             self._end(admitted.command, error)
             return
-        self._parts.settler.add(
-            success(admitted.command, event.result, self._uses(admitted, event.result))
-        )
+        ended = success(admitted.command, event.result, self._uses(admitted, event.result))
+        self._parts.settler.add(msgspec.structs.replace(ended, started_at=admitted.started_at))
         self._parts.statistics.count("done_samples")
         self._parts.ended()
 

@@ -12,6 +12,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 
+import msgspec
+
 from tinsmith.engines.base import (
     AdapterId,
     CustomLossSpec,
@@ -81,10 +83,10 @@ class Training:
             parts.order.start(line)
         read = await asyncio.gather(*(self.read(command) for command in batch.commands))
         works = [work for work in read if not isinstance(work, BaseException)]
-        started = time.monotonic()
+        started, started_at = time.monotonic(), parts.ledger.now()
         outcomes = await self._train(works)
         work_s = (time.monotonic() - started) / max(1, len(batch.lines))
-        self._settle(batch, read, outcomes)
+        self._settle(batch, read, outcomes, started_at)
         for line, commands in batch.lines.items():
             known = parts.models.get(line)
             if known is not None and known.is_ready:
@@ -162,7 +164,9 @@ class Training:
         batch: Batch,
         read: Sequence[TrainingWork | BaseException],
         outcomes: dict[str, TrainingOutcome],
+        started_at: float,
     ) -> None:
+        name = batch.commands[0].request_id  # no other batch has the same first command
         for command, work in zip(batch.commands, read, strict=True):
             if isinstance(work, BaseException):
                 settlement = failure(command, work)
@@ -171,7 +175,9 @@ class Training:
             self._parts.statistics.count(
                 "failed_commands" if settlement.is_failed else "done_commands"
             )
-            self._parts.settler.add(settlement)
+            self._parts.settler.add(
+                msgspec.structs.replace(settlement, started_at=started_at, batch=name)
+            )
 
     def _ending(
         self, command: Command, work: TrainingWork, outcome: TrainingOutcome | None

@@ -1,8 +1,9 @@
 """A session's commands as a trace that Perfetto and Chrome open.
 
 Each model and each sampler is a track. A command is two slices on it: how long it waited until it
-was claimed, and how long it ran until it was settled. Commands that overlap in time, as samples do,
-are spread over as many rows as it takes.
+was begun, and how long it ran until it was settled. Commands that overlap in time, as samples do,
+are spread over as many rows as it takes. What ran in one call of the engine has the name of its
+batch, and the batches have a track of their own.
 
 Made from the ledger alone, in pieces, while it is being sent.
 """
@@ -18,6 +19,7 @@ import msgspec
 from tinsmith.ledger.base import PAGE, Ledger
 from tinsmith.ledger.records import Command, Session, SessionId
 
+BATCHES = "batches of the engine"
 MOST_ROWS = 64
 """Of one track; what overlaps more than that shares the last."""
 
@@ -46,6 +48,7 @@ class _Trace:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._tracks: dict[str, _Track] = {}
+        self._batches: set[str] = set()
         self._rows = 0
 
     def about(self) -> dict[str, Any]:
@@ -57,45 +60,44 @@ class _Trace:
 
     def events(self, command: Command, now: float) -> list[dict[str, Any]]:
         """What one command adds; times are microseconds since the session began."""
-        track = self._tracks.setdefault(command.line, _Track())
         created = self._us(command.created_at)
-        claimed = self._us(command.claimed_at if command.claimed_at is not None else now)
-        if command.claimed_at is None and command.settled_at is not None:
-            claimed = self._us(command.settled_at)  # cancelled before anybody took it
+        begun_at = command.started_at or command.claimed_at
+        begun = self._us(begun_at if begun_at is not None else now)
+        if begun_at is None and command.settled_at is not None:
+            begun = self._us(command.settled_at)  # cancelled before anybody took it
         ended = self._us(command.settled_at if command.settled_at is not None else now)
-        claimed, ended = max(created, claimed), max(created, claimed, ended)
-        row, is_new = track.row(created, ended)
-        events = []
-        if is_new:
-            self._rows += 1
-            track.numbers.append(self._rows)
-            label = command.line.removeprefix(f"{self._session.id}:")
-            events.append(self._row_name(self._rows, label if row == 0 else f"{label} ({row + 1})"))
-        number = track.numbers[row]
+        begun, ended = max(created, begun), max(created, begun, ended)
+        events: list[dict[str, Any]] = []
+        label = command.line.removeprefix(f"{self._session.id}:")
+        number = self._place(events, label, created, ended)
         args = {
             "request_id": command.request_id,
             "seq_id": command.seq_id,
             "state": _state(command),
             "request_bytes": command.payload_bytes,
             "result_bytes": command.result_bytes,
+            "batch": command.batch,
         }
-        slices = [("waiting", "queue", created, claimed), (command.kind, "run", claimed, ended)]
-        for name, category, start, stop in slices:
-            if category == "run" and command.claimed_at is None:
-                continue
-            events.append(
-                {
-                    "ph": "X",
-                    "pid": 1,
-                    "tid": number,
-                    "name": name if category == "run" else f"{name}: {command.kind}",
-                    "cat": category,
-                    "ts": start,
-                    "dur": stop - start,
-                    "args": args,
-                }
-            )
+        waiting = f"waiting: {command.kind}"
+        events.append(_slice(number, waiting, "queue", created, begun, args))
+        if begun_at is not None:
+            events.append(_slice(number, command.kind, "run", begun, ended, args))
+        if command.batch is not None and command.batch not in self._batches:
+            self._batches.add(command.batch)
+            row = self._place(events, BATCHES, begun, ended)
+            told = {"batch": command.batch}
+            events.append(_slice(row, command.kind, "batch", begun, ended, told))
         return events
+
+    def _place(self, events: list[dict[str, Any]], label: str, start: int, stop: int) -> int:
+        """A row of a track that is free at this time; a new one is named first."""
+        track = self._tracks.setdefault(label, _Track())
+        row, is_new = track.row(start, stop)
+        if is_new:
+            self._rows += 1
+            track.numbers.append(self._rows)
+            events.append(self._row_name(self._rows, label if row == 0 else f"{label} ({row + 1})"))
+        return track.numbers[row]
 
     def _row_name(self, number: int, name: str) -> dict[str, Any]:
         return {"ph": "M", "pid": 1, "tid": number, "name": "thread_name", "args": {"name": name}}
@@ -119,6 +121,13 @@ class _Track:
         row = len(self._ends)
         heapq.heappush(self._ends, (stop, row))
         return row, True
+
+
+def _slice(
+    row: int, name: str, category: str, start: int, stop: int, args: dict[str, Any]
+) -> dict[str, Any]:
+    place = {"ph": "X", "pid": 1, "tid": row, "ts": start, "dur": stop - start}
+    return {**place, "name": name, "cat": category, "args": args}
 
 
 def _state(command: Command) -> str:

@@ -21,7 +21,7 @@ from tinsmith.errors import (
 )
 from tinsmith.ledger import group_commit, sqlite
 from tinsmith.ledger.memory import MemoryLedger
-from tinsmith.ledger.records import Appended
+from tinsmith.ledger.records import Appended, request_id
 from tinsmith.ledger.registry import open_ledger
 from tinsmith.ledger.sqlite import SqliteLedger
 from tinsmith.ledger.statements import migrations, queries
@@ -60,7 +60,7 @@ def change(file: Path, sql: str) -> None:
     [
         ("INSERT INTO migrations VALUES (99, '0099_future', 'x')", "newer version.*0099_future"),
         ("DELETE FROM migrations", "half-migrated"),
-        ("UPDATE migrations SET number = 0", "half-migrated"),
+        ("UPDATE migrations SET number = number - 1", "half-migrated"),
         ("UPDATE migrations SET digest = 'other'", "changed by another 0001_create_ledger"),
         ("PRAGMA application_id = 7", "another program"),
     ],
@@ -98,7 +98,7 @@ def test_a_migration_that_fails_leaves_the_file_as_it_was(
 ) -> None:
     file = made(tmp_path)
     known = migrations("sqlite")
-    broken = type(known[0])(2, "0002_break", "CREATE TABLE fine (x);\nCREATE TABLE commands (y);\n")
+    broken = type(known[0])(9, "0009_break", "CREATE TABLE fine (x);\nCREATE TABLE commands (y);\n")
     with monkeypatch.context() as patch:
         patch.setattr(sqlite, "known_migrations", lambda _: (*known, broken))
         with pytest.raises(LedgerUnavailableError, match="already exists"):
@@ -111,12 +111,29 @@ def test_a_migration_that_fails_leaves_the_file_as_it_was(
     assert made(tmp_path) == file
 
 
+def test_a_file_of_the_first_version_is_brought_up_to_date_with_what_is_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        first, *_ = migrations("sqlite")
+        patch.setattr(sqlite, "known_migrations", lambda _: (first,))
+        made(tmp_path)
+
+    async def look() -> None:
+        async with await opened(tmp_path) as ledger:
+            assert not (await ledger.append(training(1))).is_new
+            found = await ledger.command(request_id(MODEL, 1))
+            assert (found.started_at, found.batch) == (None, None)
+
+    asyncio.run(look())
+
+
 def test_a_new_migration_is_applied_to_an_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made(tmp_path)
     known = migrations("sqlite")
-    added = type(known[0])(2, "0002_add_notes", "CREATE TABLE notes (x TEXT) STRICT;\n")
+    added = type(known[0])(9, "0009_add_notes", "CREATE TABLE notes (x TEXT) STRICT;\n")
     monkeypatch.setattr(sqlite, "known_migrations", lambda _: (*known, added))
 
     async def look() -> None:
@@ -127,7 +144,8 @@ def test_a_new_migration_is_applied_to_an_old_file(
     connection = sqlite3.connect(tmp_path / "ledger.sqlite3")
     assert connection.execute("SELECT name FROM migrations ORDER BY number").fetchall() == [
         ("0001_create_ledger",),
-        ("0002_add_notes",),
+        ("0002_add_batch_to_results",),
+        ("0009_add_notes",),
     ]
     connection.close()
 

@@ -18,6 +18,7 @@ from tinsmith.ledger.records import (
     CheckpointEntry,
     LineId,
     Model,
+    RequestId,
     Session,
     SessionId,
     Submission,
@@ -150,14 +151,13 @@ def test_what_comes_behind_the_end_of_a_model_fails_and_leaves_nothing(tmp_path:
     """No line, no adapter, no claimed command."""
 
     async def run() -> None:
-        async with bench(tmp_path, fake=FakeSettings(batch_s=0.05)) as b:
+        async with bench(tmp_path, fake=FakeSettings(batch_s=0.5)) as b:
             await b.create(LINE)
             await b.forward_backward(LINE, 1)
-            ending = asyncio.create_task(_end(b, {"type": "client_finished"}))
-            await until(lambda: b.scheduler.statistics()["queued_commands"] >= 1)
+            released = await _release(b, {"type": "client_finished"})
             late = await b.step(LINE, 3)
             failed = await b.result(late)
-            await ending
+            await _wait_released(b, released)
             await until(lambda: b.scheduler.statistics()["held_commands"] == 0)
             figures = b.scheduler.statistics()
 
@@ -168,6 +168,11 @@ def test_what_comes_behind_the_end_of_a_model_fails_and_leaves_nothing(tmp_path:
 
 
 async def _end(b: Bench, ending: dict[str, Any]) -> None:
+    """End the session as the server does, and wait until its model is let go."""
+    await _wait_released(b, await _release(b, ending))
+
+
+async def _release(b: Bench, ending: dict[str, Any]) -> RequestId:
     """End the session as the server does."""
 
     def ended(session: Session) -> Session:
@@ -185,7 +190,11 @@ async def _end(b: Bench, ending: dict[str, Any]) -> None:
             payload=b"J{}",
         )
     )
-    command = await b.ledger.wait_settled(appended.request_id, timeout_s=20)
+    return appended.request_id
+
+
+async def _wait_released(b: Bench, released: RequestId) -> None:
+    command = await b.ledger.wait_settled(released, timeout_s=20)
     assert command.is_settled and not command.is_failed
 
 

@@ -37,6 +37,22 @@ def a_command(start: float, wait_s: float, run_s: float, number: int) -> Command
     )
 
 
+def test_a_batch_is_told_once_and_named_by_each_of_its_commands() -> None:
+    trace = _Trace(SESSION)
+    commands = [
+        msgspec.structs.replace(a_command(0.0, 1.0, 2.0, n), batch="b", started_at=2.0)
+        for n in (1, 2)
+    ]
+
+    events = [event for command in commands for event in trace.events(command, now=9.0)]
+
+    slices = [event for event in events if event["ph"] == "X"]
+    [batch] = [event for event in slices if event["cat"] == "batch"]
+    runs = [event for event in slices if event["cat"] == "run"]
+    assert [run["args"]["batch"] for run in runs] == ["b", "b"]
+    assert (batch["ts"], batch["dur"]) == (runs[0]["ts"], runs[0]["dur"]) == (2_000_000, 1_000_000)
+
+
 def test_a_trace_is_json_that_tells_of_every_command() -> None:
     async def make() -> dict[str, Any]:
         clock = SetClock()

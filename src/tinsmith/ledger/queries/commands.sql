@@ -53,8 +53,9 @@ FROM commands c LEFT JOIN payloads p ON p.command = c.ordinal
 WHERE c.line = $1 AND c.seq_id = $2 AND c.state < 2;
 
 -- name: add_result
-INSERT INTO results (command, line, clone, is_failed, settled_at, size_bytes, file, digest, content)
-VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9);
+INSERT INTO results (
+    command, line, clone, is_failed, settled_at, size_bytes, file, digest, content, started_at, batch
+) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11);
 
 -- name: mark_settled
 UPDATE commands SET state = 2, is_cancel_untold = $2 WHERE ordinal = $1;
