@@ -10,16 +10,19 @@ import sys
 import time
 from pathlib import Path
 
-_file = Path(sys.argv[1])
-_time = time.time
 
+def main(file: Path, *arguments: str) -> None:
+    """Set the clock, and run."""
+    true_time = time.time
 
-def _wall() -> float:
-    return _time() + float(_file.read_text())
+    def wall() -> float:
+        return true_time() + float(file.read_text())
+
+    time.time = wall
+    time.time_ns = lambda: int(wall() * 1e9)
+    sys.argv = ["tinsmith", *arguments]
+    runpy.run_module("tinsmith", run_name="__main__")
 
 
 if __name__ == "__main__":
-    time.time = _wall
-    time.time_ns = lambda: int(_wall() * 1e9)
-    sys.argv = ["tinsmith", *sys.argv[2:]]
-    runpy.run_module("tinsmith", run_name="__main__")
+    main(Path(sys.argv[1]), *sys.argv[2:])

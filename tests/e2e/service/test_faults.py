@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from tests.contract import postgres_server
-from tests.e2e.service import jumping_clock
 from tests.e2e.service.bad_road import bad_road
 from tests.e2e.service.served import Served, serving
 from tests.e2e.service.training_run import Runs, Weights, train
@@ -127,7 +126,7 @@ def test_a_clock_that_is_set_forward_and_back_ends_no_session_and_no_result(
 ) -> None:
     offset = tmp_path / "offset"
     offset.write_text("0")
-    program = (str(Path(jumping_clock.__file__)), str(offset))
+    program = (str(Path(__file__).with_name("jumping_clock.py")), str(offset))
     with serving(tmp_path, program=program) as served:
         runs = Runs(served.base_url, CLIENTS, STEPS)
         for steps, days in ((CLIENTS, 30), (2 * CLIENTS, -60), (3 * CLIENTS, -90)):
