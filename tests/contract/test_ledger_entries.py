@@ -60,9 +60,9 @@ def a_model(model_id: str = MODEL) -> Model:
     )
 
 
-def a_sampler() -> Sampler:
+def a_sampler(sampler_id: str = SAMPLER) -> Sampler:
     return Sampler(
-        id=SAMPLER, tenant_id=TENANT, created_at=1.0, session_id=SESSION, base_model="tiny"
+        id=sampler_id, tenant_id=TENANT, created_at=1.0, session_id=SESSION, base_model="tiny"
     )
 
 
@@ -330,6 +330,31 @@ def test_an_ended_session_goes_with_all_that_is_its_own(kept: Place) -> None:
             assert await ledger.claim("s", limit=5) == []
             assert await ledger.spent(MODEL) == []
             assert (await ledger.statistics()).payload_bytes == 0
+
+    asyncio.run(tell())
+
+
+def test_of_a_session_with_very_many_things_nothing_is_left(kept: Place) -> None:
+    """A client that makes samplers without end must not leave any behind for ever."""
+
+    async def tell() -> None:
+        async with await kept.open() as ledger:
+            await ledger.entries(Session).add(a_session(ended_at=kept.clock.wall))
+            saved = [f"session-0:train:{number}" for number in range(3)]
+            for model in saved:
+                await ledger.entries(Model).add(a_model(model))
+                await ledger.entries(CheckpointEntry).add(a_checkpoint("one", model))
+            samplers = [a_sampler(f"session-0:sample:{number}") for number in range(1100)]
+            await asyncio.gather(*(ledger.entries(Sampler).add(one) for one in samplers))
+            kept.clock.wait(301)
+
+            swept = [await ledger.sweep() for _ in range(4)]
+
+            assert sum(one.sessions for one in swept) == 1
+            assert sum(one.entries for one in swept) == 1101
+            assert await ledger.entries(Sampler).count() == 0
+            assert await ledger.entries(Session).count() == 0
+            assert await ledger.entries(Model).count() == 3
 
     asyncio.run(tell())
 

@@ -48,22 +48,37 @@ def _forget(effects: Effects, query: str, values: tuple[str | float, ...]) -> St
     return len(rows)
 
 
-def sweep_session(effects: Effects, session: Session) -> Steps[int]:
-    """Remove an ended session with all that belongs to it; returns how many entries that was."""
+def sweep_session(effects: Effects, session: Session) -> Steps[tuple[int, bool]]:
+    """Remove an ended session with all that belongs to it.
+
+    Returns how many entries that was, and whether the session went: one that has very many goes in
+    several sweeps, itself with the last.
+    """
     removed = 0
     kinds: tuple[type[Entry], ...] = (Model, Sampler, CustomLoss)
     for kind in kinds:
-        query = ("entries_of_parent", (kind.kind, session.id, SWEPT_AT_ONCE, 0))
-        for entry in (yield from entry_steps.listed(effects, kind, query)):
-            if kind is Model:
-                saved = ("entries_of_parent", (CheckpointEntry.kind, entry.id, 1, 0))
-                if (yield saved):
+        passed = 0
+        while True:
+            query = ("entries_of_parent", (kind.kind, session.id, SWEPT_AT_ONCE, passed))
+            page = yield from entry_steps.listed(effects, kind, query)
+            for entry in page:
+                if removed == SWEPT_AT_ONCE:
+                    return removed, False
+                if kind is Model and (yield from _is_saved(entry)):
+                    passed += 1
                     continue
-            yield from _drop_line(effects, LineId(entry.id))
-            yield from entry_steps.remove(effects, kind, entry.id)
-            removed += 1
+                yield from _drop_line(effects, LineId(entry.id))
+                yield from entry_steps.remove(effects, kind, entry.id)
+                removed += 1
+            if len(page) < SWEPT_AT_ONCE:
+                break
     yield from entry_steps.remove(effects, Session, session.id)
-    return removed + 1
+    return removed + 1, True
+
+
+def _is_saved(model: Entry) -> Steps[bool]:
+    """Whether a model has checkpoints, for which its entry is kept."""
+    return bool((yield "entries_of_parent", (CheckpointEntry.kind, model.id, 1, 0)))
 
 
 def _drop_line(effects: Effects, line: LineId) -> Steps[None]:

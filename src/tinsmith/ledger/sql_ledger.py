@@ -127,8 +127,8 @@ class SqlLedger(Ledger):
         sessions = entries = 0
         for session in await self.entries(Session).due(now - keep.session_s):
             if session.ended_at is not None:
-                entries += await self._write(partial(steps.sweep_session, session=session))
-                sessions += 1
+                removed, is_gone = await self._write(partial(steps.sweep_session, session=session))
+                entries, sessions = entries + removed, sessions + is_gone
         entries += await self._write(partial(steps.sweep_audit, before=now - keep.audit_s))
         await self._write(partial(steps.sweep_usage, before=now - keep.usage_s))
         files = await self._sweep_files()
