@@ -45,6 +45,8 @@ _current: contextvars.ContextVar[Mapping[str, Any]] = contextvars.ContextVar(
 )
 # Keys of ours, and tokens in three parts: `eyJ….….…`.
 _SECRETS = re.compile(r"tml-[\w-]{4,}|eyJ[\w-]{4,}\.[\w-]+\.[\w-]+")
+# Signed addresses: whoever has one has the file.
+_TICKETS = re.compile(r"(/downloads/)[\w-]{4,}\.[\w-]+")
 _PASSWORDS = re.compile(r"(\w+://[^\s/:@]*):[^\s/@]+@")
 
 
@@ -82,7 +84,8 @@ def fields_of(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def without_secrets(text: str) -> str:
-    """The text with keys, tokens and passwords of addresses masked."""
+    """The text with keys, tokens, signatures and passwords of addresses masked."""
+    text = _TICKETS.sub(r"\1***", text)
     return _PASSWORDS.sub(r"\1:***@", _SECRETS.sub(lambda found: f"{found[0][:3]}***", text))
 
 
