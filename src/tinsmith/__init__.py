@@ -44,6 +44,12 @@ if TYPE_CHECKING:
     from tinsmith.errors import APITimeoutError as APITimeoutError
     from tinsmith.errors import AuthenticationError as AuthenticationError
     from tinsmith.errors import BadRequestError as BadRequestError
+    from tinsmith.errors import BaseModelDamagedError as BaseModelDamagedError
+    from tinsmith.errors import BaseModelError as BaseModelError
+    from tinsmith.errors import BaseModelFormatError as BaseModelFormatError
+    from tinsmith.errors import BaseModelNoRoomError as BaseModelNoRoomError
+    from tinsmith.errors import BaseModelNotFoundError as BaseModelNotFoundError
+    from tinsmith.errors import BaseModelUnavailableError as BaseModelUnavailableError
     from tinsmith.errors import BillingError as BillingError
     from tinsmith.errors import BodyTooLargeError as BodyTooLargeError
     from tinsmith.errors import CertificateError as CertificateError
@@ -146,6 +152,12 @@ _MODULE_OF = {
     "APITimeoutError": "tinsmith.errors",
     "AuthenticationError": "tinsmith.errors",
     "BadRequestError": "tinsmith.errors",
+    "BaseModelDamagedError": "tinsmith.errors",
+    "BaseModelError": "tinsmith.errors",
+    "BaseModelFormatError": "tinsmith.errors",
+    "BaseModelNoRoomError": "tinsmith.errors",
+    "BaseModelNotFoundError": "tinsmith.errors",
+    "BaseModelUnavailableError": "tinsmith.errors",
     "BillingError": "tinsmith.errors",
     "BodyTooLargeError": "tinsmith.errors",
     "CertificateError": "tinsmith.errors",

@@ -22,6 +22,12 @@
     │   │   └── StorageFullError         ... because there is no room
     │   ├── CheckpointFormatError        the files are not weights as we know them (a ValueError)
     │   └── CheckpointDamagedError       kept bytes are not what was written
+    ├── BaseModelError                   the files of a base model say no
+    │   ├── BaseModelNotFoundError       no model of this name is here, or known where it was sought
+    │   ├── BaseModelUnavailableError    it cannot be fetched, written or read now
+    │   │   └── BaseModelNoRoomError     ... because the disk has no room
+    │   ├── BaseModelFormatError         the files are not a model as we know them (a ValueError)
+    │   └── BaseModelDamagedError        fetched or kept bytes are not what they should be
     ├── RequestFailedError               the server accepted the work and could not finish it
     └── APIError                         an HTTP exchange went wrong
         ├── APIResponseValidationError   the reply arrived and could not be understood
@@ -204,6 +210,30 @@ class CheckpointFormatError(CheckpointError, ValueError):
 
 class CheckpointDamagedError(CheckpointError):
     """Bytes that a store keeps are not those that were written."""
+
+
+class BaseModelError(TinkerError):
+    """The files of a base model could not be fetched, found or read."""
+
+
+class BaseModelNotFoundError(BaseModelError):
+    """No model of this name is here, or is known where it was looked for."""
+
+
+class BaseModelUnavailableError(BaseModelError):
+    """A model cannot be fetched, written or read now; trying again may help."""
+
+
+class BaseModelNoRoomError(BaseModelUnavailableError):
+    """The disk has no room for a model."""
+
+
+class BaseModelFormatError(BaseModelError, ValueError):
+    """The files are not a model in a form that this version can read."""
+
+
+class BaseModelDamagedError(BaseModelError):
+    """Bytes that were fetched or kept are not those that they should be."""
 
 
 class RequestFailedError(TinkerError):

@@ -26,7 +26,7 @@ READER_LEFT = 141
 NOUNS = {
     "run": "list and show training runs",
     "checkpoint": "list, show, publish, delete and download saved weights",
-    "model": "list the models that can be trained or sampled",
+    "model": "list a service's models, keep base models here",
     "session": "export what happened in a session",
     "sample": "sample from a model or a checkpoint",
     "auth": "sign in and out, and see who you are",

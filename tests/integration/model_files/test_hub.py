@@ -1,0 +1,132 @@
+"""`tinsmith model` against a hub on this machine; as processes, since an endpoint is read once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.model_files.small_hub import COMMIT, SmallHub, small_hub
+
+WEIGHTS = os.urandom(400_000)
+FILES = {
+    "config.json": b'{"model_type": "llama"}',
+    "model.safetensors": WEIGHTS,
+    "tokenizer.json": b"{}",
+    "LICENSE": b"do as you like",
+    # None of these is wanted.
+    "modeling_evil.py": b"print('gotcha')",
+    "pytorch_model.bin": b"a pickle",
+    "consolidated.safetensors": WEIGHTS,
+    "onnx/model.json": b"{}",
+    ".gitattributes": b"",
+}
+WANTED = {"config.json", "model.safetensors", "tokenizer.json", "LICENSE"}
+
+
+@pytest.fixture
+def hub() -> Iterator[SmallHub]:
+    with small_hub(FILES, {"model.safetensors", "consolidated.safetensors"}) as hub:
+        yield hub
+
+
+def tinsmith(hub_url: str, home: Path, *words: str) -> tuple[int, Any, str]:
+    """Run a command; its status, its JSON, and what it said of errors."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tinsmith", "model", *words, "-f", "json"],
+        env={
+            **os.environ,
+            "TINSMITH_HOME": str(home),
+            "HF_ENDPOINT": hub_url,
+            "HF_HOME": str(home / "hf"),
+            "NO_PROXY": "127.0.0.1",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, json.loads(done.stdout or "null"), done.stderr
+
+
+def test_a_model_is_pulled_listed_checked_and_removed(hub: SmallHub, tmp_path: Path) -> None:
+    status, pulled, said = tinsmith(hub.url, tmp_path, "pull", "tiny/llama")
+    assert (status, said) == (0, "")
+    folder = tmp_path / "models" / "tiny" / "llama"
+    assert pulled["folder"] == str(folder)
+    assert pulled["source"] == {"kind": "hub", "repository": "tiny/llama", "commit": COMMIT}
+    assert {path.name for path in folder.iterdir()} == {*WANTED, "tinsmith-model.json"}
+    assert (folder / "model.safetensors").read_bytes() == WEIGHTS
+
+    _, listed, _ = tinsmith(hub.url, tmp_path, "local", "--check")
+    assert [(model["name"], model["damaged_files"]) for model in listed["models"]] == [
+        ("tiny/llama", [])
+    ]
+    (folder / "config.json").write_bytes(b"{}")
+    status, listed, _ = tinsmith(hub.url, tmp_path, "local", "--check")
+    assert (status, listed["models"][0]["damaged_files"]) == (1, ["config.json"])
+
+    status, removed, _ = tinsmith(hub.url, tmp_path, "remove", "tiny/llama")
+    assert (status, removed["name"]) == (0, "tiny/llama")
+    assert tinsmith(hub.url, tmp_path, "local")[1] == {"models": []}
+    status, _, said = tinsmith(hub.url, tmp_path, "remove", "tiny/llama")
+    assert (status, json.loads(said)["error"]["type"]) == (1, "BaseModelNotFoundError")
+
+
+def test_a_connection_that_breaks_is_taken_up_again(hub: SmallHub, tmp_path: Path) -> None:
+    hub.breaks_off = "model.safetensors"
+
+    status, _, _ = tinsmith(hub.url, tmp_path, "pull", "tiny/llama")
+
+    assert status == 0
+    kept = tmp_path / "models" / "tiny" / "llama" / "model.safetensors"
+    assert kept.read_bytes() == WEIGHTS
+    assert len([name for name in hub.fetched if name.startswith("model.safetensors")]) == 2
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_file_with_other_bytes_is_refused_and_fetched_anew(
+    hub: SmallHub, tmp_path: Path, name: str
+) -> None:
+    right = hub.files[name]
+    hub.files[name] = right[:-1] + b"!"
+
+    status, _, said = tinsmith(hub.url, tmp_path, "pull", "tiny/llama")
+    assert status == 1
+    assert json.loads(said)["error"]["type"] == "BaseModelDamagedError"
+    assert not (tmp_path / "models" / "tiny").exists()
+
+    hub.files[name] = right
+    assert tinsmith(hub.url, tmp_path, "pull", "tiny/llama")[0] == 0
+    assert (tmp_path / "models" / "tiny" / "llama" / name).read_bytes() == right
+
+
+def test_a_model_that_the_hub_does_not_have_is_not_found(hub: SmallHub, tmp_path: Path) -> None:
+    status, _, said = tinsmith(hub.url, tmp_path, "pull", "no/such")
+
+    assert status == 1
+    assert json.loads(said)["error"]["type"] == "BaseModelNotFoundError"
+
+
+def test_a_repository_without_safetensors_is_refused(hub: SmallHub, tmp_path: Path) -> None:
+    hub.promised = {"config.json": FILES["config.json"], "pytorch_model.bin": b"a pickle"}
+
+    status, _, said = tinsmith(hub.url, tmp_path, "pull", "tiny/llama")
+
+    assert status == 1
+    assert json.loads(said)["error"]["type"] == "BaseModelFormatError"
+    assert hub.fetched == []
+
+
+def test_without_a_network_the_ways_out_are_named(tmp_path: Path) -> None:
+    status, _, said = tinsmith("http://127.0.0.1:9", tmp_path, "pull", "tiny/llama")
+
+    error = json.loads(said)["error"]
+    assert (status, error["type"]) == (1, "BaseModelUnavailableError")
+    assert str(tmp_path / "models" / "tiny" / "llama") in error["remedy"]
+    assert "path of a folder" in error["remedy"]
