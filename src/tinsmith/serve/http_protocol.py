@@ -2,6 +2,7 @@
 
 Uvicorn holds a head however long it is, and waits for one however long it takes: a few clients that
 never finish theirs could use up the memory or the connections of a service, without any key.
+Answers leave in one write where they can (`one_write.py`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import asyncio
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from tinsmith.serve.one_write import OneWrite
 
 MOST_HEAD_BYTES = 128 * 1024
 HEAD_S = 30.0
@@ -56,7 +59,10 @@ class BoundedHttp(HttpToolsProtocol):
         """A head has ended."""
         self._is_in_head = False
         self._stop_waiting()
+        before = self.cycle
         super().on_headers_complete()
+        if self.cycle is not before:
+            self.cycle.transport = OneWrite(self.transport, self.loop)  # type: ignore[assignment]
 
     def on_message_complete(self) -> None:
         """What comes next is another head."""
