@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ TENSORS_MAX = 100_000
 NAME_MAX = 300
 """Of a tensor, in characters."""
 _DIMENSIONS_MAX = 8
+_NUMBERS_MAX = 2**48
 _METADATA = "__metadata__"
 
 _ITEM_BYTES = {
@@ -106,13 +107,19 @@ def _check(file: Path, header: Header, size_bytes: int) -> None:
             raise _wrong(
                 file, f"{name} is of type {shown(entry.dtype)}; known are {', '.join(_ITEM_BYTES)}"
             )
-        if len(entry.shape) > _DIMENSIONS_MAX or min(entry.shape, default=0) < 0:
+        if not _is_possible(entry.shape):
             raise _wrong(file, f"{name} has the shape {shown(entry.shape)}")
         if start != stop_before or stop - start != _size_bytes(entry):
             raise _wrong(file, f"{name} is at {start} to {stop}, where it cannot be")
         stop_before = stop
     if header.data_start + stop_before != size_bytes:
         raise _wrong(file, f"it has {size_bytes} bytes; its tensors end elsewhere")
+
+
+def _is_possible(shape: Sequence[int]) -> bool:
+    """Whether an array can have this shape, one without numbers too."""
+    is_shape = len(shape) <= _DIMENSIONS_MAX and min(shape, default=0) >= 0
+    return is_shape and math.prod(max(1, size) for size in shape) <= _NUMBERS_MAX
 
 
 def _size_bytes(entry: TensorEntry) -> int:

@@ -111,6 +111,7 @@ def entry(dtype: str = "F32", shape: object = (1,), offsets: object = (0, 4)) ->
         as_file({"x": entry(shape=(2,))}, bytes(4)),
         as_file({"x": entry(shape=(-1, -1))}, bytes(4)),
         as_file({"x": entry(shape=(2**62, 2**62))}, bytes(4)),
+        as_file({"x": entry(shape=(0, 2**62), offsets=(0, 0))}, b""),
         as_file({"x": entry(shape=(1,) * 50)}, bytes(4)),
         as_file({"x": entry(offsets=(4, 8))}, bytes(8)),  # a hole
         as_file({"x": entry(), "y": entry()}, bytes(4)),  # the same place
