@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.service.served import Served, serving
-from tinsmith.serve import connections
-from tinsmith.serve.connections import MOST_HEAD_BYTES, BoundedConnection
+from tinsmith.serve.http_protocol import MOST_HEAD_BYTES, BoundedHttp
 
 MEGABYTE = 1024 * 1024
 
@@ -73,11 +72,11 @@ async def _serve_alone(app: Any) -> tuple[asyncio.Server, int]:
     import uvicorn
     from uvicorn.server import ServerState
 
-    config = uvicorn.Config(app, http=BoundedConnection, lifespan="off", log_config=None)
+    config = uvicorn.Config(app, http=BoundedHttp, lifespan="off", log_config=None)
     config.load()
     state = ServerState()
     server = await asyncio.get_running_loop().create_server(
-        lambda: BoundedConnection(config=config, server_state=state, app_state={}),
+        lambda: BoundedHttp(config=config, server_state=state, app_state={}),
         "127.0.0.1",
         0,
     )
@@ -95,7 +94,7 @@ async def _answer(_: Any, receive: Any, send: Any) -> None:
 def test_a_head_that_does_not_come_is_not_waited_for(
     sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "HEAD_S", 0.05)
+    monkeypatch.setattr(BoundedHttp, "head_s", 0.05)
 
     async def connect() -> bytes:
         server, port = await _serve_alone(_answer)
@@ -112,7 +111,7 @@ def test_a_head_that_does_not_come_is_not_waited_for(
 def test_a_head_that_stops_after_a_whole_request_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connections, "HEAD_S", 0.05)
+    monkeypatch.setattr(BoundedHttp, "head_s", 0.05)
 
     async def connect() -> bytes:
         server, port = await _serve_alone(_answer)
@@ -131,7 +130,7 @@ def test_a_head_that_stops_after_a_whole_request_is_not_waited_for(
 def test_large_bodies_and_many_requests_of_one_connection_are_not_taken_for_heads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connections, "HEAD_S", 0.2)
+    monkeypatch.setattr(BoundedHttp, "head_s", 0.2)
     whole = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (8 * MOST_HEAD_BYTES)
 
     async def connect() -> int:

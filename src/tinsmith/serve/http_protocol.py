@@ -15,6 +15,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from tinsmith.serve.one_write import OneWrite
 
 MOST_HEAD_BYTES = 128 * 1024
+"""Of what is read without a request or a part of a body coming of it: heads, trailers, and what may
+stand beside the sizes of chunks."""
 HEAD_S = 30.0
 """How long a head may take, from the opening of the connection or from its first byte."""
 
@@ -30,7 +32,6 @@ class BoundedHttp(HttpToolsProtocol):
         super().__init__(*arguments, **options)
         self._is_in_head = True
         self._head_bytes = 0
-        self._has_moved_on = False
         self._patience: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -45,29 +46,34 @@ class BoundedHttp(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Read on, and refuse a head that has become too large."""
+        if self.transport.is_closing():
+            return
         if self._is_in_head and self._patience is None:
             self._wait_for_head()  # between two requests uvicorn's own limit holds
-        self._has_moved_on = False
-        super().data_received(data)
-        if not self._is_in_head or self._has_moved_on:
-            return  # most of the data may be of the body that ended with it
         self._head_bytes += len(data)
+        super().data_received(data)
         if self._head_bytes > MOST_HEAD_BYTES and not self.transport.is_closing():
             self._refuse()
 
     def on_headers_complete(self) -> None:
         """A head has ended."""
         self._is_in_head = False
+        self._head_bytes = 0
         self._stop_waiting()
         before = self.cycle
         super().on_headers_complete()
         if self.cycle is not before:
             self.cycle.transport = OneWrite(self.transport, self.loop)  # type: ignore[assignment]
 
+    def on_body(self, body: bytes) -> None:
+        """A part of the body has come, which the app bounds."""
+        self._head_bytes = 0
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
         """What comes next is another head."""
         super().on_message_complete()
-        self._is_in_head = self._has_moved_on = True
+        self._is_in_head = True
         self._head_bytes = 0
 
     def _wait_for_head(self) -> None:
