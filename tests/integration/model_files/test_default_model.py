@@ -27,8 +27,13 @@ PROMPTS: list[dict[str, Any]] = json.loads((GOLDEN / "logprobs.json").read_text(
 def logprobs(folder: Path) -> list[torch.Tensor]:
     """Those that `transformers` gives in float32, for each prompt."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        return [model(torch.tensor([p["ids"]])).logits[0].log_softmax(-1) for p in PROMPTS]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several that wait for each other on busy cores are slower
+    try:
+        with torch.no_grad():
+            return [model(torch.tensor([p["ids"]])).logits[0].log_softmax(-1) for p in PROMPTS]
+    finally:
+        torch.set_num_threads(threads)
 
 
 def errors(found: list[torch.Tensor], reference: str) -> torch.Tensor:
