@@ -6,6 +6,7 @@ of it. One without a lock was left behind, and whoever finds it may finish or re
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,9 @@ from tinsmith.checkpoints.disk import (
     remove_tree,
     try_lock,
 )
+
+_TOKEN = re.compile(r"[0-9a-f]{16}")
+"""What `new_token` gives."""
 
 
 class StagedFolder:
@@ -54,6 +58,8 @@ class StagingArea:
     def left_behind(self) -> Iterator[StagedFolder]:
         """Folders whose makers are gone or have let go of them, one at a time."""
         for folder in list(self.folder.iterdir()):
+            if not _TOKEN.fullmatch(folder.name):
+                continue  # not made here: somebody else's folder has this name too
             with lock(self.folder):
                 try:
                     held = try_lock(folder)

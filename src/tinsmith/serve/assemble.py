@@ -22,6 +22,7 @@ from tinsmith.checkpoints.base import CheckpointStore
 from tinsmith.checkpoints.registry import open_store
 from tinsmith.engines.base import BaseModel, Engine
 from tinsmith.engines.registry import make_engine
+from tinsmith.errors import ValidationError
 from tinsmith.ledger.base import Ledger
 from tinsmith.ledger.registry import open_ledger
 from tinsmith.observe.metrics import ServiceMetrics
@@ -97,7 +98,7 @@ class Service:
         Raises:
             TinkerError: A part cannot be opened; the message says which and why.
         """
-        settings.data.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _make_folder(settings.data)
         async with contextlib.AsyncExitStack() as opened:
             ledger = await opened.enter_async_context(
                 await open_ledger(settings.database, retention=settings.retention)
@@ -209,6 +210,16 @@ def _server_settings(settings: ServiceSettings) -> ServerSettings:
         long_poll_s=settings.long_poll_s,
         session_timeout_s=settings.session_timeout_s,
     )
+
+
+def _make_folder(data: Path) -> None:
+    try:
+        data.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as exc:
+        raise ValidationError(
+            f"{data} cannot be the data folder: {exc.strerror or exc}",
+            remedy="name a folder that can be written to with --data",
+        ) from exc
 
 
 def _secret(data: Path) -> bytes:
