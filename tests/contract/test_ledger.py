@@ -343,7 +343,9 @@ def test_who_waited_is_told_what_the_ledger_holds(place: Place, result: bytes) -
         ]
         await asyncio.sleep(SHORT_S)
         await ledger.claim("s", limit=1)
-        await ledger.settle([ended(one, result) for one in requests])
+        ends = [ended(one, result) for one in requests]
+        ends[0] = msgspec.structs.replace(ends[0], started_at=12.5, batch="b")
+        await ledger.settle(ends)
 
         for wait, request in zip(waits, requests, strict=True):
             assert await wait == await ledger.command(request)

@@ -110,6 +110,8 @@ def settle(
                 claimed_by=claimed_by,
                 claimed_at=claimed_at,
                 settled_at=now,
+                started_at=settlement.started_at,
+                batch=settlement.batch,
                 is_failed=settlement.is_failed,
                 payload_bytes=kept.size_bytes,
                 payload=settlement.payload if kept.size_bytes <= SMALL_BYTES else None,

@@ -30,6 +30,8 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     claimed_by: str | None
     claimed_at: float | None
     settled_at: float
+    started_at: float | None
+    batch: str | None
     is_failed: bool
     payload_bytes: int
     payload: bytes | None
@@ -43,6 +45,8 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
             claimed_by=self.claimed_by,
             claimed_at=self.claimed_at,
             settled_at=self.settled_at,
+            started_at=self.started_at,
+            batch=self.batch,
             is_failed=self.is_failed,
             result_bytes=self.payload_bytes,
         )
