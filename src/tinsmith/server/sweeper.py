@@ -1,8 +1,11 @@
 """Takes away what nobody needs any more, and counts what checkpoints take.
 
 `Sweeper.sweep` is to be called every minute or so. It removes checkpoints that have expired,
-weights of samplers whose session has ended, and what crashes left; it has the ledger and the store
-remove what is theirs; and once an hour it counts gigabyte-hours of storage.
+weights of samplers whose session has ended, and snapshots of models that were released; it has the
+ledger and the store remove what is theirs; and once an hour it counts gigabyte-hours of storage.
+
+Files that the ledger knows nothing of are never removed. A ledger that was restored from a backup
+does not know the newest ones, nor does one that shares the store with another.
 
 It may be killed at any point, and may run in several servers on one database: whatever was begun
 is ended by the next sweep. Files go first and the entry after them, so that nothing is forgotten
@@ -43,7 +46,7 @@ AT_ONCE = 200
 EVERY_S = 3600.0
 """How often storage is counted, and all files are looked through."""
 ORPHANED_S = 3600.0
-"""How long files without an entry are left alone: a save writes its files first."""
+"""How long files that nobody needs any more are left alone."""
 LONGEST_COUNT_S = 7 * 24 * 3600.0
 """Storage is counted for a time in which no server ran, but for no longer than this."""
 STORAGE = "storage"
@@ -57,7 +60,9 @@ class SweepReport(msgspec.Struct, frozen=True, kw_only=True):
     expired: int = 0
     """Checkpoints that were deleted because their time was over."""
     abandoned: int = 0
-    """Weights of ended samplers, and files that no entry names."""
+    """Weights of ended samplers, and snapshots of released models."""
+    unknown: int = 0
+    """Files of the store that the ledger knows nothing of, when they were last looked through."""
     remains: int = 0
     """What crashes and readers had left in the store."""
     gigabyte_hours: float = 0.0
@@ -74,6 +79,7 @@ class Sweeper:
         self._store = store
         self._looked_at: float | None = None
         self._orphans: dict[CheckpointPath, float] = {}
+        self._unknown = 0
 
     async def sweep(self) -> SweepReport:
         """Do all of it once. What fails is told in the report and in the log, and tried again."""
@@ -164,30 +170,40 @@ class Sweeper:
             return report
         store = self._store
         paths = await asyncio.to_thread(lambda: list(store.paths()))
-        orphans = [path for path in paths if await self._is_orphan(path)]
+        states = {path: await self._is_over(path) for path in paths}
+        orphans = [path for path, is_over in states.items() if is_over]
+        unknown = sum(is_over is None for is_over in states.values())
+        if unknown and unknown != self._unknown:
+            _log.warning(
+                "%d checkpoints or snapshots in the store are not known to the ledger and are left "
+                "alone; if they belong to no other service, delete them by hand",
+                unknown,
+            )
+        self._unknown = unknown
         self._orphans = {path: self._orphans.get(path, now) for path in orphans}
         count = 0
         for path, seen_at in list(self._orphans.items()):
             if now >= seen_at + ORPHANED_S and count < AT_ONCE:
-                # Asked again: it may have been named since.
-                if await self._is_orphan(path):
+                if await self._is_over(path):  # asked again: the store was slow to list
                     await asyncio.to_thread(store.delete, path)
                     count += 1
                 del self._orphans[path]
         self._looked_at = now
-        return msgspec.structs.replace(report, abandoned=count)
+        return msgspec.structs.replace(report, abandoned=count, unknown=unknown)
 
-    async def _is_orphan(self, path: CheckpointPath) -> bool:
+    async def _is_over(self, path: CheckpointPath) -> bool | None:
+        """Whether nobody needs these files any more; None if nothing is known of them."""
         if path.kind == SNAPSHOTS:
             model = await self._ledger.entries(Model).get(path.run_id)
-            return model is None or model.released_at is not None
+            return None if model is None else model.released_at is not None
         if path.kind == SAMPLERS:
             sampler = await self._ledger.entries(Sampler).get(path.run_id)
             if sampler is None:
-                return True
+                return None
             session = await self._ledger.entries(Session).get(sampler.session_id)
             return session is None or session.ended_at is not None
-        return await self._ledger.entries(CheckpointEntry).get(str(path)) is None
+        is_known = await self._ledger.entries(CheckpointEntry).get(str(path)) is not None
+        return False if is_known else None
 
     async def _sweep_store(self, report: SweepReport) -> SweepReport:
         if self._store is None:

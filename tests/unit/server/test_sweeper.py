@@ -192,37 +192,29 @@ async def test_the_run_of_a_copy_goes_with_it(house: House) -> None:
     assert [model.id for model in models] == [RUN]
 
 
-# Files without an entry
+# Files that the ledger does not ask for
 
 
 @in_a_loop
-async def test_files_that_nobody_names_go_after_an_hour(house: House) -> None:
-    path = CheckpointPath(RUN, "weights", "unnamed")
-    house.write(path)
+async def test_files_that_the_ledger_does_not_know_are_left_alone_and_told(
+    house: House, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A ledger that was restored from a backup must not cost the newest checkpoints."""
+    paths = [
+        CheckpointPath(RUN, "weights", "newer-than-the-backup"),
+        CheckpointPath.sampler("another:sample:0"),
+        CheckpointPath.snapshot("another:train:0", 7),
+    ]
+    for path in paths:
+        house.write(path)
 
-    await house.sweeper.sweep()
-    house.clock.wait(ORPHANED_S / 2)
-    await house.sweeper.sweep()
-    assert house.store.exists(path)
-    house.clock.wait(ORPHANED_S)
-    report = await house.sweeper.sweep()
+    for _ in range(3):
+        house.clock.wait(2 * ORPHANED_S)
+        report = await house.sweeper.sweep()
 
-    assert report.abandoned == 1
-    assert not house.store.exists(path)
-
-
-@in_a_loop
-async def test_files_that_are_named_in_time_stay(house: House) -> None:
-    path = CheckpointPath(RUN, "weights", "late")
-    house.write(path)
-    await house.sweeper.sweep()
-    await house.save("late")
-
-    house.clock.wait(2 * ORPHANED_S)
-    report = await house.sweeper.sweep()
-
-    assert report.abandoned == 0
-    assert house.store.exists(path)
+    assert (report.abandoned, report.unknown) == (0, 3)
+    assert all(house.store.exists(path) for path in paths)
+    assert sum("not known to the ledger" in line for line in caplog.messages) == 1
 
 
 @in_a_loop
