@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -101,6 +102,7 @@ class UrlStore(CheckpointStore):
         self._fs, self._root = _open_url(url)
         self._cache_bytes = cache_bytes
         self._grace_s = grace_s
+        self._fetching: dict[str, threading.Lock] = {}
         with _errors(f"{work} cannot be used"):
             self._staging = StagingArea(work.absolute() / "staging")
             self._fetched = work.absolute() / "fetched"
@@ -125,8 +127,11 @@ class UrlStore(CheckpointStore):
             manifest = self.info(path)
             folder = self._fetched / manifest.version
             while (reading := LockedReading.try_open(manifest, folder)) is None:
-                if not folder.exists():
-                    self._fetch(path, manifest, folder)
+                # One of all threads that want it fetches it; the others wait and find it there.
+                with self._fetching.setdefault(manifest.version, threading.Lock()):
+                    if not folder.exists():
+                        self._fetch(path, manifest, folder)
+                self._fetching.pop(manifest.version, None)
             os.utime(folder)  # the one unused for longest goes first
             try:
                 check_sizes(path, folder, manifest)
