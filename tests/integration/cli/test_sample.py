@@ -56,7 +56,8 @@ def test_a_text_is_continued(
     assert sequence["stop_reason"] in ("length", "stop")
     assert sequence["sequence_id"]
     assert plain.json["prompt_cache_hit_tokens"] == 0
-    assert shown.out == sequence["text"] + "\n"
+    # Reading in text mode makes line ends of what the model may well have drawn.
+    assert shown.out == sequence["text"].replace("\r\n", "\n").replace("\r", "\n") + "\n"
 
 
 @pytest.mark.parametrize("words", [(), ("-",)])

@@ -51,6 +51,7 @@ class Scene:
                 is_ordered=False,
             )
         )
+        self.admission.appended(tenant_id, size)
         self.admission.accepted(tenant_id, appended.request_id, size)
         return appended.request_id
 
