@@ -29,7 +29,7 @@ async def main(url: str, sessions: int) -> None:
     async def post(number: int, name: str, body: dict[str, object]) -> dict[str, str]:
         reader, writer = open_connections[number]
         sent = json.dumps(body).encode()
-        head = f"POST /api/v1/{name} HTTP/1.1\r\nHost: bench\r\nX-API-Key: tml-bench\r\n"
+        head = f"POST /api/v1/{name} HTTP/1.1\r\nHost: localhost\r\nX-API-Key: tml-bench\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(sent)}\r\n\r\n"
         writer.write(head.encode() + sent)
         answer = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
