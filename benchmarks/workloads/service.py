@@ -149,7 +149,8 @@ def idle_polls(count: str, seconds: str = "5", database: str = "") -> dict[str, 
 
     async def poll(body: bytes) -> asyncio.StreamWriter:
         _, writer = await asyncio.open_connection("127.0.0.1", service.port)
-        head = b"POST /api/v1/retrieve_future HTTP/1.1\r\nHost: localhost\r\nX-API-Key: tml-bench\r\n"
+        head = b"POST /api/v1/retrieve_future HTTP/1.1\r\nHost: localhost\r\n"
+        head += b"X-API-Key: tml-bench\r\n"
         head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
         writer.write(head + body)
         return writer
