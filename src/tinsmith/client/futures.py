@@ -16,6 +16,7 @@ import functools
 import logging
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Generic, TypeVar
@@ -26,6 +27,10 @@ from tinsmith.errors import APITimeoutError
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
+
+STRETCH_S = 0.5
+"""How long a thread waits at a stretch. Python misses a Ctrl-C that comes just before it begins to
+wait for a lock, and sees it only when the wait is over."""
 
 
 class APIFuture(concurrent.futures.Future[T], Generic[T]):
@@ -51,12 +56,16 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
         Raises:
             TimeoutError: It did not come in time.
         """
-        try:
-            return super().result(timeout)
-        except concurrent.futures.TimeoutError as exc:
-            if self.done():
-                raise  # the work itself ended with this error
-            raise TimeoutError(f"{self.what}: no result within {timeout:g} s") from exc
+        ends_at = None if timeout is None else time.monotonic() + timeout
+        while not self.done():
+            left_s = STRETCH_S if ends_at is None else min(STRETCH_S, ends_at - time.monotonic())
+            try:
+                return super().result(max(0.0, left_s))
+            except concurrent.futures.TimeoutError as exc:
+                is_late = ends_at is not None and time.monotonic() >= ends_at
+                if is_late and not self.done():
+                    raise TimeoutError(f"{self.what}: no result within {timeout:g} s") from exc
+        return super().result()  # also where the work itself ended with a TimeoutError
 
     async def result_async(self, timeout: float | None = None) -> T:
         """Wait for the result in a coroutine. A timeout or cancellation gives the work up.

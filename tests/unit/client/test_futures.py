@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import concurrent.futures
 import gc
@@ -328,3 +329,31 @@ def test_all_threads_that_wait_for_a_future_are_woken_each_in_its_way() -> None:
         assert [error.result(30) for error in errors] == [None] * 2
         assert first.result(30).done == {future}
         assert gone_through.result(30) is future
+
+
+@pytest.mark.parametrize("timeout", [None, 30.0])
+def test_a_ctrl_c_that_python_noted_without_waking_us_is_seen_all_the_same(
+    timeout: float | None,
+) -> None:
+    """As when it comes just before the wait begins: noted, and the wait not ended by it."""
+    future: APIFuture[int] = APIFuture()
+    never = threading.Timer(30.0, future.settle, (1,))  # so that a failure does not hang
+    never.start()
+    threading.Timer(0.1, _thread.interrupt_main).start()
+
+    with pytest.raises(KeyboardInterrupt):
+        future.result(timeout)
+
+    never.cancel()
+    assert not future.done()  # else it was seen only because the wait was over
+
+
+def test_a_timeout_error_of_the_work_is_not_taken_for_one_of_the_wait() -> None:
+    future: APIFuture[int] = APIFuture()
+    error = TimeoutError("the work's own")
+    threading.Timer(0.05, future.fail, (error,)).start()
+
+    with pytest.raises(TimeoutError) as caught:
+        future.result(30.0)
+
+    assert caught.value is error
