@@ -41,7 +41,6 @@ from tinsmith.checkpoints.disk import (
     link_or_copy,
     lock,
     make_folders,
-    new_token,
     remove_empty,
     remove_tree,
     sync_folder,
@@ -49,7 +48,7 @@ from tinsmith.checkpoints.disk import (
     write_durably,
 )
 from tinsmith.checkpoints.local_reading import LockedReading, Pieces
-from tinsmith.checkpoints.manifest import MANIFEST, FileEntry, Manifest
+from tinsmith.checkpoints.manifest import MANIFEST, Manifest
 from tinsmith.checkpoints.paths import CheckpointPath, places
 from tinsmith.checkpoints.staging_area import StagedFolder, StagingArea
 from tinsmith.errors import (
@@ -322,7 +321,8 @@ class FolderStaging(Staging):
             raise ValidationError(f"{self.path}: this staging was committed or discarded")
         try:
             with disk_errors(f"{self.path} cannot be saved"):
-                manifest = self._manifest(manifests.survey(self.folder, sync=True))
+                files = manifests.survey(self.folder, sync=True)
+                manifest = Manifest.new(self.path, self._origin, files)
                 sync_folder(self.folder)
                 write_durably(self._change.folder / MANIFEST, manifest.encode())
                 self._change.make_durable()
@@ -333,15 +333,6 @@ class FolderStaging(Staging):
                 return in_place or manifest
         finally:
             self.discard()
-
-    def _manifest(self, files: tuple[FileEntry, ...]) -> Manifest:
-        return Manifest(
-            format_version=manifests.FORMAT_VERSION,
-            path=str(self.path),
-            version=new_token(),
-            origin=self._origin,
-            files=files,
-        )
 
     def _in_place(self, *, overwrite: bool) -> Manifest | None:
         """The checkpoint that is there, if this commit need not write it; None if it must."""

@@ -10,9 +10,11 @@ import hashlib
 import os
 import re
 from pathlib import Path
+from typing import Self
 
 import msgspec
 
+from tinsmith.checkpoints.disk import new_token
 from tinsmith.checkpoints.paths import CheckpointPath
 from tinsmith.errors import CheckpointDamagedError, CheckpointFormatError, ValidationError
 
@@ -46,6 +48,17 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Who made it, as told to `begin`."""
     files: tuple[FileEntry, ...]
     """In the order of their names."""
+
+    @classmethod
+    def new(cls, path: CheckpointPath, origin: str, files: tuple[FileEntry, ...]) -> Self:
+        """That of a checkpoint that is about to be committed, under a version of its own."""
+        return cls(
+            format_version=FORMAT_VERSION,
+            path=str(path),
+            version=new_token(),
+            origin=origin,
+            files=files,
+        )
 
     @property
     def size_bytes(self) -> int:

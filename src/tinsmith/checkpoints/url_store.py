@@ -45,7 +45,6 @@ from tinsmith.checkpoints.checks import (
 from tinsmith.checkpoints.disk import (
     disk_error,
     make_folders,
-    new_token,
     remove_tree,
     try_lock,
 )
@@ -369,13 +368,7 @@ class UrlStaging(Staging):
         there = already_there(path, current, self._origin, overwrite=overwrite)
         if there is not None:
             return there
-        manifest = Manifest(
-            format_version=manifests.FORMAT_VERSION,
-            path=str(path),
-            version=new_token(),
-            origin=self._origin,
-            files=files,
-        )
+        manifest = Manifest.new(path, self._origin, files)
         old = [current.version] if current else []
         store.note(self._staged, path, [manifest.version, *old])
         # If this fails, or there was an old version, the note stays for a sweep.
