@@ -97,7 +97,12 @@ class Scheduler:
         """Recover, then begin to work in the background. The board says when it is ready."""
         self._report()
         self._start("settling", self._parts.settler.run())
-        await Recovering(self._parts, self._singles, self._training).run()
+        try:
+            await Recovering(self._parts, self._singles, self._training).run()
+        except Exception as exc:
+            self._parts.problem = f"recovery has failed: {type(exc).__name__}: {exc}"
+            self._report()
+            raise
         self._is_ready = True
         loops = {
             "claiming": self._intake.claim(),

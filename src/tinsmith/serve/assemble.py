@@ -93,7 +93,7 @@ class Service:
         """Open everything, and begin to recover and to work in the background.
 
         Requests are taken at once; whether commands are run already, `ledger.board.scheduler`
-        says, and `/healthz` with it.
+        says, and `/readyz` with it.
 
         Raises:
             TinkerError: A part cannot be opened; the message says which and why.
@@ -135,6 +135,10 @@ class Service:
 
         self._tasks.append(asyncio.create_task(told(), name=f"service: {what}"))
 
+    def end_waits(self) -> None:
+        """Answer whoever waits, and let nobody wait from now on."""
+        self.app.service.end_waits()
+
     async def close(self) -> None:
         """Answer whoever waits, let what runs end, save every model, and let go of everything.
 
@@ -143,7 +147,7 @@ class Service:
         if self._is_closed:
             return
         self._is_closed = True
-        self.app.service.end_waits()
+        self.end_waits()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -63,7 +63,7 @@ async def _serve(settings: ServiceSettings) -> int:
     with contextlib.closing(listener):
         async with await Service.open(settings) as service:
             await _check_reach(settings, service)
-            server = _Server(_config(settings, service))
+            server = _Server(_config(settings, service), service)
             with server.ended_by_signals():
                 _log.info(
                     "serving on %s; ledger %s, checkpoints %s, engine %s",
@@ -153,6 +153,10 @@ def _config(settings: ServiceSettings, service: Service) -> uvicorn.Config:
 class _Server(uvicorn.Server):
     """Uvicorn, ended by our handlers: its own would end the process as killed by the signal."""
 
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
@@ -167,8 +171,7 @@ class _Server(uvicorn.Server):
                 raise SystemExit(128 + number)
             _log.info("%s: stopping; once more ends it at once", number.name)
             self.should_exit = True
-            app: OperatorPages = self.config.app  # type: ignore[assignment]
-            app.service.app.service.end_waits()
+            self._service.end_waits()
 
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, end, number)
