@@ -1,0 +1,1 @@
+"""Tensors only: the network, its adapters, losses, optimizers and sampling, in plain torch."""
