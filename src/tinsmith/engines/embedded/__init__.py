@@ -1,0 +1,1 @@
+"""PyTorch in this process: many adapters trained in one pass, and samples beside them."""
