@@ -101,7 +101,7 @@ class LoopbackServer:
                 for part in reply.parts:
                     self.wfile.write(part)
 
-            do_GET = do_POST = do_PUT = do_DELETE = _serve  # noqa: N815 - names of the library
+            do_GET = do_POST = do_PUT = do_DELETE = _serve
 
             def log_message(self, *_: object) -> None:
                 pass
