@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from tinsmith.errors import CommandPassedError as CommandPassedError
     from tinsmith.errors import ConflictError as ConflictError
     from tinsmith.errors import DecodeError as DecodeError
+    from tinsmith.errors import EngineLostError as EngineLostError
     from tinsmith.errors import ExperimentalWarning as ExperimentalWarning
     from tinsmith.errors import InternalServerError as InternalServerError
     from tinsmith.errors import LedgerDamagedError as LedgerDamagedError
@@ -172,6 +173,7 @@ _MODULE_OF = {
     "CommandPassedError": "tinsmith.errors",
     "ConflictError": "tinsmith.errors",
     "DecodeError": "tinsmith.errors",
+    "EngineLostError": "tinsmith.errors",
     "ExperimentalWarning": "tinsmith.errors",
     "InternalServerError": "tinsmith.errors",
     "LedgerDamagedError": "tinsmith.errors",

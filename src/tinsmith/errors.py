@@ -6,6 +6,7 @@
     ├── DecodeError                      bytes are not what they claim to be (a ValueError)
     │   └── BodyTooLargeError            they would take more memory than allowed
     ├── ClosedError                      the client was closed (a RuntimeError)
+    │   └── EngineLostError              the process in which an engine computed has ended
     ├── TokenizerError                   no tokenizer was found for a model (a RuntimeError)
     ├── LedgerError                      the service's durable record says no
     │   ├── CommandConflictError         a number was used for another request
@@ -146,6 +147,10 @@ class BodyTooLargeError(DecodeError):
 
 class ClosedError(TinkerError, RuntimeError):
     """The client was closed, or belongs to the process that this one was forked from."""
+
+
+class EngineLostError(ClosedError):
+    """The process in which an engine computed has ended; what the engine held is gone."""
 
 
 class TokenizerError(TinkerError, RuntimeError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -24,6 +25,7 @@ from tinsmith.engines.base import (
     TrainingWork,
     WeightsId,
 )
+from tinsmith.engines.child import ChildEngine
 from tinsmith.engines.registry import make_engine
 from tinsmith.errors import ClosedError, NotFoundError, TinkerError, ValidationError
 from tinsmith.types import (
@@ -38,7 +40,7 @@ from tinsmith.types import (
 )
 from tinsmith.types.requests import SampleRequest
 
-ENGINES = ["fake"]
+ENGINES = ["fake", "child of fake"]
 BASE = "test/base"
 MODELS = [f"{BASE}=path", "test/alias=path", "test/other"]
 A, B = AdapterId("a"), AdapterId("b")
@@ -49,7 +51,11 @@ Test = Callable[[Engine, Path], Awaitable[None]]
 
 @asynccontextmanager
 async def _engine(name: str) -> AsyncIterator[Engine]:
-    async with make_engine(name, MODELS) as engine:
+    kind = name.removeprefix("child of ")
+    made = make_engine(kind, MODELS)
+    if kind != name:
+        made = ChildEngine(functools.partial(make_engine, kind, MODELS), kind)
+    async with made as engine:
         yield engine
 
 

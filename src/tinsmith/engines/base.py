@@ -26,6 +26,7 @@ Knows nothing of HTTP, tenants or the ledger.
 from __future__ import annotations
 
 import abc
+import asyncio
 import enum
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ from typing import NewType, Self
 
 import msgspec
 
+from tinsmith.errors import TinkerError
 from tinsmith.types import (
     CustomLossGraph,
     CustomLossInput,
@@ -208,6 +210,15 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     async def close(self) -> None:
         """Let go of everything; what runs ends with an error. May be called again."""
+
+    async def wait_lost(self) -> TinkerError:
+        """Return why, once everything that the engine held is gone; it may be opened anew then.
+
+        Calls that are under way fail with an `EngineLostError`. An engine that ends only with this
+        process never returns from here.
+        """
+        never: asyncio.Future[TinkerError] = asyncio.get_running_loop().create_future()
+        return await never
 
     @abc.abstractmethod
     def base_models(self) -> tuple[BaseModel, ...]:

@@ -16,6 +16,7 @@ from tinsmith.engines.base import PassWork, Saved, TrainingWork
 from tinsmith.errors import (
     BadRequestError,
     CheckpointUnavailableError,
+    ClosedError,
     InternalServerError,
     TinkerError,
 )
@@ -69,6 +70,8 @@ class Recovering:
         known = self._parts.models.add(spec_of(recovery.model))
         try:
             await self._insist(known, recovery)
+        except ClosedError:
+            raise  # the model is not to blame, and is brought back at the next start
         except Exception as exc:  # noqa: BLE001 - whatever it is, others go on
             _log.exception("model %s cannot be brought back", line)
             self._parts.statistics.count("lost_models")

@@ -111,6 +111,9 @@ class Sampling:
             source = await self._samplers.source(command, request)
             await self._samplers.acquire(source)
             self._enter(command, request, source)
+        except ClosedError as exc:
+            # The sample is not to blame: it stays claimed, and is drawn after the next start.
+            self._parts.problem = f"the engine is gone: {exc}"
         except TinkerError as exc:
             self._end(command, exc)
         except Exception as exc:  # noqa: BLE001 - whatever it is, others go on

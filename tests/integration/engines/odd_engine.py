@@ -1,0 +1,76 @@
+"""An engine that misbehaves on request, to be run in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+
+from tinsmith.engines.base import AdapterId, AdapterSpec, SampleWork, WeightsId
+from tinsmith.engines.fake.engine import FakeEngine, FakeSettings, fake_model
+from tinsmith.errors import BadRequestError
+
+_log = logging.getLogger("tinsmith.odd")
+
+BASE = "test/base"
+
+
+class ForeignError(Exception):
+    """One that only the process knows which raised it; it cannot be pickled either."""
+
+    def __init__(self, *, told: str) -> None:
+        super().__init__(told)
+
+
+class OddEngine(FakeEngine):
+    """Does what an adapter's id says instead of making the adapter."""
+
+    name = "odd"
+
+    def __init__(self, *, fails_to_open: bool = False, step_s: float = 0.0) -> None:
+        super().__init__([fake_model(BASE)], FakeSettings(step_s=step_s, tokens_per_step=1))
+        self._fails_to_open = fails_to_open
+
+    async def open(self) -> None:
+        """Fail, if asked to."""
+        print("what a library prints goes to nobody's stdout")
+        if self._fails_to_open:
+            raise BadRequestError("the model is not to be had", remedy="choose another")
+        await super().open()
+
+    async def create_adapter(self, spec: AdapterSpec) -> None:
+        """Do the odd thing."""
+        what = spec.adapter_id
+        if what == "hang":
+            await asyncio.sleep(3600)
+        elif what == "crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        elif what == "leave":
+            os._exit(7)
+        elif what == "user error":
+            raise BadRequestError("this is no good", remedy="do it otherwise")
+        elif what == "fault":
+            raise ForeignError(told="something broke")
+        elif what == "log":
+            await asyncio.to_thread(_log.warning, "from a %s", "thread", extra={"model": "m"})
+            try:
+                raise ValueError("of the child")
+            except ValueError:
+                _log.exception("with a trace")
+            _log.debug("nobody wants this")
+        else:
+            await super().create_adapter(spec)
+
+    async def drop_adapter(self, adapter_id: AdapterId) -> None:
+        """Give back something that cannot travel."""
+        return lambda: adapter_id if adapter_id == "unsendable" else None  # type: ignore[return-value]
+
+    async def load_weights(self, weights_id: WeightsId, base_model: str, folder: object) -> None:
+        """Nothing; the sample that wants them is refused."""
+
+    def admit(self, sample: SampleWork) -> None:
+        """Refuse samples from weights."""
+        if sample.weights_id is not None:
+            raise BadRequestError("there are no such weights")
+        super().admit(sample)
