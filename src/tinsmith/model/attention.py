@@ -1,0 +1,342 @@
+"""Attention over a pack: many sequences in one row of tokens, and each sees itself alone.
+
+`PackAttention` is for training. Its stretches are sequences, or what is left of them behind a
+prefix that several share and that is computed once. `CachedAttention` is for sampling: its
+stretches follow tokens whose keys and values are kept.
+
+Either splits what a query sees into parts: a *past* that it sees whole, and the stretch itself, of
+which it sees what is not after it. Each part is one call of the flash kernel; the results are
+joined by the weights that their logarithms of sums give. The way back needs no more: given the
+joined result and its logarithm, the kernel's own gradient of a part is that part's share.
+
+No mask is ever built, and the cost follows the lengths of the stretches. Where the kernel does not
+reach (windows, capped scores, other devices) `masked_attention.py` stands in.
+"""
+
+# T row of the pack, H query head, G key head, D dimension of a head, N stretch, L token of one
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from tinsmith.model.kv_cache import Run, SequenceKeys
+from tinsmith.model.masked_attention import masked_attention
+
+FEWEST_QUERIES = 4
+"""With fewer the kernel computes a row in another way than it would among others."""
+
+
+class AttentionRule(NamedTuple):
+    """What a layer's attention is computed with."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+class Attention(Protocol):
+    """What the transformer asks of either kind."""
+
+    def attend(
+        self, layer: int, rule: AttentionRule, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor
+    ) -> Tensor:
+        """What each row takes from the rows that it sees: rows × heads × dimensions."""
+
+    def done(self) -> None:
+        """All layers have been through it."""
+
+
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, *, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """N × heads × L × D in, out the result and the logarithm of the sum of each row's weights."""
+    out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, is_causal, scale=scale
+    )
+    return out, sums
+
+
+def _joined(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Two parts as if they had been one."""
+    sums = torch.logaddexp(first[1], second[1])
+    weight = (first[1] - sums).exp().unsqueeze(-1)
+    other = (second[1] - sums).exp().unsqueeze(-1)
+    out = first[0].float() * weight + second[0].float() * other
+    return out.to(first[0].dtype), sums
+
+
+def _heads_first(rows: Tensor, stretches: int = 1) -> Tensor:
+    """Rows × heads … as N × heads × L …, for N stretches of one length; a view."""
+    return rows.unflatten(0, (stretches, -1)).transpose(1, 2)
+
+
+def _rows_first(parts: Tensor) -> Tensor:
+    """The way back from `_heads_first`."""
+    return parts.transpose(1, 2).flatten(0, 1)
+
+
+# Training
+
+
+class Stretch(NamedTuple):
+    """Rows that follow each other in one sequence, and the rows before them that others share."""
+
+    start: int
+    end: int
+    prefix: tuple[int, int] | None = None
+    """Another stretch of the pack, which it follows."""
+
+
+class _Block(NamedTuple):
+    """Stretches of one length that lie beside each other: one call for all."""
+
+    start: int
+    end: int
+    count: int
+
+
+class _Past(NamedTuple):
+    """Stretches behind one prefix that lie beside each other: all see all of it, in one call."""
+
+    start: int
+    end: int
+    prefix: slice
+
+
+class _Plan(NamedTuple):
+    blocks: list[_Block]
+    pasts: list[_Past]
+
+
+class PackAttention:
+    """Attention with exact gradients; see the top of the module."""
+
+    def __init__(self, stretches: Sequence[Stretch]) -> None:
+        self._stretches = tuple(stretches)
+        self._plan = _Plan(_blocks(stretches), _pasts(stretches))
+        self._longest = max(
+            (end - start + (prefix[1] - prefix[0] if prefix else 0))
+            for start, end, prefix in stretches
+        )
+
+    def attend(
+        self, layer: int, rule: AttentionRule, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor
+    ) -> Tensor:
+        """`Attention.attend`."""
+        del layer
+        is_cut = rule.window is not None and rule.window < self._longest
+        if is_cut or rule.softcap is not None or q_THD.device.type != "cpu":
+            return self._masked(rule, q_THD, k_TGD, v_TGD)
+        out_THD: Tensor = _FlashPack.apply(q_THD, k_TGD, v_TGD, self._plan, rule.scale)
+        return out_THD
+
+    def _masked(self, rule: AttentionRule, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
+        parts: list[Tensor] = []
+        for start, end, prefix in self._stretches:
+            k, v = k_TGD[start:end], v_TGD[start:end]
+            if prefix is not None:
+                k = torch.cat((k_TGD[slice(*prefix)], k))
+                v = torch.cat((v_TGD[slice(*prefix)], v))
+            parts.append(masked_attention(q_THD[start:end], k, v, *rule))
+        return torch.cat(parts)
+
+    def done(self) -> None:
+        """`Attention.done`."""
+
+
+def _blocks(stretches: Sequence[Stretch]) -> list[_Block]:
+    blocks: list[_Block] = []
+    for length, group in groupby(stretches, lambda one: one.end - one.start):
+        members = list(group)
+        start, end = members[0].start, members[-1].end
+        assert end - start == length * len(members), "the stretches of a pack leave no gaps"
+        blocks.append(_Block(start, end, len(members)))
+    return blocks
+
+
+def _pasts(stretches: Sequence[Stretch]) -> list[_Past]:
+    pasts: list[_Past] = []
+    for prefix, group in groupby(stretches, lambda one: one.prefix):
+        if prefix is not None:
+            members = list(group)
+            pasts.append(_Past(members[0].start, members[-1].end, slice(*prefix)))
+    return pasts
+
+
+class _FlashPack(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, plan: _Plan, scale: float
+    ) -> Tensor:
+        out_THD = torch.empty_like(q_THD)
+        sums_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
+        for start, end, count in plan.blocks:
+            q, k, v = (_heads_first(rows[start:end], count) for rows in (q_THD, k_TGD, v_TGD))
+            out, sums = _flash(q, k, v, scale, is_causal=True)
+            out_THD[start:end] = _rows_first(out)
+            sums_TH[start:end] = _rows_first(sums)
+        for start, end, prefix in plan.pasts:
+            q, k, v = _past_of(q_THD[start:end], k_TGD, v_TGD, prefix)
+            out, sums = _flash(q, k, v, scale, is_causal=False)
+            past = _rows_first(out), _rows_first(sums)
+            both = _joined(past, (out_THD[start:end], sums_TH[start:end]))
+            out_THD[start:end], sums_TH[start:end] = both
+        ctx.save_for_backward(q_THD, k_TGD, v_TGD, out_THD, sums_TH)
+        ctx.plan, ctx.scale = plan, scale
+        return out_THD
+
+    @staticmethod
+    def backward(ctx: Any, dout_THD: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q_THD, k_TGD, v_TGD, out_THD, sums_TH = ctx.saved_tensors
+        dq_THD, dk_TGD, dv_TGD = (torch.empty_like(rows) for rows in (q_THD, k_TGD, v_TGD))
+        for start, end, count in ctx.plan.blocks:
+            dout, q, k, v, out, sums = (
+                _heads_first(rows[start:end], count)
+                for rows in (dout_THD, q_THD, k_TGD, v_TGD, out_THD, sums_TH)
+            )
+            parts = _flash_backward(dout, q, k, v, out, sums, ctx.scale, is_causal=True)
+            for gradient, part in zip((dq_THD, dk_TGD, dv_TGD), parts, strict=True):
+                gradient[start:end] = _rows_first(part)
+        for start, end, prefix in ctx.plan.pasts:
+            dout, out, sums = (
+                _heads_first(rows[start:end]) for rows in (dout_THD, out_THD, sums_TH)
+            )
+            q, k, v = _past_of(q_THD[start:end], k_TGD, v_TGD, prefix)
+            dq, dk, dv = _flash_backward(dout, q, k, v, out, sums, ctx.scale, is_causal=False)
+            dq_THD[start:end] += _rows_first(dq)
+            dk_TGD[prefix] += _rows_first(dk)
+            dv_TGD[prefix] += _rows_first(dv)
+        return dq_THD, dk_TGD, dv_TGD, None, None
+
+
+def _past_of(
+    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, prefix: slice
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _heads_first(q_THD), _heads_first(k_TGD[prefix]), _heads_first(v_TGD[prefix])
+
+
+def _flash_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, scale: float,
+    *, is_causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dout, q, k, v, out, sums, 0.0, is_causal, scale=scale
+    )
+    return dq, dk, dv
+
+
+# Sampling
+
+
+class CachedStretch(NamedTuple):
+    """Rows that follow what `keys` hold. They are added to `keys.own`, and see everything in it."""
+
+    start: int
+    end: int
+    keys: SequenceKeys
+
+
+class CachedAttention:
+    """Attention to tokens that were read before, without a way back; see the top of the module."""
+
+    def __init__(self, stretches: Sequence[CachedStretch]) -> None:
+        self._stretches = stretches
+        for start, end, keys in stretches:
+            keys.own.reserve(end - start)
+        self._shared = _shared_groups(stretches)
+
+    def attend(
+        self, layer: int, rule: AttentionRule, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor
+    ) -> Tensor:
+        """`Attention.attend`."""
+        out_THD = torch.empty_like(q_THD)
+        for start, end, keys in self._stretches:
+            keys.own.write(layer, keys.own.length, k_TGD[start:end], v_TGD[start:end])
+        is_plain = rule.softcap is None and q_THD.device.type == "cpu"
+        pasts = self._pasts(layer, rule, q_THD) if is_plain else {}
+        for start, end, keys in self._stretches:
+            is_cut = rule.window is not None and rule.window < keys.length + end - start
+            if is_cut or not is_plain:
+                out_THD[start:end] = _masked_step(layer, rule, q_THD[start:end], keys)
+                continue
+            found = self._own(layer, rule, q_THD[start:end], keys)
+            if keys.shared is not None:
+                found = _joined(pasts[start], found)
+            out_THD[start:end] = found[0][0].transpose(0, 1)
+        return out_THD
+
+    def done(self) -> None:
+        """The rows now count as read."""
+        for start, end, keys in self._stretches:
+            keys.own.length += end - start
+
+    def _own(
+        self, layer: int, rule: AttentionRule, q_LHD: Tensor, keys: SequenceKeys
+    ) -> tuple[Tensor, Tensor]:
+        rows, before = q_LHD.shape[0], keys.own.length
+        if rows == 1:
+            return _seen_whole(q_LHD, *keys.own.read(layer, 0, before + 1), rule.scale)
+        q = _heads_first(q_LHD)
+        itself = _flash(
+            q, *keys.own.read(layer, before, before + rows), rule.scale, is_causal=True
+        )
+        if before == 0:
+            return itself
+        past = _seen_whole(q_LHD, *keys.own.read(layer, 0, before), rule.scale)
+        return _joined(past, itself)
+
+    def _pasts(
+        self, layer: int, rule: AttentionRule, q_THD: Tensor
+    ) -> dict[int, tuple[Tensor, Tensor]]:
+        """What each stretch takes from its shared run; those of one run are one call."""
+        found: dict[int, tuple[Tensor, Tensor]] = {}
+        for run, members in self._shared:
+            rows = torch.cat([q_THD[one.start : one.end] for one in members])
+            out, sums = _seen_whole(rows, *run.read(layer, 0, run.length), rule.scale)
+            row = 0
+            for one in members:
+                end = row + one.end - one.start
+                found[one.start] = out[:, :, row:end], sums[:, :, row:end]
+                row = end
+        return found
+
+
+def _seen_whole(q_LHD: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Every query sees every key. 1 × heads × L × D, and 1 × heads × L.
+
+    The queries of the heads that have one key head become more queries of it: the keys are then
+    read once for all of them.
+    """
+    rows, heads, size = q_LHD.shape
+    groups = k.shape[1]
+    q_GLD = q_LHD.view(rows, groups, heads // groups, size).transpose(0, 1)
+    q = q_GLD.reshape(1, groups, -1, size)
+    queries = q.shape[2]
+    spare = -queries % FEWEST_QUERIES
+    if spare:
+        q = torch.nn.functional.pad(q, (0, 0, 0, spare))
+    out, sums = _flash(q, k, v, scale, is_causal=False)
+    out = out[0, :, :queries].unflatten(1, (rows, -1)).transpose(1, 2)
+    sums = sums[0, :, :queries].unflatten(1, (rows, -1)).transpose(1, 2)
+    return out.reshape(1, heads, rows, size), sums.reshape(1, heads, rows)
+
+
+def _shared_groups(stretches: Sequence[CachedStretch]) -> list[tuple[Run, list[CachedStretch]]]:
+    groups: dict[int, tuple[Run, list[CachedStretch]]] = {}
+    for one in stretches:
+        if one.keys.shared is not None:
+            groups.setdefault(id(one.keys.shared), (one.keys.shared, []))[1].append(one)
+    return list(groups.values())
+
+
+def _masked_step(layer: int, rule: AttentionRule, q_LHD: Tensor, keys: SequenceKeys) -> Tensor:
+    k, v = keys.own.read(layer, 0, keys.own.length + q_LHD.shape[0])
+    if keys.shared is not None:
+        past_k, past_v = keys.shared.read(layer, 0, keys.shared.length)
+        k, v = torch.cat((past_k, k), 2), torch.cat((past_v, v), 2)
+    return masked_attention(q_LHD, k[0].transpose(0, 1), v[0].transpose(0, 1), *rule)

@@ -1,0 +1,157 @@
+"""The output layer: hidden rows to log-probabilities, and from their slopes back to the rows.
+
+Logits of a whole vocabulary are large: 200 kB for a row of SmolLM2, in float32. They are made for a
+slice of rows, used and dropped. On the way back only rows with a slope count.
+"""
+
+# R row given, D feature, V vocabulary, K target of a row
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from tinsmith.model.linear import Linear
+from tinsmith.model.lora import LoraSpan
+from tinsmith.model.lora_linear import FactorSpan, spans_of
+
+SLICE_BYTES = 64 << 20
+SlopesOf = Callable[[int, int, Tensor], Tensor]
+"""Given the log-probabilities of the rows from start to end: how the loss changes with each."""
+
+
+class Head:
+    """See the top of the module. `loras` are spans of the rows that are given here."""
+
+    def __init__(self, linear: Linear, softcap: float | None = None) -> None:
+        self._linear = linear
+        self._softcap = softcap
+        self._slice_rows = max(1, SLICE_BYTES // (4 * linear.weight_OI.shape[0]))
+
+    @torch.no_grad()
+    def logits(self, hidden_RD: Tensor, loras: Sequence[LoraSpan] = ()) -> Tensor:
+        """All logits of the rows, float32. The caller sees to it that they are few."""
+        return self._logits(hidden_RD, spans_of(loras, -1, "head"))
+
+    @torch.no_grad()
+    def logprobs(
+        self, hidden_RD: Tensor, targets_RK: Tensor, loras: Sequence[LoraSpan] = ()
+    ) -> Tensor:
+        """The log-probability of each target, float32."""
+        spans = spans_of(loras, -1, "head")
+        found_RK = torch.empty(targets_RK.shape, device=targets_RK.device)
+        for start, end in self._slices(hidden_RD):
+            logits_RV = self._logits(hidden_RD[start:end], _cut(spans, start, end))
+            found_RK[start:end] = _chosen(logits_RV, targets_RK[start:end])[0]
+        return found_RK
+
+    @torch.no_grad()
+    def logprobs_and_slopes(
+        self,
+        hidden_RD: Tensor,
+        targets_RK: Tensor,
+        loras: Sequence[LoraSpan],
+        slopes_of: SlopesOf,
+    ) -> tuple[Tensor, Tensor]:
+        """The log-probabilities, and the gradient of the hidden rows, in one pass.
+
+        For losses whose slope at a token follows from that token alone. Gradients of adapters on
+        the output layer are gathered in them.
+        """
+        spans = spans_of(loras, -1, "head")
+        found_RK = torch.empty(targets_RK.shape, device=targets_RK.device)
+        gradient_RD = torch.zeros_like(hidden_RD)
+        for start, end in self._slices(hidden_RD):
+            here = slice(start, end)
+            logits_RV = self._logits(hidden_RD[here], _cut(spans, start, end))
+            found_RK[here], sums_R1 = _chosen(logits_RV, targets_RK[here])
+            slopes_RK = slopes_of(start, end, found_RK[here])
+            self._back(
+                gradient_RD[here], hidden_RD[here], targets_RK[here], slopes_RK, logits_RV,
+                sums_R1, _cut(spans, start, end),
+            )
+        return found_RK, gradient_RD
+
+    @torch.no_grad()
+    def backward(
+        self,
+        hidden_RD: Tensor,
+        targets_RK: Tensor,
+        slopes_RK: Tensor,
+        loras: Sequence[LoraSpan] = (),
+    ) -> Tensor:
+        """The gradient of the hidden rows, for slopes that only all log-probabilities gave."""
+        spans = spans_of(loras, -1, "head")
+        gradient_RD = torch.zeros_like(hidden_RD)
+        for start, end in self._slices(hidden_RD):
+            here = slice(start, end)
+            if not slopes_RK[here].any():
+                continue
+            logits_RV = self._logits(hidden_RD[here], _cut(spans, start, end))
+            self._back(
+                gradient_RD[here], hidden_RD[here], targets_RK[here], slopes_RK[here], logits_RV,
+                torch.logsumexp(logits_RV, -1, keepdim=True), _cut(spans, start, end),
+            )
+        return gradient_RD
+
+    def _slices(self, hidden_RD: Tensor) -> list[tuple[int, int]]:
+        rows = hidden_RD.shape[0]
+        return [
+            (start, min(start + self._slice_rows, rows))
+            for start in range(0, rows, self._slice_rows)
+        ]
+
+    def _logits(self, hidden_RD: Tensor, spans: list[FactorSpan]) -> Tensor:
+        logits_RV = self._linear(hidden_RD)
+        for start, end, factors in spans:
+            factors.add_to(logits_RV[start:end], hidden_RD[start:end])
+        logits_RV = logits_RV.float()
+        if self._softcap is not None:
+            logits_RV.div_(self._softcap).tanh_().mul_(self._softcap)
+        return logits_RV
+
+    def _back(
+        self,
+        gradient_RD: Tensor,
+        hidden_RD: Tensor,
+        targets_RK: Tensor,
+        slopes_RK: Tensor,
+        logits_RV: Tensor,
+        sums_R1: Tensor,
+        spans: list[FactorSpan],
+    ) -> None:
+        """Write the gradient of one slice's rows. The logits are used up."""
+        slopes_RK = slopes_RK.to(torch.float32)
+        bent_RV = None if self._softcap is None else 1.0 - (logits_RV / self._softcap).square()
+        # d lp / d logits is 1 at the target, less the probabilities everywhere.
+        d_RV = logits_RV.sub_(sums_R1).exp_().mul_(-slopes_RK.sum(-1, keepdim=True))
+        d_RV.scatter_add_(1, targets_RK, slopes_RK)
+        if bent_RV is not None:
+            d_RV.mul_(bent_RV)
+        d_RV = d_RV.to(hidden_RD.dtype)
+        has_slope_R = (slopes_RK != 0).any(-1)
+        if bool(has_slope_R.all()) or spans:
+            gradient_RD.copy_(self._linear.input_gradient(d_RV))
+        elif bool(has_slope_R.any()):
+            gradient_RD[has_slope_R] = self._linear.input_gradient(d_RV[has_slope_R])
+        for start, end, factors in spans:
+            x_RD = hidden_RD[start:end]
+            t_RR = x_RD @ factors.a_RI.T
+            factors.backward(gradient_RD[start:end], d_RV[start:end], x_RD, t_RR)
+
+
+def _chosen(logits_RV: Tensor, targets_RK: Tensor) -> tuple[Tensor, Tensor]:
+    """The targets' log-probabilities, and the logarithm of the sum of each row's weights."""
+    sums_R1 = torch.logsumexp(logits_RV, -1, keepdim=True)
+    return logits_RV.gather(1, targets_RK) - sums_R1, sums_R1
+
+
+def _cut(spans: list[FactorSpan], start: int, end: int) -> list[FactorSpan]:
+    """The spans within some of the rows, counted from the first of these."""
+    return [
+        FactorSpan(max(one.start, start) - start, min(one.end, end) - start, one.factors)
+        for one in spans
+        if one.start < end and one.end > start
+    ]

@@ -1,0 +1,112 @@
+"""The small steps between a transformer's matrices, each with its way back.
+
+Norms, turned positions and gated activations are written as functions with gradients of their own:
+what they keep for the way back is what came in, where a graph of single operations would keep
+several times as much.
+"""
+
+# T row of the pack, D feature or dimension of a head, H head, F inner feature
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tinsmith.model.architecture import Activation
+
+
+def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
+    """Rows over the root of their mean square, times the weight. Any shape before the last."""
+    made: Tensor = _RmsNorm.apply(x_TD, weight_D, epsilon)
+    return made
+
+
+def _scales(x_TD: Tensor, epsilon: float) -> Tensor:
+    # A norm is one pass over the memory, where squares and their mean are three.
+    lengths_T1 = torch.linalg.vector_norm(x_TD, dim=-1, keepdim=True, dtype=torch.float32)
+    return (lengths_T1.square() / x_TD.shape[-1] + epsilon).rsqrt()
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
+        scales_T1 = _scales(x_TD, epsilon)
+        ctx.save_for_backward(x_TD, weight_D, scales_T1)
+        return (x_TD * scales_T1).to(x_TD.dtype).mul_(weight_D)
+
+    @staticmethod
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, None, None]:
+        x_TD, weight_D, scales_T1 = ctx.saved_tensors
+        dy_TD = (dy_TD * weight_D).float()
+        x_TD = x_TD.float()
+        shared_T1 = torch.linalg.vecdot(dy_TD, x_TD).unsqueeze(-1)
+        shared_T1 = shared_T1 * scales_T1.square() / x_TD.shape[-1]
+        dx_TD = torch.addcmul(dy_TD, x_TD, shared_T1, value=-1.0).mul_(scales_T1)
+        return dx_TD.to(weight_D.dtype), None, None
+
+
+def turned(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    """Heads turned by their rows' positions; cos and sin may have fewer dimensions than these."""
+    made: Tensor = _Turned.apply(x_THD, cos_TD, sin_TD)
+    return made
+
+
+class _Turned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_TD, sin_TD)
+        return _turn(x_THD, cos_TD, sin_TD)
+
+    @staticmethod
+    def backward(ctx: Any, dy_THD: Tensor) -> tuple[Tensor, None, None]:
+        cos_TD, sin_TD = ctx.saved_tensors
+        return _turn(dy_THD, cos_TD, -sin_TD), None, None
+
+
+def _turn(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    half = cos_TD.shape[-1]
+    cos_T1D, sin_T1D = cos_TD.unsqueeze(1), sin_TD.unsqueeze(1)
+    first, second = x_THD[..., :half], x_THD[..., half : 2 * half]
+    y_THD = torch.empty_like(x_THD)
+    y_THD[..., :half] = first * cos_T1D - second * sin_T1D
+    y_THD[..., half : 2 * half] = second * cos_T1D + first * sin_T1D
+    y_THD[..., 2 * half :] = x_THD[..., 2 * half :]
+    return y_THD
+
+
+def gated(gate_up_TF: Tensor, activation: Activation) -> Tensor:
+    """The activation of the first half of the columns, times the second half."""
+    made: Tensor = _Gated.apply(gate_up_TF, activation)
+    return made
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up_TF: Tensor, activation: Activation) -> Tensor:
+        ctx.save_for_backward(gate_up_TF)
+        ctx.activation = activation
+        gate_TF, up_TF = gate_up_TF.chunk(2, -1)
+        return _activated(gate_TF, activation).mul_(up_TF)
+
+    @staticmethod
+    def backward(ctx: Any, dy_TF: Tensor) -> tuple[Tensor, None]:
+        (gate_up_TF,) = ctx.saved_tensors
+        gate_TF, up_TF = gate_up_TF.chunk(2, -1)
+        d_TF = torch.empty_like(gate_up_TF)
+        inner = gate_TF.shape[-1]
+        torch.mul(dy_TF, _activated(gate_TF, ctx.activation), out=d_TF[..., inner:])
+        slope_TF = dy_TF * up_TF
+        if ctx.activation == "silu":
+            d_TF[..., :inner] = torch.ops.aten.silu_backward(slope_TF, gate_TF)
+        else:
+            d_TF[..., :inner] = torch.ops.aten.gelu_backward(
+                slope_TF, gate_TF, approximate="tanh"
+            )
+        return d_TF, None
+
+
+def _activated(x_TF: Tensor, activation: Activation) -> Tensor:
+    return F.silu(x_TF) if activation == "silu" else F.gelu(x_TF, approximate="tanh")

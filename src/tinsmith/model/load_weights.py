@@ -1,0 +1,196 @@
+"""From a Hugging Face folder to a base model: weights fused, in one type, on one device."""
+
+# V vocabulary, D feature, O output, I input
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from tinsmith.errors import BaseModelFormatError
+from tinsmith.model.architecture import Architecture, Experts
+from tinsmith.model.experts import ExpertWeights
+from tinsmith.model.families import read_architecture
+from tinsmith.model.head import Head
+from tinsmith.model.linear import Linear
+from tinsmith.model.transformer import LayerWeights, Transformer
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """What `config.json` says, and the ends of sequences as `generation_config.json` has them.
+
+    Raises:
+        BaseModelFormatError: There is none, or it is not JSON.
+    """
+    config = _json(folder / "config.json")
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        eos = _json(generation).get("eos_token_id")
+        config["eos_token_id"] = config.get("eos_token_id") if eos is None else eos
+    return config
+
+
+def load_transformer(
+    folder: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> Transformer:
+    """Read a base model.
+
+    Args:
+        folder: `config.json` and safetensors beside it.
+        dtype: What the weights become.
+        device: Where they go.
+
+    Raises:
+        BaseModelFormatError: The folder holds no model that we compute.
+    """
+    architecture = read_architecture(read_config(folder))
+    with torch.no_grad():
+        return _Reader(architecture, _tensors_in(folder), dtype, device).transformer()
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError) as exc:
+        raise BaseModelFormatError(f"{path} cannot be read: {exc}") from exc
+    if not isinstance(found, dict):
+        raise BaseModelFormatError(f"{path} is not a JSON object")
+    return found
+
+
+def _tensors_in(folder: Path) -> dict[str, Any]:
+    """Which file has which tensor; files are mapped, so that each is read when it is needed."""
+    found: dict[str, Any] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            opened = safe_open(path, framework="pt")
+        except (OSError, SafetensorError) as exc:
+            raise BaseModelFormatError(f"{path} cannot be read: {exc}") from exc
+        found.update(dict.fromkeys(opened.keys(), opened))
+    if not found:
+        raise BaseModelFormatError(f"there are no weights (*.safetensors) in {folder}")
+    return found
+
+
+class _Reader:
+    """Takes a model's tensors by the names that they have in its files."""
+
+    def __init__(
+        self, architecture: Architecture, files: dict[str, Any], dtype: torch.dtype, device: str
+    ) -> None:
+        self._shape = architecture
+        self._files = files
+        self._dtype = dtype
+        self._device = device
+
+    def transformer(self) -> Transformer:
+        shape = self._shape
+        embedding_VD = self._tensor("model.embed_tokens.weight", shape.vocabulary, shape.hidden)
+        layers = [self._layer(index) for index in range(len(shape.layers))]
+        if shape.ties_embeddings or "lm_head.weight" not in self._files:
+            output = Linear(embedding_VD)
+        else:
+            output = self._linear(["lm_head"], shape.hidden, [shape.vocabulary])
+        head = Head(output, shape.logits_softcap)
+        return Transformer(shape, embedding_VD, layers, self._norm("model.norm"), head)
+
+    def _layer(self, index: int) -> LayerWeights:
+        shape, place = self._shape, f"model.layers.{index}"
+        experts = shape.layers[index].experts
+        attention, mlp = f"{place}.self_attn", f"{place}.mlp"
+        inner = shape.inner
+        if experts is not None:
+            mlp, inner = f"{mlp}.shared_expert", experts.shared_inner
+        norms = self._norms(place)
+        return LayerWeights(
+            qkv=self._linear(
+                [f"{attention}.{one}_proj" for one in "qkv"],
+                shape.hidden,
+                [shape.query_outputs, shape.key_outputs, shape.key_outputs],
+            ),
+            o=self._linear([f"{attention}.o_proj"], shape.query_outputs, [shape.hidden]),
+            gate_up=self._gate_up(mlp, inner) if inner else None,
+            down=self._linear([f"{mlp}.down_proj"], inner, [shape.hidden]) if inner else None,
+            experts=None if experts is None else self._experts(place, experts),
+            q_norm_D=self._norm(f"{attention}.q_norm") if shape.has_qk_norm else None,
+            k_norm_D=self._norm(f"{attention}.k_norm") if shape.has_qk_norm else None,
+            **norms,
+        )
+
+    def _norms(self, place: str) -> dict[str, Tensor]:
+        if not self._shape.has_post_norms:
+            return {
+                "input_norm_D": self._norm(f"{place}.input_layernorm"),
+                "mlp_norm_D": self._norm(f"{place}.post_attention_layernorm"),
+            }
+        return {
+            "input_norm_D": self._norm(f"{place}.input_layernorm"),
+            "attention_out_norm_D": self._norm(f"{place}.post_attention_layernorm"),
+            "mlp_norm_D": self._norm(f"{place}.pre_feedforward_layernorm"),
+            "mlp_out_norm_D": self._norm(f"{place}.post_feedforward_layernorm"),
+        }
+
+    def _gate_up(self, place: str, inner: int) -> Linear:
+        return self._linear(
+            [f"{place}.gate_proj", f"{place}.up_proj"], self._shape.hidden, [inner, inner]
+        )
+
+    def _experts(self, place: str, experts: Experts) -> ExpertWeights:
+        hidden, inner = self._shape.hidden, experts.inner
+        if f"{place}.block_sparse_moe.gate.weight" in self._files:  # as Mixtral calls them
+            place, names = f"{place}.block_sparse_moe", ("w1", "w3", "w2")
+        else:
+            place, names = f"{place}.mlp", ("gate_proj", "up_proj", "down_proj")
+        gate, up, down = names
+        each = [f"{place}.experts.{expert}" for expert in range(experts.count)]
+        shared_gate = f"{place}.shared_expert_gate"
+        return ExpertWeights(
+            shape=experts,
+            router=self._linear([f"{place}.gate"], hidden, [experts.count]),
+            gate_ups=tuple(
+                self._linear([f"{one}.{gate}", f"{one}.{up}"], hidden, [inner, inner])
+                for one in each
+            ),
+            downs=tuple(self._linear([f"{one}.{down}"], inner, [hidden]) for one in each),
+            shared_gate=(
+                self._linear([shared_gate], hidden, [1])
+                if f"{shared_gate}.weight" in self._files
+                else None
+            ),
+        )
+
+    def _linear(self, names: list[str], inputs: int, outputs: Iterable[int]) -> Linear:
+        """One layer of several that have the same input."""
+        sizes = list(outputs)
+        weights = [
+            self._tensor(f"{name}.weight", size, inputs)
+            for name, size in zip(names, sizes, strict=True)
+        ]
+        if not any(f"{name}.bias" in self._files for name in names):
+            return Linear(torch.cat(weights) if len(weights) > 1 else weights[0])
+        biases = [
+            self._tensor(f"{name}.bias", size)
+            if f"{name}.bias" in self._files
+            else torch.zeros(size, dtype=self._dtype, device=self._device)
+            for name, size in zip(names, sizes, strict=True)
+        ]
+        return Linear(torch.cat(weights), torch.cat(biases))
+
+    def _norm(self, name: str) -> Tensor:
+        return self._tensor(f"{name}.weight") + self._shape.norm_offset
+
+    def _tensor(self, name: str, *sizes: int) -> Tensor:
+        if name not in self._files:
+            raise BaseModelFormatError(f"the model's files have no tensor {name!r}")
+        found: Tensor = self._files[name].get_tensor(name)
+        if sizes and tuple(found.shape) != sizes:
+            raise BaseModelFormatError(
+                f"the tensor {name!r} is {list(found.shape)}; config.json asks for {list(sizes)}"
+            )
+        return found.to(device=self._device, dtype=self._dtype).contiguous()

@@ -1,0 +1,209 @@
+"""LoRA adapters: one flat vector of float32, and the factors of each linear layer as views of it.
+
+A layer y = x·Wᵀ becomes y = x·Wᵀ + ALPHA / rank · (x·Aᵀ)·Bᵀ. A begins uniform between ±1/√inputs,
+as the seed determines, and B as zero, so that a fresh adapter changes nothing.
+
+Being flat, all weights of an adapter are stepped, clipped, copied and compared at once, and so are
+its gradients and moments. Layers that have one input (q, k, v; gate, up) are computed as one, so
+their A factors lie beside each other and are one matrix too.
+
+Knows nothing of files; how layers are called in them is `checkpoints/format.py`'s.
+"""
+
+# I input, O output, R rank, T row of the pack
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tinsmith.model.architecture import Architecture, LinearKind, LinearShape
+from tinsmith.model.linear import Linear
+
+ALPHA = 32.0
+
+
+class _Place(NamedTuple):
+    """Where the factors of a linear layer lie in the flat vector."""
+
+    shape: LinearShape
+    a_start: int
+    b_starts: tuple[int, ...]
+
+
+class Factors:
+    """Those of one linear layer, as passes use them; with their gradients if it is trained."""
+
+    def __init__(self, a_RI: Tensor, bs_OR: list[Tensor], scale: float) -> None:
+        self.a_RI = a_RI
+        """Of all parts, one below the other."""
+        self.bs_OR = bs_OR
+        self.scale = scale
+        self.grad_a_RI: Tensor | None = None
+        self.grad_bs_OR: list[Tensor] = []
+        self._frozen: tuple[Linear, list[Linear]] | None = None
+
+    def freeze(self) -> None:
+        """Make rows independent of each other, as those of the base are; see `linear.py`."""
+        self._frozen = Linear(self.a_RI), [Linear(b_OR) for b_OR in self.bs_OR]
+
+    def add_to(self, y_TO: Tensor, x_TI: Tensor) -> Tensor:
+        """Add what the adapter changes to the layer's outputs; what x·Aᵀ is, for `backward`."""
+        if self._frozen is not None:
+            return self._add_frozen(y_TO, x_TI, *self._frozen)
+        t_TR = x_TI @ self.a_RI.T
+        for t, b_OR, columns in self._parts(t_TR):
+            y_TO[:, columns].addmm_(t, b_OR.T, alpha=self.scale)
+        return t_TR
+
+    def _add_frozen(self, y_TO: Tensor, x_TI: Tensor, a: Linear, bs: list[Linear]) -> Tensor:
+        t_TR = a(x_TI)
+        for b, (t, _, columns) in zip(bs, self._parts(t_TR), strict=True):
+            y_TO[:, columns].add_(b(t.contiguous()), alpha=self.scale)
+        return t_TR
+
+    def backward(self, dx_TI: Tensor, dy_TO: Tensor, x_TI: Tensor, t_TR: Tensor) -> None:
+        """Add to the inputs' gradient, and to the factors' own."""
+        dt_TR = torch.empty_like(t_TR)
+        rank = self.bs_OR[0].shape[1]
+        for number, (t, b_OR, columns) in enumerate(self._parts(t_TR)):
+            dy = dy_TO[:, columns]
+            torch.mm(dy, b_OR, out=dt_TR[:, number * rank : (number + 1) * rank])
+            if self.grad_bs_OR:
+                _gather(self.grad_bs_OR[number], dy.T, t, self.scale)
+        dx_TI.addmm_(dt_TR, self.a_RI, alpha=self.scale)
+        if self.grad_a_RI is not None:
+            _gather(self.grad_a_RI, dt_TR.T, x_TI, self.scale)
+
+    def _parts(self, t_TR: Tensor) -> Iterator[tuple[Tensor, Tensor, slice]]:
+        rank, column = self.bs_OR[0].shape[1], 0
+        for number, b_OR in enumerate(self.bs_OR):
+            columns = slice(column, column + b_OR.shape[0])
+            yield t_TR[:, number * rank : (number + 1) * rank], b_OR, columns
+            column = columns.stop
+
+
+def _gather(gradient: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
+    if left.dtype == gradient.dtype:
+        gradient.addmm_(left, right, alpha=scale)
+    else:  # sums over many rows and passes are kept in float32
+        gradient.add_(left @ right, alpha=scale)
+
+
+class FusedLora:
+    """An adapter as passes use it: the factors of each linear layer, found by layer and kind."""
+
+    def __init__(
+        self, factors: dict[tuple[int, LinearKind], Factors], gradients: Tensor | None
+    ) -> None:
+        self._factors = factors
+        self._gradients = gradients
+
+    def factors(self, layer: int, kind: LinearKind) -> Factors | None:
+        """None where the adapter changes nothing."""
+        return self._factors.get((layer, kind))
+
+    def gradients(self) -> Tensor:
+        """What backward passes have gathered, in the order of the flat vector."""
+        assert self._gradients is not None, "it was made without gradients"
+        return self._gradients
+
+
+class LoraSpan(NamedTuple):
+    """Rows of a pack that go through an adapter; rows in no span are the base model's own."""
+
+    start: int
+    end: int
+    lora: FusedLora
+
+
+class LoraLayout:
+    """Which factors an adapter has, and where they lie in its flat vector."""
+
+    def __init__(
+        self, architecture: Architecture, rank: int, *, attention: bool, mlp: bool, unembed: bool
+    ) -> None:
+        self.rank = rank
+        self.scale = ALPHA / rank
+        groups = {"attention": attention, "mlp": mlp, "unembed": unembed}
+        self._places: list[_Place] = []
+        self.size = 0
+        """How many floats the vector has."""
+        for shape in architecture.linears():
+            if groups[shape.group]:
+                self._places.append(self._placed(shape))
+
+    def _placed(self, shape: LinearShape) -> _Place:
+        a_start = self.size
+        self.size += len(shape.parts) * self.rank * shape.inputs
+        b_starts: list[int] = []
+        for _, outputs in shape.parts:
+            b_starts.append(self.size)
+            self.size += outputs * self.rank
+        return _Place(shape, a_start, tuple(b_starts))
+
+    def factors(self, flat: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """A and B of each layer by its name in the base model, as views of the vector."""
+        found: dict[str, tuple[Tensor, Tensor]] = {}
+        for place in self._places:
+            a_RI, bs_OR = self._views(flat, place)
+            for number, (name, _) in enumerate(place.shape.parts):
+                rows = slice(number * self.rank, (number + 1) * self.rank)
+                found[name] = a_RI[rows], bs_OR[number]
+        return found
+
+    def _views(self, flat: Tensor, place: _Place) -> tuple[Tensor, list[Tensor]]:
+        rows, inputs = len(place.shape.parts) * self.rank, place.shape.inputs
+        a_RI = flat[place.a_start : place.a_start + rows * inputs].view(rows, inputs)
+        bs_OR = [
+            flat[start : start + outputs * self.rank].view(outputs, self.rank)
+            for start, (_, outputs) in zip(place.b_starts, place.shape.parts, strict=True)
+        ]
+        return a_RI, bs_OR
+
+    def fresh(self, seed: str) -> Tensor:
+        """Weights that change nothing yet. The same seed gives the same, on every machine."""
+        digest = hashlib.sha256(seed.encode()).digest()
+        # Made on the CPU: generators of devices differ.
+        chance = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        flat = torch.zeros(self.size)
+        for place in self._places:
+            a_RI, _ = self._views(flat, place)
+            bound = 1.0 / math.sqrt(place.shape.inputs)
+            a_RI.uniform_(-bound, bound, generator=chance)
+        return flat
+
+    def fused(
+        self,
+        flat: Tensor,
+        dtype: torch.dtype,
+        *,
+        with_gradients: bool = False,
+        is_frozen: bool = False,
+    ) -> FusedLora:
+        """The adapter as passes of that type use it; a view where the vector has the type.
+
+        Args:
+            flat: The weights.
+            dtype: That of the base model.
+            with_gradients: Backward passes gather the gradients.
+            is_frozen: The vector never changes again; rows of samples then come out the same
+                whatever is beside them.
+        """
+        gradients = torch.zeros_like(flat) if with_gradients else None
+        used = flat.to(dtype)
+        factors: dict[tuple[int, LinearKind], Factors] = {}
+        for place in self._places:
+            a_RI, bs_OR = self._views(used, place)
+            made = Factors(a_RI, bs_OR, self.scale)
+            if gradients is not None:
+                made.grad_a_RI, made.grad_bs_OR = self._views(gradients, place)
+            if is_frozen:
+                made.freeze()
+            factors[place.shape.layer, place.shape.kind] = made
+        return FusedLora(factors, gradients)

@@ -1,0 +1,143 @@
+"""The forward, its attention and its gradients, against `transformers`, `peft` and plain autograd."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.numerics.small_models import FAMILIES, VOCABULARY, make_model
+from tinsmith.model.attention import CachedAttention, CachedStretch, PackAttention, Stretch
+from tinsmith.model.kv_cache import Run, SequenceKeys
+from tinsmith.model.load_weights import load_transformer
+from tinsmith.model.transformer import Transformer
+
+
+def _tokens(count: int, seed: int = 0) -> torch.Tensor:
+    chance = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (count,), generator=chance)
+
+
+def _pack(lengths: list[int]) -> tuple[list[Stretch], torch.Tensor]:
+    """Stretches of these lengths one after another, and the positions of their rows."""
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    stretches = [Stretch(end - length, end) for length, end in zip(lengths, ends, strict=True)]
+    return stretches, torch.cat([torch.arange(length) for length in lengths])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    """Each family's own differences are computed: norms, biases, windows, caps, experts."""
+    theirs = make_model(tmp_path, family)
+    ours = load_transformer(tmp_path)
+    lengths = [19, 1, 30]
+    stretches, positions = _pack(lengths)
+    tokens = _tokens(sum(lengths))
+
+    with torch.no_grad():
+        hidden = ours.hidden(tokens, positions, PackAttention(stretches))
+        logits = ours.head.logits(hidden)
+        wanted = torch.cat([theirs(tokens[one.start : one.end][None]).logits[0] for one in stretches])
+
+    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2", "Mistral", "Qwen3Moe"])
+def test_cached_rows_equal_those_read_at_once(family: str, tmp_path: Path) -> None:
+    """A prompt in chunks, a shared run and single tokens give what one pass over all gives."""
+    make_model(tmp_path, family)
+    model = load_transformer(tmp_path)
+    tokens = _tokens(40)
+
+    with torch.no_grad():
+        wanted = model.hidden(tokens, torch.arange(40), PackAttention([Stretch(0, 40)]))
+        found, _ = _read_cached(model, tokens, [16, 9, 1, 1, 13], shared_after=2)
+
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def _read_cached(
+    model: Transformer, tokens: torch.Tensor, chunks: list[int], shared_after: int
+) -> tuple[torch.Tensor, SequenceKeys]:
+    """Hidden rows of a sequence that is read in chunks; after some, what was read is shared."""
+    keys = SequenceKeys(None, _run(model))
+    rows: list[torch.Tensor] = []
+    place = 0
+    for number, chunk in enumerate(chunks):
+        if number == shared_after:
+            keys = SequenceKeys(keys.own, _run(model))
+        positions = torch.arange(place, place + chunk)
+        attention = CachedAttention([CachedStretch(0, chunk, keys)])
+        rows.append(model.hidden(tokens[positions], positions, attention))
+        place += chunk
+    return torch.cat(rows), keys
+
+
+def _run(model: Transformer) -> Run:
+    return Run(model.architecture, model.dtype, model.device)
+
+
+def test_a_row_does_not_depend_on_its_neighbours(tmp_path: Path) -> None:
+    """Tokens that are drawn in one step come out the same, bit for bit, alone and among others."""
+    make_model(tmp_path)
+    model = load_transformer(tmp_path)
+    prompts = [_tokens(length, seed=length) for length in (5, 21, 64, 17, 3, 40, 2)]
+
+    with torch.no_grad():
+        kept = [_read_cached(model, prompt, [len(prompt)], 9)[1] for prompt in prompts]
+        copies = [SequenceKeys(keys.own, _run(model)) for keys in kept]
+        together = _next_rows(model, copies)
+        alone = [_next_rows(model, [SequenceKeys(keys.own, _run(model))]) for keys in kept]
+
+    assert torch.equal(together, torch.cat(alone))
+
+
+def _next_rows(model: Transformer, sequences: list[SequenceKeys]) -> torch.Tensor:
+    positions = torch.tensor([keys.length for keys in sequences])
+    stretches = [CachedStretch(row, row + 1, keys) for row, keys in enumerate(sequences)]
+    return model.hidden(positions % 7 + 5, positions, CachedAttention(stretches))
+
+
+def _gradients(q: Any, k: Any, v: Any, out: torch.Tensor) -> list[torch.Tensor]:
+    chance = torch.Generator().manual_seed(5)
+    weights = torch.randn(out.shape, generator=chance)
+    return list(torch.autograd.grad((out * weights).sum(), (q, k, v)))
+
+
+def test_a_shared_prefix_gives_the_results_and_gradients_of_each_sequence_in_full() -> None:
+    """The parts are joined as if they had been one."""
+    from tinsmith.model.attention import AttentionRule
+
+    chance = torch.Generator().manual_seed(3)
+    prefix, tails = 11, [4, 4, 1, 7]
+    rows = prefix + sum(tails)
+    q, k, v = (
+        torch.randn(rows, heads, 16, generator=chance).requires_grad_() for heads in (6, 2, 2)
+    )
+    stretches, place = [Stretch(0, prefix)], prefix
+    for tail in tails:
+        stretches.append(Stretch(place, place + tail, (0, prefix)))
+        place += tail
+    rule = AttentionRule(0.3)
+
+    out = PackAttention(stretches).attend(0, rule, q, k, v)
+
+    parts = [_full(q, k, v, one) for one in stretches]
+    wanted = torch.cat(parts)
+    torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-6)
+    for found, right in zip(
+        _gradients(q, k, v, out), _gradients(q, k, v, wanted), strict=True
+    ):
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
+
+
+def _full(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, one: Stretch) -> torch.Tensor:
+    """A stretch with all that it sees, by the formula."""
+    before = list(range(*one.prefix)) if one.prefix else []
+    keys = [*before, *range(one.start, one.end)]
+    k, v = (x[keys].repeat_interleave(3, 1).transpose(0, 1) for x in (k, v))
+    scores = q[one.start : one.end].transpose(0, 1) @ k.transpose(1, 2) * 0.3
+    seen = torch.ones(one.end - one.start, len(keys)).tril(len(before)).bool()
+    return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(0, 1)
