@@ -1,4 +1,4 @@
-"""The forward, its attention and its gradients, against `transformers`, `peft` and plain autograd."""
+"""The forward and its attention, against `transformers` and the formula."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     with torch.no_grad():
         hidden = ours.hidden(tokens, positions, PackAttention(stretches))
         logits = ours.head.logits(hidden)
-        wanted = torch.cat([theirs(tokens[one.start : one.end][None]).logits[0] for one in stretches])
+        wanted = torch.cat(
+            [theirs(tokens[one.start : one.end][None]).logits[0] for one in stretches]
+        )
 
     torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-5)
 
@@ -127,9 +129,7 @@ def test_a_shared_prefix_gives_the_results_and_gradients_of_each_sequence_in_ful
     parts = [_full(q, k, v, one) for one in stretches]
     wanted = torch.cat(parts)
     torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-6)
-    for found, right in zip(
-        _gradients(q, k, v, out), _gradients(q, k, v, wanted), strict=True
-    ):
+    for found, right in zip(_gradients(q, k, v, out), _gradients(q, k, v, wanted), strict=True):
         torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
 
 

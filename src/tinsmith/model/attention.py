@@ -72,7 +72,8 @@ def _joined(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tupl
 
 def _heads_first(rows: Tensor, stretches: int = 1) -> Tensor:
     """Rows × heads … as N × heads × L …, for N stretches of one length; a view."""
-    return rows.unflatten(0, (stretches, -1)).transpose(1, 2)
+    made: Tensor = rows.unflatten(0, (stretches, -1)).transpose(1, 2)
+    return made
 
 
 def _rows_first(parts: Tensor) -> Tensor:
@@ -97,7 +98,7 @@ class _Block(NamedTuple):
 
     start: int
     end: int
-    count: int
+    stretches: int
 
 
 class _Past(NamedTuple):
@@ -132,7 +133,7 @@ class PackAttention:
         is_cut = rule.window is not None and rule.window < self._longest
         if is_cut or rule.softcap is not None or q_THD.device.type != "cpu":
             return self._masked(rule, q_THD, k_TGD, v_TGD)
-        out_THD: Tensor = _FlashPack.apply(q_THD, k_TGD, v_TGD, self._plan, rule.scale)
+        out_THD: Tensor = _FlashPack.apply(q_THD, k_TGD, v_TGD, self._plan, rule.scale)  # type: ignore[no-untyped-call]
         return out_THD
 
     def _masked(self, rule: AttentionRule, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
@@ -221,8 +222,15 @@ def _past_of(
 
 
 def _flash_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, scale: float,
-    *, is_causal: bool,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    scale: float,
+    *,
+    is_causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dout, q, k, v, out, sums, 0.0, is_causal, scale=scale
@@ -282,9 +290,7 @@ class CachedAttention:
         if rows == 1:
             return _seen_whole(q_LHD, *keys.own.read(layer, 0, before + 1), rule.scale)
         q = _heads_first(q_LHD)
-        itself = _flash(
-            q, *keys.own.read(layer, before, before + rows), rule.scale, is_causal=True
-        )
+        itself = _flash(q, *keys.own.read(layer, before, before + rows), rule.scale, is_causal=True)
         if before == 0:
             return itself
         past = _seen_whole(q_LHD, *keys.own.read(layer, 0, before), rule.scale)

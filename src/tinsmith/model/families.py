@@ -122,8 +122,7 @@ def _layers(config: Config, window: int | None = None) -> tuple[LayerShape, ...]
     count = config["num_hidden_layers"]
     kinds = config.get("layer_types") or ["full_attention"] * count
     return tuple(
-        LayerShape(window=window if kind == "sliding_attention" else None)
-        for kind in kinds[:count]
+        LayerShape(window=window if kind == "sliding_attention" else None) for kind in kinds[:count]
     )
 
 
@@ -163,7 +162,7 @@ def _qwen_layers(config: Config) -> tuple[LayerShape, ...]:
 
 def _qwen_experts(name: str, config: Config) -> Architecture:
     experts = Experts(
-        count=config["num_experts"],
+        count=config.get("num_experts") or config["num_local_experts"],
         chosen=config["num_experts_per_tok"],
         inner=config["moe_intermediate_size"],
         normalises=config.get("norm_topk_prob", False),

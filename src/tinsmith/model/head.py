@@ -69,8 +69,13 @@ class Head:
             found_RK[here], sums_R1 = _chosen(logits_RV, targets_RK[here])
             slopes_RK = slopes_of(start, end, found_RK[here])
             self._back(
-                gradient_RD[here], hidden_RD[here], targets_RK[here], slopes_RK, logits_RV,
-                sums_R1, _cut(spans, start, end),
+                gradient_RD[here],
+                hidden_RD[here],
+                targets_RK[here],
+                slopes_RK,
+                logits_RV,
+                sums_R1,
+                _cut(spans, start, end),
             )
         return found_RK, gradient_RD
 
@@ -91,8 +96,13 @@ class Head:
                 continue
             logits_RV = self._logits(hidden_RD[here], _cut(spans, start, end))
             self._back(
-                gradient_RD[here], hidden_RD[here], targets_RK[here], slopes_RK[here], logits_RV,
-                torch.logsumexp(logits_RV, -1, keepdim=True), _cut(spans, start, end),
+                gradient_RD[here],
+                hidden_RD[here],
+                targets_RK[here],
+                slopes_RK[here],
+                logits_RV,
+                torch.logsumexp(logits_RV, -1, keepdim=True),
+                _cut(spans, start, end),
             )
         return gradient_RD
 

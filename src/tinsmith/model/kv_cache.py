@@ -25,7 +25,9 @@ PAGE_TOKENS = 64
 class Run:
     """See the top of the module."""
 
-    def __init__(self, architecture: Architecture, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, architecture: Architecture, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.length = 0
         sizes = (len(architecture.layers), 2, architecture.kv_heads, 0, architecture.head_size)
         # L layer, then keys and values

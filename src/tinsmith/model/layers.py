@@ -20,14 +20,15 @@ from tinsmith.model.architecture import Activation
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
     """Rows over the root of their mean square, times the weight. Any shape before the last."""
-    made: Tensor = _RmsNorm.apply(x_TD, weight_D, epsilon)
+    made: Tensor = _RmsNorm.apply(x_TD, weight_D, epsilon)  # type: ignore[no-untyped-call]
     return made
 
 
 def _scales(x_TD: Tensor, epsilon: float) -> Tensor:
     # A norm is one pass over the memory, where squares and their mean are three.
     lengths_T1 = torch.linalg.vector_norm(x_TD, dim=-1, keepdim=True, dtype=torch.float32)
-    return (lengths_T1.square() / x_TD.shape[-1] + epsilon).rsqrt()
+    scales_T1: Tensor = (lengths_T1.square() / x_TD.shape[-1] + epsilon).rsqrt()
+    return scales_T1
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -50,7 +51,7 @@ class _RmsNorm(torch.autograd.Function):
 
 def turned(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     """Heads turned by their rows' positions; cos and sin may have fewer dimensions than these."""
-    made: Tensor = _Turned.apply(x_THD, cos_TD, sin_TD)
+    made: Tensor = _Turned.apply(x_THD, cos_TD, sin_TD)  # type: ignore[no-untyped-call]
     return made
 
 
@@ -79,7 +80,7 @@ def _turn(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
 
 def gated(gate_up_TF: Tensor, activation: Activation) -> Tensor:
     """The activation of the first half of the columns, times the second half."""
-    made: Tensor = _Gated.apply(gate_up_TF, activation)
+    made: Tensor = _Gated.apply(gate_up_TF, activation)  # type: ignore[no-untyped-call]
     return made
 
 
@@ -102,9 +103,7 @@ class _Gated(torch.autograd.Function):
         if ctx.activation == "silu":
             d_TF[..., :inner] = torch.ops.aten.silu_backward(slope_TF, gate_TF)
         else:
-            d_TF[..., :inner] = torch.ops.aten.gelu_backward(
-                slope_TF, gate_TF, approximate="tanh"
-            )
+            d_TF[..., :inner] = torch.ops.aten.gelu_backward(slope_TF, gate_TF, approximate="tanh")
         return d_TF, None
 
 

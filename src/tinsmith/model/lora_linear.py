@@ -44,7 +44,7 @@ def lora_linear(x_TI: Tensor, linear: Linear, spans: list[FactorSpan]) -> Tensor
         for start, end, factors in spans:
             factors.add_to(y_TO[start:end], x_TI[start:end])
         return y_TO
-    made: Tensor = _LoraLinear.apply(x_TI, linear, spans)
+    made: Tensor = _LoraLinear.apply(x_TI, linear, spans)  # type: ignore[no-untyped-call]
     return made
 
 
@@ -52,9 +52,7 @@ class _LoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, linear: Linear, spans: list[FactorSpan]) -> Tensor:
         y_TO = linear(x_TI)
-        ts = [
-            factors.add_to(y_TO[start:end], x_TI[start:end]) for start, end, factors in spans
-        ]
+        ts = [factors.add_to(y_TO[start:end], x_TI[start:end]) for start, end, factors in spans]
         if spans:
             ctx.save_for_backward(x_TI, *ts)
         ctx.linear, ctx.spans = linear, spans

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812 - as programs call it
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -241,7 +241,7 @@ def _by_autograd(
     else:
         returned = loss_fn(data, leaves)
     loss, metrics = _pair(returned)
-    loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
+    loss.backward()
     missing = [index for index, leaf in enumerate(leaves) if leaf.grad is None]
     if missing:
         raise _no_gradient(missing)
