@@ -304,7 +304,7 @@ def orthogonal(matrix_RC: Tensor) -> Tensor:
     Those that are less than about a hundredth of the largest are raised less; zero stays zero.
     """
     is_tall = matrix_RC.shape[0] > matrix_RC.shape[1]
-    x = matrix_RC.T if is_tall else matrix_RC
+    x: Tensor = matrix_RC.T if is_tall else matrix_RC
     # By the largest number first: squares of small numbers are not to vanish.
     x = x / x.abs().max().clamp(min=_SMALLEST_NORM)
     x = x / torch.linalg.vector_norm(x).clamp(min=1.0)
