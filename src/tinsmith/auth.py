@@ -55,7 +55,8 @@ def raise_if_tinker_not_accessible() -> None:
         APIConnectionError: The service was not reached.
     """
     try:
-        with ServiceClient(retry=NO_RETRIES) as client:
+        # An address is named, so that no service is started here for want of a credential.
+        with ServiceClient(base_url=settings_from().base_url, retry=NO_RETRIES) as client:
             client.get_server_capabilities(timeout=PATIENCE_S)
     except TinkerError:
         raise

@@ -1,10 +1,12 @@
 """Examples run as printed: every ```python block of the README and of docs/, each on its own.
 
-A block that is not meant to run is marked ```text, or another language.
+An embedded service has a data folder of its own, and the fake engine. A block that is not meant to
+run is marked ```text, or another language.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -42,6 +44,7 @@ def test_example_runs_as_printed(page: Path, program: str, tmp_path: Path) -> No
     finished = subprocess.run(
         [sys.executable, "-W", "error", "-c", command],
         cwd=tmp_path,
+        env={**os.environ, "TINSMITH_HOME": str(tmp_path), "TINSMITH_SERVE_ENGINE": "fake"},
         capture_output=True,
         text=True,
         timeout=TIME_LIMIT_S,

@@ -51,7 +51,8 @@ def service_client(arguments: argparse.Namespace) -> ServiceClient:
     from tinsmith.client.service import ServiceClient
 
     _listen_to_log(arguments)
-    return ServiceClient(base_url=arguments.base_url, retry=_patience(arguments))
+    url = settings_from(base_url=arguments.base_url).base_url  # embedded only where it is named
+    return ServiceClient(base_url=url, retry=_patience(arguments))
 
 
 def settings(arguments: argparse.Namespace, **fields: Any) -> ClientSettings:

@@ -2,7 +2,7 @@
 
 In order: the `api_key` argument, `TINKER_API_KEY`, the command in `TINKER_CREDENTIAL_CMD`, the
 default key of `~/.tinker/credentials.json`. A key begins with `tml-`, or with `eyJ` if it is a
-JWT; what the command prints is taken as it is.
+JWT; what the command prints is taken as it is. The service in this process needs none.
 
 Where the service says so (`pjwt_auth_enabled`) the credential is exchanged for a JWT, which is
 renewed well before it expires, and once when the service refuses it all the same; a renewal that
@@ -21,12 +21,12 @@ import os
 import pathlib
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
 
-from tinsmith.client.settings import ClientSettings, Secret
+from tinsmith.client.settings import EMBEDDED, HOSTED_URL, ClientSettings, Secret
 from tinsmith.client.waits import say
 from tinsmith.errors import AuthenticationError, DecodeError, TinkerError
 from tinsmith.types.service import WhoamiResponse
@@ -48,6 +48,13 @@ class NoIdentityError(TinkerError, RuntimeError):
     """The credential is good, and does not say whose it is."""
 
 
+RUN_HERE = (
+    "or run the service in this process: pip install 'tinsmith[server]', then base_url='embedded'"
+)
+
+NO_KEY = Secret("")
+"""What the owner of an embedded service sends."""
+
 Exchange = Callable[[Secret], Awaitable[str]]
 """Trades a credential for a JWT."""
 
@@ -58,6 +65,8 @@ def static_key(settings: ClientSettings, file: pathlib.Path = CREDENTIALS_FILE) 
     Raises:
         TinkerError: There is one, and it is not of the form of a key.
     """
+    if settings.base_url == EMBEDDED and settings.api_key is None:
+        return NO_KEY
     if settings.api_key is not None:
         if settings.credential_command is not None and not _is_key(settings.api_key):
             return None
@@ -77,6 +86,17 @@ def stored_key(file: pathlib.Path = CREDENTIALS_FILE) -> Secret | None:
     except (OSError, RuntimeError, ValueError, LookupError, TypeError):
         return None  # RuntimeError: there is no home directory
     return _checked(key, f"see {file}")
+
+
+def has_credential(environment: Mapping[str, str]) -> bool:
+    """Whether a client would find a credential here that was not given as an argument."""
+    names = ("TINKER_API_KEY", "TINKER_CREDENTIAL_CMD")
+    if any(environment.get(name) for name in names):
+        return True
+    try:
+        return stored_key() is not None
+    except TinkerError:  # there is something, which is told when it is used
+        return True
 
 
 def _is_key(key: Secret) -> bool:
@@ -151,9 +171,11 @@ class Credentials:
         self._renewal: asyncio.Lock | None = None
         self._failed_at = float("-inf")
         if self._static is None and settings.credential_command is None:
+            # With the service's packages a client that is told nothing would have taken that.
+            without = f"; {RUN_HERE}" if settings.base_url == HOSTED_URL else ""
             raise AuthenticationError(
                 "no credential was found",
-                remedy="pass api_key, or set TINKER_API_KEY",
+                remedy=f"pass api_key, or set TINKER_API_KEY{without}",
             )
 
     def current(self) -> str:

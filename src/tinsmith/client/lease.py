@@ -43,7 +43,7 @@ class SessionLease:
     def __init__(self, session: Session) -> None:
         self.session = session
         finalizer = weakref.finalize(self, _close_dropped, session)
-        finalizer.atexit = False  # at exit `_finish_all` does it, while the loop still runs
+        finalizer.atexit = False  # at exit `finish_all` does it, while the loop still runs
         _open_sessions.add(session)
 
     def get_session_id(self) -> str:
@@ -85,7 +85,7 @@ def _keep_inherited() -> None:
 in_child(_keep_inherited)
 
 
-def _finish_all() -> None:
+def finish_all() -> None:
     """At the interpreter's exit, tell the service how it went; but do not keep the user waiting."""
     reason = _reason_of_exit()
     closing = [background().start(s.close(reason), "close") for s in list(_open_sessions)]
@@ -101,7 +101,7 @@ def _reason_of_exit() -> ClientSessionFinishReason:
 
 
 # Registered after the background loop's own, and so run before it.
-atexit.register(_finish_all)
+atexit.register(finish_all)
 
 
 def _close_dropped(session: Session) -> None:

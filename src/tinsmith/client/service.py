@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 
 from tinsmith.client.background import background
 from tinsmith.client.console import session_page
+from tinsmith.client.embedding import chosen_url
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.lease import SessionLease
 from tinsmith.client.losses.graph import (
@@ -83,7 +84,7 @@ class ServiceClient:
                 f"ServiceClient does not know {', '.join(unknown)}", FutureWarning, stacklevel=2
             )
         self._settings = settings_from(
-            base_url=base_url,
+            base_url=chosen_url(base_url, api_key),
             api_key=api_key,
             default_headers=default_headers_overrides,
             project_id=project_id,

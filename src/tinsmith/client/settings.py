@@ -18,6 +18,8 @@ from tinsmith.client.retry import DEFAULT_BUDGET, RetryBudget
 from tinsmith.errors import ValidationError
 
 HOSTED_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
+EMBEDDED = "embedded"
+"""The base URL of the service that runs in this process."""
 LimiterScope = Literal["key", "client"]
 
 
@@ -94,8 +96,11 @@ def settings_from(
 ) -> ClientSettings:
     """Settings from arguments, then from the environment, then by default.
 
+    The service in this process is the owner's own: it is sent no key but one that is an argument.
+
     Args:
-        base_url: Where the service is; else `TINKER_BASE_URL`, else the hosted service.
+        base_url: Where the service is, or `embedded`; else `TINKER_BASE_URL`, else the hosted
+            service.
         api_key: The credential; else `TINKER_API_KEY`.
         default_headers: Sent with every request.
         project_id: For new sessions; else `TINKER_PROJECT_ID`.
@@ -108,13 +113,14 @@ def settings_from(
     env = os.environ if environment is None else environment
     url = _checked_url(base_url or env.get("TINKER_BASE_URL") or HOSTED_URL)
     tags = tuple(tag for tag in env.get("TINKER_TAGS", "").split(",") if tag)
-    key = api_key or env.get("TINKER_API_KEY") or None
-    command = env.get("TINKER_CREDENTIAL_CMD") or None
+    elsewhere = {} if url == EMBEDDED else env
+    key = api_key or elsewhere.get("TINKER_API_KEY") or None
+    command = elsewhere.get("TINKER_CREDENTIAL_CMD") or None
     return ClientSettings(
         base_url=url,
         api_key=None if key is None else Secret(key),
         credential_command=None if command is None else Secret(command),
-        default_headers=Headers({**_access_headers(env), **(default_headers or {})}),
+        default_headers=Headers({**_access_headers(elsewhere), **(default_headers or {})}),
         project_id=project_id or env.get("TINKER_PROJECT_ID") or None,
         tags=tags,
         **{"proxy": _proxy_for(url), **rest},
@@ -122,6 +128,8 @@ def settings_from(
 
 
 def _checked_url(text: str) -> str:
+    if text == EMBEDDED:
+        return text
     url = text.rstrip("/")
     holds_credential = False
     try:
@@ -136,13 +144,15 @@ def _checked_url(text: str) -> str:
     if not is_good:
         raise ValidationError(
             f"base_url {text!r:.200} is not an http or https address",
-            remedy="give one like http://127.0.0.1:8000",
+            remedy="give one like http://127.0.0.1:8000, or embedded",
         )
     return url
 
 
 def _proxy_for(url: str) -> str | None:
     """The proxy that the environment names for an address, as other programs would use it."""
+    if url == EMBEDDED:
+        return None
     has_system_settings = sys.platform in ("darwin", "win32")
     if not has_system_settings and not any(name.lower().endswith("_proxy") for name in os.environ):
         return None

@@ -19,6 +19,7 @@ import os
 import sqlite3
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -272,6 +273,7 @@ class SqliteLedger(SqlLedger):
         lock.write(f"{os.getpid()}\n")
         lock.flush()
         self._lock = lock
+        _held_locks.add(lock)
 
     def _is_up_to_date(self) -> bool:
         """Whether there is a ledger that needs no change before it is used."""
@@ -367,6 +369,19 @@ def _try_lock(file: IO[str]) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+_held_locks: weakref.WeakSet[IO[str]] = weakref.WeakSet()
+
+
+def _leave_locks_to_parent() -> None:
+    """In a forked child: a lock that it inherited would outlive the process that has the ledger."""
+    for lock in list(_held_locks):
+        lock.close()
+    _held_locks.clear()
+
+
+os.register_at_fork(after_in_child=_leave_locks_to_parent)
 
 
 def _size(path: Path) -> int:

@@ -63,6 +63,8 @@ class Service:
         store: CheckpointStore,
         engine: Engine,
         spans: Spans,
+        *,
+        is_private: bool = False,
     ) -> None:
         self.ledger = ledger
         self.store = store
@@ -79,7 +81,7 @@ class Service:
                 base_models={
                     model.name: _held_to(settings.limits, model) for model in engine.base_models()
                 },
-                settings=_server_settings(settings),
+                settings=_server_settings(settings, is_private),
                 secret=_secret(settings.data),
             ),
             observer=self._measuring.tell_exchange,
@@ -89,16 +91,20 @@ class Service:
         self._is_closed = False
 
     @classmethod
-    async def open(cls, settings: ServiceSettings) -> Self:
+    async def open(cls, settings: ServiceSettings, *, is_private: bool = False) -> Self:
         """Open everything, and begin to recover and to work in the background.
 
         Requests are taken at once; whether commands are run already, `ledger.board.scheduler`
         says, and `/readyz` with it.
 
+        Args:
+            settings: All that can be set.
+            is_private: Whether only the owner of the data folder can reach it, who needs no key.
+
         Raises:
             TinkerError: A part cannot be opened; the message says which and why.
         """
-        _make_folder(settings.data)
+        make_folder(settings.data)
         async with contextlib.AsyncExitStack() as opened:
             ledger = await opened.enter_async_context(
                 await open_ledger(settings.database, retention=settings.retention)
@@ -110,7 +116,7 @@ class Service:
             engine = make_engine(settings.engine, settings.models)
             await opened.enter_async_context(engine)
             spans = open_spans(settings.otel_endpoint)
-            service = cls(settings, ledger, store, engine, spans)
+            service = cls(settings, ledger, store, engine, spans, is_private=is_private)
             opened.pop_all()
         service._begin()
         return service
@@ -201,7 +207,7 @@ def _held_to(limits: Limits, model: BaseModel) -> BaseModel:
     )
 
 
-def _server_settings(settings: ServiceSettings) -> ServerSettings:
+def _server_settings(settings: ServiceSettings, is_private: bool) -> ServerSettings:
     limits = settings.limits
     return ServerSettings(
         public_url=settings.public_url,
@@ -213,16 +219,23 @@ def _server_settings(settings: ServiceSettings) -> ServerSettings:
         most_models=limits.models,
         long_poll_s=settings.long_poll_s,
         session_timeout_s=settings.session_timeout_s,
+        offers_tokens=not is_private,  # there may be no key to give one for
+        trusts_keyless=is_private,
     )
 
 
-def _make_folder(data: Path) -> None:
+def make_folder(data: Path) -> None:
+    """Make the data folder, which nobody else may look into.
+
+    Raises:
+        ValidationError: It cannot be made.
+    """
     try:
         data.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as exc:
         raise ValidationError(
             f"{data} cannot be the data folder: {exc.strerror or exc}",
-            remedy="name a folder that can be written to with --data",
+            remedy="name a folder that can be written to, with --data or TINSMITH_HOME",
         ) from exc
 
 

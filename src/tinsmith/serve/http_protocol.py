@@ -20,7 +20,25 @@ stand beside the sizes of chunks."""
 HEAD_S = 30.0
 """How long a head may take, from the opening of the connection or from its first byte."""
 
+KEEP_ALIVE_S = 90.0
+"""Longer than our clients and the official ones keep an idle connection, so that they close it."""
+
 _DETAIL = b'{"detail":"the request\'s headers are larger than 131072 bytes"}'
+
+
+def http_options() -> dict[str, Any]:
+    """What uvicorn is told wherever it serves us."""
+    return {
+        "http": BoundedHttp,
+        "ws": "none",
+        "lifespan": "off",
+        "loop": "none",
+        "access_log": False,
+        "log_config": None,
+        "server_header": False,
+        "proxy_headers": False,  # whoever connects could claim anything
+        "timeout_keep_alive": int(KEEP_ALIVE_S),
+    }
 
 
 class BoundedHttp(HttpToolsProtocol):

@@ -21,7 +21,7 @@ import uvicorn
 from tinsmith.errors import ValidationError
 from tinsmith.observe.log_fields import configure_logging
 from tinsmith.serve.assemble import Service
-from tinsmith.serve.http_protocol import BoundedHttp
+from tinsmith.serve.http_protocol import http_options
 from tinsmith.serve.loading import check_certificate
 from tinsmith.serve.operator_pages import OperatorPages
 from tinsmith.serve.settings import ServiceSettings, masked
@@ -30,8 +30,6 @@ from tinsmith.server.keys import KeyRing
 _log = logging.getLogger(__name__)
 
 BACKLOG = 2048
-KEEP_ALIVE_S = 90.0
-"""Longer than our clients and the official ones keep an idle connection, so that they close it."""
 ANSWER_S = 5.0
 """How long a stop waits for the answers that are being written."""
 
@@ -44,13 +42,14 @@ def serve(settings: ServiceSettings) -> int:
     """
     restore = configure_logging(level=settings.log.level, format_=settings.log.format)
     try:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
             return runner.run(_serve(settings))
     finally:
         restore()
 
 
-def _loop_factory() -> Any:
+def loop_factory() -> Any:
+    """What makes the service's event loop; None for asyncio's own."""
     try:
         import uvloop
     except ModuleNotFoundError:  # it has no wheel for every system
@@ -135,15 +134,7 @@ def _config(settings: ServiceSettings, service: Service) -> uvicorn.Config:
     check_certificate(settings.tls)
     return uvicorn.Config(
         OperatorPages(service, has_metrics=settings.metrics),
-        http=BoundedHttp,
-        ws="none",
-        lifespan="off",
-        loop="none",
-        access_log=False,
-        log_config=None,
-        server_header=False,
-        proxy_headers=False,  # whoever connects could claim anything
-        timeout_keep_alive=int(KEEP_ALIVE_S),
+        **http_options(),
         timeout_graceful_shutdown=int(ANSWER_S),
         ssl_certfile=settings.tls.cert,
         ssl_keyfile=settings.tls.key,

@@ -25,8 +25,9 @@ _HEADER = {"alg": "HS256", "typ": "JWT"}
 class Credentials:
     """Checks credentials and gives out tokens. For one event loop."""
 
-    def __init__(self, ledger: Ledger, secret: bytes) -> None:
+    def __init__(self, ledger: Ledger, secret: bytes, *, trusts_keyless: bool = False) -> None:
         self._ledger = ledger
+        self._trusts_keyless = trusts_keyless
         self._secret = secret
         self._keys = KeyRing(ledger)
 
@@ -36,6 +37,8 @@ class Credentials:
         Raises:
             AuthenticationError: It is missing, unknown, revoked or expired.
         """
+        if self._trusts_keyless and not credential:
+            return await self._keys.owner()
         if credential is not None and credential.startswith("eyJ"):
             if await self._keys.has_keys():
                 return await self._keys.holder_by_digest(self._key_of_token(credential))

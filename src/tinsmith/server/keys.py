@@ -19,7 +19,7 @@ import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 
@@ -75,7 +75,7 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
 
     tenant: Tenant
     key: ApiKey | None = None
-    """None while the service has no keys."""
+    """None while the service has no keys, and for an owner who needs none."""
 
 
 class KeyRing:
@@ -131,14 +131,23 @@ class KeyRing:
             raise AuthenticationError("the API key is not valid")
         return await self.holder_by_digest(digest_of(credential))
 
+    async def owner(self) -> Holder:
+        """The default tenant, whether or not there are keys."""
+        return await self._remembering("", self._look_up_owner)
+
     async def holder_by_digest(self, digest: str) -> Holder:
         """As `holder`, for whoever has only the digest, such as a token made for a key."""
+        return await self._remembering(digest, lambda: self._look_up(digest))
+
+    async def _remembering(
+        self, digest: str, look_up: Callable[[], Awaitable[Holder | None]]
+    ) -> Holder:
         now = self._clock()
         remembered = self._remembered.get(digest)
         if remembered is not None and now < remembered[0]:
             self._remembered.move_to_end(digest)
             return remembered[1]
-        holder = await self._look_up(digest)
+        holder = await look_up()
         if holder is None:
             self._remembered.pop(digest, None)
             raise AuthenticationError("the API key is not valid")
@@ -152,6 +161,9 @@ class KeyRing:
         """Look everything up anew; to be called where this process changed a key or a tenant."""
         self._remembered.clear()
         self._open_until = None
+
+    async def _look_up_owner(self) -> Holder:
+        return Holder(tenant=await default_tenant(self._ledger))
 
     async def _look_up(self, digest: str) -> Holder | None:
         key = await self._ledger.entries(ApiKey).get(digest)

@@ -25,7 +25,9 @@ class Service:
             parts = dataclasses.replace(parts, secret=secrets.token_bytes(32))
         self.parts = parts
         self.lookups = Lookups(parts.ledger)
-        self.credentials = Credentials(parts.ledger, parts.secret)
+        self.credentials = Credentials(
+            parts.ledger, parts.secret, trusts_keyless=parts.settings.trusts_keyless
+        )
         self.quotas = Quotas(parts.ledger, parts.settings)
         self.admission = Admission(parts.ledger, parts.settings, self.quotas)
         self.sessions = Sessions(parts.ledger, self.lookups, parts.settings.session_timeout_s)

@@ -66,3 +66,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The largest adapter that can be imported, which is held in memory for a moment; 0: none."""
     offers_tokens: bool = True
     """Whether clients exchange their key for a short-lived token."""
+
+    trusts_keyless: bool = False
+    """Whether whoever sends no key is the default tenant although there are keys: for a service
+    that only the owner of its data can reach."""

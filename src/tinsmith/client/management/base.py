@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from tinsmith.client.background import background
+from tinsmith.client.embedding import chosen_url
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.lease import SessionLease
 from tinsmith.client.retry import DEFAULT_BUDGET, RetryBudget
@@ -37,7 +38,8 @@ class ManagementClient:
         if _holder is not None and (base_url is not None or api_key is not None):
             raise ValidationError("a client of a service has that service's address and key")
         if _holder is None:
-            settings = settings_from(base_url=base_url, api_key=api_key, retry=retry)
+            url = chosen_url(base_url, api_key)
+            settings = settings_from(base_url=url, api_key=api_key, retry=retry)
             _holder = shared_leases.lease(settings)
         self._lease = _holder
 

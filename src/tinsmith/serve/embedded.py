@@ -1,0 +1,244 @@
+"""The embedded service: all of it in the caller's process, on a thread of its own.
+
+`place` says where it is and starts it if nobody runs it; `client/embedding.py` finds this module by
+its name, and describes what it promises. One process of a data folder has the lock and runs the
+service; others reach it at the socket that it listens on, and one of them takes over when it ends.
+
+Its settings are those of `tinsmith serve`, from the same variables and the same file. It needs no
+key: whoever can open the data folder's socket may read its files as well.
+
+At the interpreter's exit what runs is ended, every model saved and everything closed. A process
+that is killed loses nothing that was accepted; the next one takes longer to start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import msgspec
+
+from tinsmith.client.embedding import HerePlace, Place, SocketPlace
+from tinsmith.client.lease import finish_all
+from tinsmith.errors import ClosedError, LedgerUnavailableError
+from tinsmith.model_files.sources import DEFAULT_MODEL
+from tinsmith.serve.assemble import Service, make_folder
+from tinsmith.serve.folder_lock import FolderLock, owner_of
+from tinsmith.serve.lifecycle import loop_factory
+from tinsmith.serve.loading import load_settings
+from tinsmith.serve.private_socket import PrivateSocket, listening
+from tinsmith.serve.settings import ServiceSettings
+
+_log = logging.getLogger(__name__)
+
+LOOK_AGAIN_S = 0.1
+"""Between two looks whether another process has started its service."""
+CLOSING_S = 15.0
+"""How long closing may take beyond the time in which what runs may end."""
+
+
+def place(
+    *, lost: Place | None = None, is_asked_for: bool = True
+) -> concurrent.futures.Future[Place]:
+    """As `client.embedding.Provider.place`.
+
+    Raises:
+        ClosedError: The interpreter is about to end.
+    """
+    return _host.place(lost, is_asked_for)
+
+
+def close() -> None:
+    """End the service of this process, if it runs one, with everything saved; blocks.
+
+    Not needed before the interpreter's exit, which does it. Calls of clients that are still open
+    fail; their next call starts it again.
+    """
+    _host.close()
+
+
+def at_exit() -> None:
+    """As `client.embedding.Provider.at_exit`."""
+    _host.exit()
+
+
+class _Host:
+    """The embedded service of this process: not begun, starting, or found."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stay: _Stay | None = None
+        self._of_parents: list[_Stay] = []
+        self._is_exiting = False
+
+    def place(self, lost: Place | None, is_asked_for: bool) -> concurrent.futures.Future[Place]:
+        with self._lock:
+            if self._stay is None or self._stay.is_over(lost):
+                if self._is_exiting:
+                    raise ClosedError("the interpreter is about to end, and the service with it")
+                self._stay = _Stay(is_asked_for)
+                self._stay.begin()
+            return self._stay.found
+
+    def close(self) -> None:
+        with self._lock:
+            stay, self._stay = self._stay, None
+        if stay is not None:
+            stay.end()
+
+    def exit(self) -> None:
+        finish_all()
+        self._is_exiting = True
+        self.close()
+
+    def forget(self) -> None:
+        """Begin anew in a forked child, which has none of its parent's threads."""
+        self._lock = threading.Lock()
+        if self._stay is not None:
+            self._stay.leave_to_parent()
+            self._of_parents.append(self._stay)  # kept: freeing an event loop closes what it has
+        self._stay = None
+
+
+class _Stay:
+    """One start of the service, or one finding of it elsewhere, until its end."""
+
+    def __init__(self, is_asked_for: bool) -> None:
+        self.found: concurrent.futures.Future[Place] = concurrent.futures.Future()
+        self._is_asked_for = is_asked_for
+        self._thread = threading.Thread(target=self._run, name="tinsmith-service", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._held: FolderLock | None = None
+        self._socket: PrivateSocket | None = None
+        self._drain_s = 0.0
+
+    def begin(self) -> None:
+        self._thread.start()
+
+    def is_over(self, lost: Place | None) -> bool:
+        """Whether it failed or has ended; `lost` is where it did not answer."""
+        if not self.found.done():
+            return False
+        if self.found.cancelled() or self.found.exception() is not None:
+            return True
+        where = self.found.result()
+        return where == lost if isinstance(where, SocketPlace) else not self._thread.is_alive()
+
+    def end(self) -> None:
+        if self._loop is None or self._task is None:
+            return  # it has nothing to save yet
+        with contextlib.suppress(RuntimeError):  # the loop is closed: it has ended by itself
+            self._loop.call_soon_threadsafe(self._task.cancel)
+        self._thread.join(self._drain_s + CLOSING_S)
+        if self._thread.is_alive():
+            _log.warning("the service did not end in time; the next start makes good for it")
+
+    def leave_to_parent(self) -> None:
+        if self._held is not None:
+            self._held.let_go()
+        if self._socket is not None:
+            self._socket.forget()
+
+    # On its thread
+
+    def _run(self) -> None:
+        try:
+            settings = _settings()
+            self._drain_s = settings.drain_s
+            claimed = _claim(settings)
+            if isinstance(claimed, SocketPlace):
+                self._tell("process %d runs the service of %s", claimed.pid, settings.data)
+                self.found.set_result(claimed)
+                return
+            with claimed as self._held, asyncio.Runner(loop_factory=loop_factory()) as runner:
+                runner.run(self._serve(settings, claimed))
+        except BaseException as exc:  # noqa: BLE001 - told to those who wait for it
+            if self.found.done():
+                _log.exception("the service in this process has ended")
+            else:
+                self.found.set_exception(exc)
+
+    async def _serve(self, settings: ServiceSettings, held: FolderLock) -> None:
+        """Run the service until the task is cancelled."""
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        try:
+            with _named_owner():
+                opening = await Service.open(settings, is_private=True)
+            async with opening as service, listening(service.app, settings.data) as self._socket:
+                held.tell(self._socket.path)
+                self._tell(
+                    "the service runs in this process: engine %s, %s, data in %s",
+                    settings.engine,
+                    ", ".join(model.name for model in settings.served_models),
+                    settings.data,
+                )
+                self.found.set_result(HerePlace(service.app, self._loop))
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    service.end_waits()
+        except asyncio.CancelledError:
+            if not self.found.done():
+                self.found.set_exception(ClosedError("the service was closed while it started"))
+
+    def _tell(self, message: str, *arguments: object) -> None:
+        """One line: louder where nobody asked for it, so that it is seen without any set-up."""
+        _log.log(logging.INFO if self._is_asked_for else logging.WARNING, message, *arguments)
+
+
+def _settings() -> ServiceSettings:
+    settings = load_settings().settings
+    if not settings.models:
+        settings = msgspec.structs.replace(settings, models=(DEFAULT_MODEL,))
+    return settings
+
+
+def _claim(settings: ServiceSettings) -> FolderLock | SocketPlace:
+    """The data folder for us, or the process that has it once its service has started."""
+    make_folder(settings.data)
+    told_at = time.monotonic()
+    while True:
+        held = FolderLock.try_take(settings.data)
+        if held is not None:
+            return held
+        owner = owner_of(settings.data)
+        if owner is not None and owner.unix_socket and _answers(owner.unix_socket):
+            return SocketPlace(owner.unix_socket, owner.pid)
+        if time.monotonic() - told_at > 10.0:
+            told_at = time.monotonic()
+            _log.info("waiting for process %s to start the service of %s", owner, settings.data)
+        time.sleep(LOOK_AGAIN_S)
+
+
+def _answers(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            return False
+    return True
+
+
+@contextlib.contextmanager
+def _named_owner() -> Iterator[None]:
+    """Say what to do where something else has the ledger: most likely `tinsmith serve`."""
+    try:
+        yield
+    except LedgerUnavailableError as exc:
+        exc.remedy = (
+            "if that is `tinsmith serve`, set TINKER_BASE_URL to its address; "
+            "or set TINSMITH_HOME to another folder"
+        )
+        raise
+
+
+_host = _Host()
+os.register_at_fork(after_in_child=_host.forget)

@@ -1,0 +1,105 @@
+"""An ASGI application at a Unix socket that only its owner can connect to.
+
+Uvicorn's protocol without its server: that one logs its own start and end, and ends on signals,
+which are the program's that the service is embedded in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from uvicorn.server import ServerState
+
+from tinsmith.serve.http_protocol import http_options
+
+NAME = "embedded.sock"
+LONGEST_PATH = 100
+"""In bytes. A Unix socket's address has room for little more."""
+BACKLOG = 512
+ANSWER_S = 5.0
+"""How long a stop waits for the answers that are being written."""
+
+
+class PrivateSocket:
+    """Made by `listening`.
+
+    Attributes:
+        path: Where it is.
+    """
+
+    def __init__(self, listener: socket.socket, path: str, state: ServerState) -> None:
+        self.path = path
+        self._listener = listener
+        self._state = state
+
+    def forget(self) -> None:
+        """In a forked child: close what is the parent's, so that it ends with the parent.
+
+        By number: the objects are in use by an event loop that nobody runs here.
+        """
+        numbers = [self._listener.fileno()]
+        for connection in self._state.connections:
+            its_socket = connection.transport.get_extra_info("socket")
+            numbers.append(-1 if its_socket is None else its_socket.fileno())
+        for number in numbers:
+            with contextlib.suppress(OSError):
+                os.close(number)
+
+    async def end(self) -> None:
+        """Let the answers that are being written end, and close every connection."""
+        for connection in list(self._state.connections):
+            connection.shutdown()
+        tasks = list(self._state.tasks)
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=ANSWER_S)
+            for task in late:
+                task.cancel()
+        for connection in list(self._state.connections):
+            connection.transport.close()
+
+
+@contextlib.asynccontextmanager
+async def listening(application: Any, folder: Path) -> AsyncIterator[PrivateSocket]:
+    """Answer requests at a socket in the folder, while the block lasts."""
+    config = uvicorn.Config(application, **http_options())
+    config.load()
+    state = ServerState()
+
+    def connection() -> Any:
+        return config.http_protocol_class(  # type: ignore[call-arg]
+            config=config, server_state=state, app_state={}
+        )
+
+    with contextlib.ExitStack() as left_behind:
+        listener, path = _bound(folder, left_behind)
+        server = await asyncio.get_running_loop().create_server(connection, sock=listener)
+        private = PrivateSocket(listener, path, state)
+        try:
+            yield private
+        finally:
+            server.close()
+            await private.end()
+
+
+def _bound(folder: Path, left_behind: contextlib.ExitStack) -> tuple[socket.socket, str]:
+    path = folder / NAME
+    if len(os.fsencode(path)) > LONGEST_PATH:
+        path = Path(tempfile.mkdtemp(prefix="tinsmith-")) / NAME
+        left_behind.callback(shutil.rmtree, path.parent, ignore_errors=True)
+    path.unlink(missing_ok=True)  # of a process that was killed; we have its lock
+    left_behind.callback(path.unlink, missing_ok=True)
+    listener = left_behind.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+    listener.setblocking(False)
+    listener.bind(str(path))
+    path.chmod(0o600)  # before it listens: nobody else can have connected
+    listener.listen(BACKLOG)
+    return listener, str(path)

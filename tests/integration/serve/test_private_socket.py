@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tinsmith.serve.private_socket import NAME, listening
+
+
+async def say_hello(_scope: Any, _receive: Any, send: Any) -> None:
+    headers = [(b"content-length", b"5")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": b"hello"})
+
+
+async def answer_at(path: str) -> bytes:
+    reader, writer = await asyncio.open_unix_connection(path)
+    writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
+@pytest.mark.parametrize("name", ["short", "long" * 30])
+def test_it_answers_its_owner_alone_also_from_a_folder_whose_path_is_long(
+    tmp_path: Path, name: str
+) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+
+    async def ask() -> Path:
+        async with listening(say_hello, folder) as private:
+            path = Path(private.path)
+            assert mode_of(path) == 0o600
+            assert path.parent == folder or mode_of(path.parent) == 0o700
+            assert (await answer_at(private.path)).endswith(b"hello")
+        return path
+
+    path = asyncio.run(ask())
+
+    assert not path.exists()
+    assert path.parent == folder or not path.parent.exists()
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_socket_that_a_killed_process_left_is_replaced(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(tmp_path / NAME))
+
+    async def ask() -> None:
+        async with listening(say_hello, tmp_path) as private:
+            assert (await answer_at(private.path)).endswith(b"hello")
+
+    asyncio.run(ask())
+
+
+def test_an_answer_that_is_being_written_is_whole_when_it_ends(tmp_path: Path) -> None:
+    begun, may_end = asyncio.Event(), asyncio.Event()
+
+    async def say_slowly(_scope: Any, _receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"hel", "more_body": True})
+        begun.set()
+        await may_end.wait()
+        await send({"type": "http.response.body", "body": b"lo"})
+
+    async def ask() -> None:
+        async with listening(say_slowly, tmp_path) as private:
+            asking = asyncio.create_task(answer_at(private.path))
+            await begun.wait()
+            asyncio.get_running_loop().call_soon(may_end.set)
+        assert b"lo" in await asking
+
+    asyncio.run(ask())
