@@ -1,0 +1,254 @@
+"""An adapter of the embedded engine: its weights, gradients and moments, and their files.
+
+Weights, gathered gradients and moments are flat vectors of float32 in the order of `LoraLayout`. In
+files each factor is a tensor of its own, under the name of its layer, so that they outlive a change
+of that order; what is read back is bit for bit what was written.
+
+Files are those of all checkpoints (`checkpoints/format.py`). Adapters of other programs are scaled
+to our alpha when they are read.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinsmith.checkpoints import format as files
+from tinsmith.engines.base import AdapterSpec, Saved
+from tinsmith.errors import CheckpointFormatError, ValidationError
+from tinsmith.model.architecture import Architecture
+from tinsmith.model.lora import ALPHA, LoraLayout
+from tinsmith.types.record import to_plain
+from tinsmith.types.training import LoraConfig
+
+NAME = "embedded"
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+
+
+class Adapter:
+    """The state of one adapter. Weights and gradients are replaced and never changed in place."""
+
+    def __init__(self, spec: AdapterSpec, layout: LoraLayout, weights: Tensor) -> None:
+        self.spec = spec
+        self.layout = layout
+        self.weights = weights
+        self.gradients: Tensor | None = None
+        """What was gathered since the last step; None for nothing."""
+        self.moments: dict[str, Tensor] = {}
+        """Of the optimizer, by name; empty before the first step, changed in place by each."""
+        self.steps = 0
+
+    @property
+    def bytes(self) -> int:
+        """How much memory its vectors take."""
+        vectors = [self.weights, self.gradients, *self.moments.values()]
+        return sum(one.nbytes for one in vectors if one is not None)
+
+    def matrices(self, flat: Tensor) -> Iterable[Tensor]:
+        """The factors that a vector of its layout is made of, as views."""
+        return _views(self.layout, flat).values()
+
+    def as_it_is(self) -> Adapter:
+        """A copy that later works do not change."""
+        same = copy.copy(self)
+        same.moments = {name: moment.clone() for name, moment in self.moments.items()}
+        return same
+
+    def gather(self, gradients: Tensor) -> None:
+        """Add the gradients of a work that has ended well."""
+        self.gradients = gradients if self.gradients is None else self.gradients + gradients
+
+
+def layout_of(architecture: Architecture, lora: LoraConfig) -> LoraLayout:
+    """Which factors an adapter of this configuration has."""
+    return LoraLayout(
+        architecture,
+        lora.rank,
+        attention=lora.train_attn,
+        mlp=lora.train_mlp,
+        unembed=lora.train_unembed,
+    )
+
+
+def fresh_adapter(spec: AdapterSpec, architecture: Architecture, device: str) -> Adapter:
+    """An adapter that changes nothing yet; its seed determines it, or else its id."""
+    layout = layout_of(architecture, spec.lora)
+    seed = spec.adapter_id if spec.lora.seed is None else str(spec.lora.seed)
+    return Adapter(spec, layout, layout.fresh(seed).to(device))
+
+
+# Files
+
+
+def save_adapter(adapter: Adapter, folder: Path, parts: Saved) -> None:
+    """Write an adapter into an empty folder."""
+    spec, layout = adapter.spec, adapter.layout
+    layers = {
+        module: files.LoraPair(_array(a_RI), _array(b_OR))
+        for module, (a_RI, b_OR) in layout.factors(adapter.weights).items()
+    }
+    files.write_adapter(
+        folder,
+        files.Adapter(base_model=spec.base_model, rank=spec.lora.rank, alpha=ALPHA, layers=layers),
+    )
+    if not parts & (Saved.OPTIMIZER | Saved.GRADIENTS):
+        return
+    state = files.TrainingState(
+        engine=NAME,
+        base_model=spec.base_model,
+        lora=to_plain(spec.lora),
+        optimizer=to_plain(spec.optimizer),
+        steps=adapter.steps,
+    )
+    moments: dict[str, Array] = {}
+    for name, flat in adapter.moments.items():
+        moments |= _named(layout, flat, f"{name}.")
+    gradients = {} if adapter.gradients is None else _named(layout, adapter.gradients)
+    files.write_training(
+        folder,
+        state,
+        optimizer=moments if Saved.OPTIMIZER in parts else None,
+        gradients=gradients if Saved.GRADIENTS in parts else None,
+    )
+
+
+def load_adapter(
+    spec: AdapterSpec, architecture: Architecture, folder: Path, parts: Saved, device: str
+) -> Adapter:
+    """Read an adapter that is to be trained on.
+
+    Raises:
+        ValidationError: The files do not fit, or a part that is asked for is not there.
+    """
+    layout = layout_of(architecture, spec.lora)
+    with _fitting():
+        weights = _flat(layout, _scaled(files.read_adapter(folder)), is_whole=True)
+        adapter = Adapter(spec, layout, weights.to(device))
+        if Saved.OPTIMIZER in parts:
+            _load_moments(adapter, folder)
+        if Saved.GRADIENTS in parts:
+            gradients = files.read_arrays(folder, files.GRADIENTS)
+            if gradients is None:
+                raise ValidationError("the checkpoint has no gradients")
+            if gradients:
+                adapter.gradients = _flat(layout, gradients, is_whole=True).to(device)
+        return adapter
+
+
+def load_weights(architecture: Architecture, folder: Path) -> tuple[LoraLayout, Tensor]:
+    """Read weights that are to be sampled from: a layout that holds them, and the flat vector.
+
+    Layers that the files do not have are left as they are in the base model.
+
+    Raises:
+        ValidationError: The files do not fit.
+    """
+    with _fitting():
+        found = files.read_adapter(folder)
+        layout = layout_of(architecture, found.lora_config())
+        return layout, _flat(layout, _scaled(found), is_whole=False)
+
+
+def base_model_of(folder: Path) -> str:
+    """The name of the base model that the files belong to; empty if they do not tell."""
+    with _fitting():
+        config = files.read_json(folder / files.ADAPTER_CONFIG, files.PeftConfig)
+    return config.base_model_name_or_path or ""
+
+
+def _scaled(found: files.Adapter) -> dict[str, Array]:
+    """The factors of each layer, such that their product counts ALPHA / rank times."""
+    scale = np.float32(found.alpha / ALPHA)
+    factors: dict[str, Array] = {}
+    for module, pair in found.layers.items():
+        factors[f"{module}.A"] = pair.a.astype(np.float32)
+        factors[f"{module}.B"] = pair.b.astype(np.float32) * scale
+    return factors
+
+
+def _load_moments(adapter: Adapter, folder: Path) -> None:
+    state, moments = files.read_state(folder), files.read_arrays(folder, files.OPTIMIZER)
+    if state is None or moments is None or state.engine != NAME:
+        raise ValidationError(
+            "the checkpoint has no optimizer state that this engine can read",
+            remedy="load it with optimizer=False",
+        )
+    if state.optimizer.get("type") != adapter.spec.optimizer.type:
+        raise ValidationError(
+            f"the checkpoint was trained with {state.optimizer.get('type')!r}, the model is made "
+            f"for {adapter.spec.optimizer.type!r}",
+            remedy="load it with optimizer=False",
+        )
+    by_moment: dict[str, dict[str, Array]] = {}
+    for name, array in moments.items():
+        moment, _, factor = name.partition(".")
+        by_moment.setdefault(moment, {})[factor] = array
+    for moment, factors in by_moment.items():
+        adapter.moments[moment] = _flat(adapter.layout, factors, is_whole=True).to(
+            adapter.weights.device
+        )
+    adapter.steps = state.steps
+
+
+# Vectors and factors
+
+
+def _views(layout: LoraLayout, flat: Tensor) -> dict[str, Tensor]:
+    """The factors in a vector by name: that of the layer, and A or B."""
+    found: dict[str, Tensor] = {}
+    for module, (a_RI, b_OR) in layout.factors(flat).items():
+        found[f"{module}.A"], found[f"{module}.B"] = a_RI, b_OR
+    return found
+
+
+def _named(layout: LoraLayout, flat: Tensor, prefix: str = "") -> dict[str, Array]:
+    return {f"{prefix}{name}": _array(view) for name, view in _views(layout, flat).items()}
+
+
+def _array(tensor: Tensor) -> Array:
+    return tensor.cpu().numpy()
+
+
+def _flat(layout: LoraLayout, factors: Mapping[str, Array], *, is_whole: bool) -> Tensor:
+    """Factors as one vector. Those that are not there are 0, unless all have to be."""
+    flat = torch.zeros(layout.size)
+    views = _views(layout, flat)
+    for name, array in factors.items():
+        layer = name.rpartition(".")[0]
+        view = views.pop(name, None)
+        if view is None:
+            raise ValidationError(
+                f"the checkpoint trains the layer {layer}, which the model does not have or train",
+                remedy="make the model with the layers of the checkpoint",
+            )
+        if tuple(view.shape) != array.shape:
+            raise ValidationError(
+                f"layer {layer}: the checkpoint has a factor of shape {list(array.shape)}, the "
+                f"model one of {list(view.shape)}",
+                remedy="make the model with the rank of the checkpoint, on the same base model",
+            )
+        view.copy_(torch.from_numpy(np.ascontiguousarray(array)))
+    if is_whole and views:
+        raise ValidationError(
+            f"the checkpoint does not train the layer {next(iter(views)).rpartition('.')[0]}, "
+            "which the model does",
+            remedy="make the model with the layers of the checkpoint",
+        )
+    return flat
+
+
+@contextmanager
+def _fitting() -> Iterator[None]:
+    """What is wrong with the files is the matter of who asked for them."""
+    try:
+        yield
+    except CheckpointFormatError as exc:
+        raise ValidationError(str(exc)) from exc

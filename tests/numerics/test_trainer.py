@@ -1,0 +1,361 @@
+"""Training passes against the slow, obvious way: `peft`, one by one, each alone."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.numerics.small_models import VOCABULARY, make_model
+from tinsmith.engines.base import AdapterId, AdapterSpec, PassWork, StepWork, TrainingWork
+from tinsmith.engines.embedded import pieces
+from tinsmith.engines.embedded.adapters import Adapter, fresh_adapter
+from tinsmith.engines.embedded.passes import run_pack
+from tinsmith.engines.embedded.trainer import Trainer
+from tinsmith.errors import NotFoundError, ValidationError
+from tinsmith.model.load_weights import load_transformer
+from tinsmith.model.transformer import Transformer
+from tinsmith.types import (
+    AdamOptimizerConfig,
+    AdamParams,
+    Datum,
+    ForwardBackwardOutput,
+    LoraConfig,
+    ModelInput,
+)
+
+A, B = AdapterId("a"), AdapterId("b")
+LARGE, SMALL = 1 << 30, 1 << 20
+"""Bytes for a pass: all that a test has in one piece, and a few dozen rows."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_model(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Transformer:
+    return load_transformer(folder, dtype=torch.float32)
+
+
+def _adapter(
+    model: Transformer, adapter: AdapterId = A, *, rank: int = 4, seed: int = 1, **lora: Any
+) -> Adapter:
+    """One that has been trained for a while: no factor of it is zero."""
+    spec = AdapterSpec(
+        adapter_id=adapter,
+        base_model="base",
+        lora=LoraConfig(rank=rank, seed=seed, **lora),
+        optimizer=AdamOptimizerConfig(),
+    )
+    made = fresh_adapter(spec, model.architecture, "cpu")
+    chance = torch.Generator().manual_seed(seed)
+    made.weights = made.weights + 0.02 * torch.randn(made.layout.size, generator=chance)
+    return made
+
+
+def _datum(tokens: Any, seed: int = 0, **inputs: Any) -> Datum:
+    tokens = np.array(tokens, np.int64)
+    chance = np.random.default_rng(seed)
+    given = {
+        "target_tokens": np.append(tokens[1:], 5),
+        "weights": chance.normal(size=len(tokens)).astype(np.float32),
+        "logprobs": chance.normal(-6, 0.1, size=len(tokens)).astype(np.float32),
+        "advantages": chance.normal(size=len(tokens)).astype(np.float32),
+    }
+    return Datum(ModelInput.from_ints(tokens), {**given, **inputs})
+
+
+def _data(*lengths: int, seed: int = 0) -> list[Datum]:
+    chance = np.random.default_rng(seed)
+    return [_datum(chance.integers(0, VOCABULARY, n), seed + at) for at, n in enumerate(lengths)]
+
+
+def _pass(
+    data: list[Datum], adapter: AdapterId = A, loss: str = "cross_entropy", work_id: str = "w"
+) -> PassWork:
+    needs = {"weights"} if loss == "cross_entropy" else {"logprobs", "advantages"}
+    kept = tuple(
+        Datum(
+            one.model_input,
+            {k: v for k, v in one.loss_fn_inputs.items() if k in {"target_tokens", *needs}},
+        )
+        for one in data
+    )
+    return PassWork(work_id=work_id, adapter_id=adapter, data=kept, loss_fn=loss)
+
+
+def _train(
+    model: Transformer, works: list[TrainingWork], *adapters: Adapter, pass_bytes: int = LARGE
+) -> list[Any]:
+    trainer = Trainer({"base": model}, pass_bytes=pass_bytes)
+    outcomes = trainer.train(works, {one.spec.adapter_id: one for one in adapters})
+    assert [one.error for one in outcomes] == [None] * len(works)
+    return [one.result for one in outcomes]
+
+
+def _gradients(adapter: Adapter) -> torch.Tensor:
+    assert adapter.gradients is not None
+    return adapter.gradients
+
+
+def _logprobs(result: ForwardBackwardOutput) -> list[np.ndarray[Any, Any]]:
+    return [one["logprobs"].to_numpy() for one in result.loss_fn_outputs]
+
+
+def _is_close(found: torch.Tensor, expected: torch.Tensor, bound: float = 1e-5) -> bool:
+    return float((found - expected).abs().max() / expected.abs().max()) < bound
+
+
+@pytest.mark.parametrize("parts", ["all", "attn", "mlp", "unembed"])
+def test_a_pass_agrees_with_peft(folder: Path, model: Transformer, parts: str) -> None:
+    """Log-probabilities and gradients, on the same weights."""
+    import peft
+    import transformers
+
+    flags: dict[str, Any] = {
+        f"train_{name}": parts in ("all", name) for name in ("attn", "mlp", "unembed")
+    }
+    adapter = _adapter(model, **flags)
+    data = _data(13, 1, 30)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    factors = adapter.layout.factors(adapter.weights)
+    config = peft.LoraConfig(r=4, lora_alpha=32, target_modules=list(factors))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # it warns of an adapter on a tied layer
+        theirs = peft.get_peft_model(plain, config)
+    named = dict(theirs.named_modules())
+    layers = {name: named[f"base_model.model.{name}"] for name in factors}
+    with torch.no_grad():
+        for name, (a_RI, b_OR) in factors.items():
+            layers[name].lora_A["default"].weight.copy_(a_RI)
+            layers[name].lora_B["default"].weight.copy_(b_OR)
+    expected = []
+    for datum in data:
+        tokens = torch.tensor([datum.model_input.to_ints()])
+        targets = datum.loss_fn_inputs["target_tokens"].to_torch()
+        lp = theirs(tokens).logits[0].log_softmax(-1).gather(1, targets[:, None])[:, 0]
+        (-lp * datum.loss_fn_inputs["weights"].to_torch()).sum().backward()
+        expected.append(lp.detach().numpy())
+
+    [result] = _train(model, [_pass(data)], adapter)
+
+    for found, wanted in zip(_logprobs(result), expected, strict=True):
+        assert found == pytest.approx(wanted, abs=1e-5)
+    for name, (a_RI, b_OR) in adapter.layout.factors(_gradients(adapter)).items():
+        assert _is_close(a_RI, layers[name].lora_A["default"].weight.grad), name
+        assert _is_close(b_OR, layers[name].lora_B["default"].weight.grad), name
+
+
+LOSSES = ["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce"]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_data_together_give_what_they_give_one_by_one(model: Transformer, loss: str) -> None:
+    """In one pack, in many small ones, and datum by datum."""
+    data = _data(3, 40, 1, 17, 90, 2, 33)
+    whole, parted, single = (_adapter(model) for _ in range(3))
+
+    [result] = _train(model, [_pass(data, loss=loss)], whole)
+    [cut] = _train(model, [_pass(data, loss=loss)], parted, pass_bytes=SMALL)
+    alone = [_train(model, [_pass([one], loss=loss)], single)[0] for one in data]
+
+    for other in (cut, ForwardBackwardOutput("", [one.loss_fn_outputs[0] for one in alone], {})):
+        for found, wanted in zip(_logprobs(result), _logprobs(other), strict=True):
+            assert found == pytest.approx(wanted, abs=1e-5)
+    losses = [one.metrics["loss:sum"] for one in alone]
+    assert result.metrics["loss:sum"] == pytest.approx(sum(losses), rel=1e-5)
+    assert cut.metrics == pytest.approx(result.metrics, rel=1e-4)
+    assert _is_close(_gradients(parted), _gradients(whole))
+    assert _is_close(_gradients(single), _gradients(whole))
+
+
+def _group(shared: int, tails: list[int], seed: int = 3) -> list[Datum]:
+    chance = np.random.default_rng(seed)
+    prompt = chance.integers(0, VOCABULARY, shared)
+    return [
+        _datum([*prompt, *chance.integers(0, VOCABULARY, tail)], seed + at)
+        for at, tail in enumerate(tails)
+    ]
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "ppo", "gspo"])
+def test_a_shared_prompt_gives_the_gradients_of_one_that_is_not(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch, loss: str
+) -> None:
+    """Computed once for all, or once for each."""
+    data = [*_group(50, [7, 3, 1, 20, 7]), *_data(9, 80), *_group(64, [5, 0, 5, 12], seed=9)]
+    shared, apart = _adapter(model), _adapter(model)
+    rows: list[int] = []
+    _count_rows(monkeypatch, rows)
+
+    [first] = _train(model, [_pass(data, loss=loss)], shared)
+    monkeypatch.setattr(pieces, "LEAST_SHARED", 1 << 20)
+    [second] = _train(model, [_pass(data, loss=loss)], apart)
+
+    assert rows == [50 + 38 + 89 + 64 + 22, 5 * 50 + 38 + 89 + 4 * 64 + 22]
+    for found, wanted in zip(_logprobs(first), _logprobs(second), strict=True):
+        assert found == pytest.approx(wanted, abs=1e-5)
+    assert first.metrics["loss:sum"] == pytest.approx(second.metrics["loss:sum"], abs=1e-4)
+    assert _is_close(_gradients(shared), _gradients(apart))
+
+
+def _count_rows(monkeypatch: pytest.MonkeyPatch, rows: list[int]) -> None:
+    def counted(model: Transformer, pack: pieces.Pack[Any], **settings: Any) -> None:
+        rows.append(pack.rows)
+        run_pack(model, pack, **settings)
+
+    monkeypatch.setattr("tinsmith.engines.embedded.trainer.run_pack", counted)
+
+
+def test_adapters_together_give_what_each_gives_alone(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, in one pack, with ranks, layers, losses and lengths mixed."""
+    shapes: list[dict[str, Any]] = [
+        {"rank": 4},
+        {"rank": 1, "train_unembed": False},
+        {"rank": 16, "train_mlp": False},
+        {"rank": 8, "train_attn": False},
+    ]
+    names = [AdapterId(f"m{n}") for n in range(8)]
+    works: list[TrainingWork] = []
+    for n, name in enumerate(names):
+        data = [*_data(5 + n, 1, 3 * n + 2, seed=n), *_group(40, [n, 4, 2])]
+        works += [
+            _pass(data, name, LOSSES[n % len(LOSSES)], f"{name}.0"),
+            _pass(_data(6, seed=n), name, work_id=f"{name}.1"),
+        ]
+    rows: list[int] = []
+    _count_rows(monkeypatch, rows)
+
+    def adapters() -> list[Adapter]:
+        return [_adapter(model, name, seed=n, **shapes[n % 4]) for n, name in enumerate(names)]
+
+    together = adapters()
+    results = _train(model, works, *together)
+    packs = len(rows)
+    alone = adapters()
+    for n, one in enumerate(alone):
+        expected = _train(model, works[2 * n : 2 * n + 2], one)
+        assert results[2 * n : 2 * n + 2] == expected
+
+    assert packs == 1
+    for one, other in zip(together, alone, strict=True):
+        assert torch.equal(_gradients(one), _gradients(other)), one.spec.adapter_id
+
+
+def test_one_call_or_several_give_the_same_step(model: Transformer) -> None:
+    """Clients send large batches in chunks."""
+    data = _data(12, 30, 7, 25, 3, 18)
+    whole, chunked = _adapter(model), _adapter(model)
+    step = StepWork(work_id="s", adapter_id=A, params=AdamParams(learning_rate=1e-3))
+    chunks: list[TrainingWork] = [_pass(data[n : n + 2], work_id=str(n)) for n in (0, 2, 4)]
+
+    _train(model, [_pass(data), step], whole)
+    _train(model, [*chunks, step], chunked)
+
+    moved = whole.weights - _adapter(model).weights
+    assert _is_close(chunked.weights - _adapter(model).weights, moved, 1e-3)
+    assert whole.gradients is None and whole.steps == 1
+
+
+def test_a_long_datum_that_saves_memory_gives_the_same(model: Transformer) -> None:
+    """Bit for bit: it computes the same again."""
+    data = _data(300)
+    plain, saving = _adapter(model), _adapter(model)
+
+    [first] = _train(model, [_pass(data)], plain)
+    [second] = _train(model, [_pass(data)], saving, pass_bytes=SMALL)
+
+    assert first == second
+    assert torch.equal(_gradients(plain), _gradients(saving))
+
+
+def _no_memory(*_: Any, **__: Any) -> None:
+    raise RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to …")
+
+
+def test_passes_whose_pack_has_no_room_run_alone(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With less memory and the same numbers; one that has no room alone fails and nobody else."""
+    works: list[TrainingWork] = [_pass(_data(9)), _pass(_data(400), B), _pass(_data(7, 8), B)]
+    expected = [_adapter(model), _adapter(model, B, rank=8)]
+    _train(model, [works[0], works[2]], *expected)
+    found = [_adapter(model), _adapter(model, B, rank=8)]
+
+    def run(model: Transformer, pack: pieces.Pack[Any], *, saves_memory: bool = False) -> None:
+        if pack.rows > 300:
+            run_pack(model, pack, saves_memory=saves_memory)
+            _no_memory()
+        run_pack(model, pack, saves_memory=saves_memory)
+
+    monkeypatch.setattr("tinsmith.engines.embedded.trainer.run_pack", run)
+    trainer = Trainer({"base": model}, pass_bytes=LARGE)
+    outcomes = trainer.train(works, {A: found[0], B: found[1]})
+
+    assert outcomes[0].error is None and outcomes[2].error is None
+    assert isinstance(outcomes[1].error, ValidationError)
+    assert "not enough memory" in str(outcomes[1].error)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(_gradients(one), _gradients(other))
+
+
+def _broken(how: str) -> Callable[[Adapter], PassWork]:
+    def infinite(adapter: Adapter) -> PassWork:
+        adapter.weights = adapter.weights * 1e30
+        return _pass(_data(4, 5), work_id="x")
+
+    def huge(_: Adapter) -> PassWork:
+        weights = np.full(6, 3e38, np.float32)
+        [first, second] = _data(5, 6)
+        second = Datum(second.model_input, {**second.loss_fn_inputs, "weights": weights})
+        return _pass([first, second], work_id="x")
+
+    def unknown(_: Adapter) -> PassWork:
+        return _pass([*_data(4), _datum([1, VOCABULARY])], work_id="x")
+
+    return {"infinite": infinite, "huge": huge, "unknown": unknown}[how]
+
+
+@pytest.mark.parametrize("how", ["infinite", "huge", "unknown"])
+def test_what_is_not_finite_or_unknown_fails_its_work_alone(model: Transformer, how: str) -> None:
+    """The adapter stays as it was, the pack's others do not see it, and a reason is given."""
+    bad, good, expected = _adapter(model, B), _adapter(model), _adapter(model)
+    _train(model, [_pass(_data(8, 9))], expected)
+    gathered = bad.gradients = torch.ones_like(bad.weights)
+    work = _broken(how)(bad)
+    work = PassWork(work_id=work.work_id, adapter_id=B, data=work.data, loss_fn=work.loss_fn)
+
+    failed, done = Trainer({"base": model}, pass_bytes=LARGE).train(
+        [work, _pass(_data(8, 9))], {A: good, B: bad}
+    )
+
+    assert isinstance(failed.error, ValidationError)
+    assert how == "huge" or "datum" in str(failed.error)
+    assert bad.gradients is gathered
+    assert done.error is None
+    assert torch.equal(_gradients(good), _gradients(expected))
+
+
+def test_a_work_of_nobody_and_an_empty_one(model: Transformer) -> None:
+    """The first is not found; the second is done, and adds nothing."""
+    nobody = _pass(_data(4), AdapterId("nobody"))
+    nothing = _pass([_datum([], target_tokens=np.zeros(0, np.int64))])
+
+    missing, empty = Trainer({"base": model}, pass_bytes=LARGE).train(
+        [nobody, nothing], {A: _adapter(model)}
+    )
+
+    assert isinstance(missing.error, NotFoundError)
+    assert isinstance(empty.result, ForwardBackwardOutput)
+    assert empty.result.metrics["loss:sum"] == 0
