@@ -257,59 +257,62 @@ class CachedAttention:
         for start, end, keys in stretches:
             keys.own.reserve(end - start)
         self._shared = _shared_groups(stretches)
+        self._longest = max(keys.length + end - start for start, end, keys in stretches)
 
     def attend(
         self, layer: int, rule: AttentionRule, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor
     ) -> Tensor:
         """`Attention.attend`."""
-        out_THD = torch.empty_like(q_THD)
+        kept_2GTD = torch.stack((k_TGD.transpose(0, 1), v_TGD.transpose(0, 1)))
         for start, end, keys in self._stretches:
-            keys.own.write(layer, keys.own.length, k_TGD[start:end], v_TGD[start:end])
-        is_plain = rule.softcap is None and q_THD.device.type == "cpu"
-        pasts = self._pasts(layer, rule, q_THD) if is_plain else {}
-        for start, end, keys in self._stretches:
-            is_cut = rule.window is not None and rule.window < keys.length + end - start
-            if is_cut or not is_plain:
-                out_THD[start:end] = _masked_step(layer, rule, q_THD[start:end], keys)
-                continue
-            found = self._own(layer, rule, q_THD[start:end], keys)
-            if keys.shared is not None:
-                found = _joined(pasts[start], found)
-            out_THD[start:end] = found[0][0].transpose(0, 1)
-        return out_THD
+            keys.own.write(layer, keys.own.length, kept_2GTD[:, :, start:end])
+        is_cut = rule.window is not None and rule.window < self._longest
+        if is_cut or rule.softcap is not None or q_THD.device.type != "cpu":
+            return torch.cat(
+                [
+                    _masked_step(layer, rule, q_THD[start:end], keys)
+                    for start, end, keys in self._stretches
+                ]
+            )
+        return self._flash(layer, rule.scale, q_THD, k_TGD.shape[1])
 
     def done(self) -> None:
         """The rows now count as read."""
         for start, end, keys in self._stretches:
             keys.own.length += end - start
 
-    def _own(
-        self, layer: int, rule: AttentionRule, q_LHD: Tensor, keys: SequenceKeys
-    ) -> tuple[Tensor, Tensor]:
-        rows, before = q_LHD.shape[0], keys.own.length
-        if rows == 1:
-            return _seen_whole(q_LHD, *keys.own.read(layer, 0, before + 1), rule.scale)
-        q = _heads_first(q_LHD)
-        itself = _flash(q, *keys.own.read(layer, before, before + rows), rule.scale, is_causal=True)
-        if before == 0:
-            return itself
-        past = _seen_whole(q_LHD, *keys.own.read(layer, 0, before), rule.scale)
-        return _joined(past, itself)
+    def _flash(self, layer: int, scale: float, q_THD: Tensor, key_heads: int) -> Tensor:
+        out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+        sums_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
+        # The heads that have one key head, as several queries of it: it is then read once.
+        grouped = (-1, key_heads, q_THD.shape[1] // key_heads)
+        q_TGHD = q_THD.reshape(*grouped, q_THD.shape[2])
+        out_TGHD, sums_TGH = out_THD.view(q_TGHD.shape), sums_TH.view(grouped)
+        for start, end, keys in self._stretches:
+            if end - start == 1:
+                k, v = keys.own.read(layer, 0, keys.own.length + 1)
+                out_TGHD[start:end], sums_TGH[start:end] = _flash(
+                    q_TGHD[start:end], k, v, scale, is_causal=False
+                )
+            else:
+                out, sums = _own(layer, scale, q_THD[start:end], keys)
+                out_THD[start:end], sums_TH[start:end] = _rows_first(out), _rows_first(sums)
+        for run, rows_N in self._shared:
+            out, sums = _seen_whole(q_THD[rows_N], *run.read(layer, 0, run.length), scale)
+            past = _rows_first(out), _rows_first(sums)
+            out_THD[rows_N], _ = _joined(past, (out_THD[rows_N], sums_TH[rows_N]))
+        return out_THD
 
-    def _pasts(
-        self, layer: int, rule: AttentionRule, q_THD: Tensor
-    ) -> dict[int, tuple[Tensor, Tensor]]:
-        """What each stretch takes from its shared run; those of one run are one call."""
-        found: dict[int, tuple[Tensor, Tensor]] = {}
-        for run, members in self._shared:
-            rows = torch.cat([q_THD[one.start : one.end] for one in members])
-            out, sums = _seen_whole(rows, *run.read(layer, 0, run.length), rule.scale)
-            row = 0
-            for one in members:
-                end = row + one.end - one.start
-                found[one.start] = out[:, :, row:end], sums[:, :, row:end]
-                row = end
-        return found
+
+def _own(layer: int, scale: float, q_LHD: Tensor, keys: SequenceKeys) -> tuple[Tensor, Tensor]:
+    """What rows take from their own run: what was in it, and themselves."""
+    rows, before = q_LHD.shape[0], keys.own.length
+    k, v = keys.own.read(layer, before, before + rows)
+    itself = _flash(_heads_first(q_LHD), k, v, scale, is_causal=True)
+    if before == 0:
+        return itself
+    past = _seen_whole(q_LHD, *keys.own.read(layer, 0, before), scale)
+    return _joined(past, itself)
 
 
 def _seen_whole(q_LHD: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -320,7 +323,7 @@ def _seen_whole(q_LHD: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tens
     """
     rows, heads, size = q_LHD.shape
     groups = k.shape[1]
-    q_GLD = q_LHD.view(rows, groups, heads // groups, size).transpose(0, 1)
+    q_GLD = q_LHD.reshape(rows, groups, heads // groups, size).transpose(0, 1)
     q = q_GLD.reshape(1, groups, -1, size)
     queries = q.shape[2]
     spare = -queries % FEWEST_QUERIES
@@ -332,12 +335,13 @@ def _seen_whole(q_LHD: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tens
     return out.reshape(1, heads, rows, size), sums.reshape(1, heads, rows)
 
 
-def _shared_groups(stretches: Sequence[CachedStretch]) -> list[tuple[Run, list[CachedStretch]]]:
-    groups: dict[int, tuple[Run, list[CachedStretch]]] = {}
-    for one in stretches:
-        if one.keys.shared is not None:
-            groups.setdefault(id(one.keys.shared), (one.keys.shared, []))[1].append(one)
-    return list(groups.values())
+def _shared_groups(stretches: Sequence[CachedStretch]) -> list[tuple[Run, Tensor]]:
+    """The rows that see each shared run."""
+    groups: dict[int, tuple[Run, list[int]]] = {}
+    for start, end, keys in stretches:
+        if keys.shared is not None:
+            groups.setdefault(id(keys.shared), (keys.shared, []))[1].extend(range(start, end))
+    return [(run, torch.tensor(rows)) for run, rows in groups.values()]
 
 
 def _masked_step(layer: int, rule: AttentionRule, q_LHD: Tensor, keys: SequenceKeys) -> Tensor:

@@ -28,10 +28,17 @@ class Run:
     def __init__(
         self, architecture: Architecture, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.length = 0
         sizes = (len(architecture.layers), 2, architecture.kv_heads, 0, architecture.head_size)
-        # L layer, then keys and values
-        self._kept_L2GPD = torch.empty(sizes, dtype=dtype, device=device)
+        self._keep(torch.empty(sizes, dtype=dtype, device=device), 0)
+
+    def _keep(self, kept_L2GPD: Tensor, length: int) -> None:
+        """L layers, 2 for keys and values."""
+        self.length = length
+        self._kept_L2GPD = kept_L2GPD
+        # Views of each layer, made once: attention asks for them with every token.
+        self._layers = [
+            (both, both[0].unsqueeze(0), both[1].unsqueeze(0)) for both in kept_L2GPD.unbind(0)
+        ]
 
     @property
     def bytes(self) -> int:
@@ -43,29 +50,26 @@ class Run:
         needed, room = self.length + tokens, self._kept_L2GPD.shape[3]
         if needed > room:
             # By an eighth at least: long runs would otherwise be copied for every page.
-            grown = max(needed, room + room // 8)
-            self._kept_L2GPD = self._resized(-(-grown // PAGE_TOKENS) * PAGE_TOKENS, self.length)
+            self._keep(self._resized(max(needed, room + room // 8)), self.length)
 
-    def write(self, layer: int, place: int, keys_TGD: Tensor, values_TGD: Tensor) -> None:
+    def write(self, layer: int, place: int, kept_2GTD: Tensor) -> None:
         """Put keys and values of a layer at a place that was reserved."""
-        end = place + keys_TGD.shape[0]
-        self._kept_L2GPD[layer, 0, :, place:end] = keys_TGD.transpose(0, 1)
-        self._kept_L2GPD[layer, 1, :, place:end] = values_TGD.transpose(0, 1)
+        self._layers[layer][0].narrow(2, place, kept_2GTD.shape[2]).copy_(kept_2GTD)
 
     def read(self, layer: int, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, as views: 1 × key heads × places × dimensions."""
-        kept = self._kept_L2GPD[layer, :, :, start:end]
-        return kept[0].unsqueeze(0), kept[1].unsqueeze(0)
+        _, keys, values = self._layers[layer]
+        return keys.narrow(2, start, end - start), values.narrow(2, start, end - start)
 
     def copy(self, length: int) -> Run:
         """Its first tokens, in memory of its own."""
         made = object.__new__(Run)
-        made.length = length
-        made._kept_L2GPD = self._resized(-(-length // PAGE_TOKENS) * PAGE_TOKENS, length)
+        made._keep(self._resized(length, length), length)
         return made
 
-    def _resized(self, room: int, used: int) -> Tensor:
-        old = self._kept_L2GPD
+    def _resized(self, tokens: int, used: int | None = None) -> Tensor:
+        old, used = self._kept_L2GPD, self.length if used is None else used
+        room = -(-tokens // PAGE_TOKENS) * PAGE_TOKENS
         new = old.new_empty((*old.shape[:3], room, old.shape[4]))
         new[:, :, :, :used] = old[:, :, :, :used]
         return new

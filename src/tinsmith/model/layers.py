@@ -20,8 +20,14 @@ from tinsmith.model.architecture import Activation
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
     """Rows over the root of their mean square, times the weight. Any shape before the last."""
+    if not torch.is_grad_enabled():
+        return _normed(x_TD, _scales(x_TD, epsilon), weight_D)
     made: Tensor = _RmsNorm.apply(x_TD, weight_D, epsilon)  # type: ignore[no-untyped-call]
     return made
+
+
+def _normed(x_TD: Tensor, scales_T1: Tensor, weight_D: Tensor) -> Tensor:
+    return (x_TD * scales_T1).to(x_TD.dtype).mul_(weight_D)
 
 
 def _scales(x_TD: Tensor, epsilon: float) -> Tensor:
@@ -36,7 +42,7 @@ class _RmsNorm(torch.autograd.Function):
     def forward(ctx: Any, x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
         scales_T1 = _scales(x_TD, epsilon)
         ctx.save_for_backward(x_TD, weight_D, scales_T1)
-        return (x_TD * scales_T1).to(x_TD.dtype).mul_(weight_D)
+        return _normed(x_TD, scales_T1, weight_D)
 
     @staticmethod
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, None, None]:
@@ -50,7 +56,15 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def turned(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    """Heads turned by their rows' positions; cos and sin may have fewer dimensions than these."""
+    """Heads turned by their rows' positions.
+
+    Args:
+        x_THD: Any number of heads.
+        cos_TD: For each dimension that is turned; the others, after them, are left.
+        sin_TD: Likewise, negative in the first half.
+    """
+    if not torch.is_grad_enabled():
+        return _turn(x_THD, cos_TD, sin_TD)
     made: Tensor = _Turned.apply(x_THD, cos_TD, sin_TD)  # type: ignore[no-untyped-call]
     return made
 
@@ -68,18 +82,20 @@ class _Turned(torch.autograd.Function):
 
 
 def _turn(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    half = cos_TD.shape[-1]
-    cos_T1D, sin_T1D = cos_TD.unsqueeze(1), sin_TD.unsqueeze(1)
-    first, second = x_THD[..., :half], x_THD[..., half : 2 * half]
-    y_THD = torch.empty_like(x_THD)
-    y_THD[..., :half] = first * cos_T1D - second * sin_T1D
-    y_THD[..., half : 2 * half] = second * cos_T1D + first * sin_T1D
-    y_THD[..., 2 * half :] = x_THD[..., 2 * half :]
-    return y_THD
+    size = cos_TD.shape[-1]
+    if size < x_THD.shape[-1]:
+        first = _turn(x_THD[..., :size], cos_TD, sin_TD)
+        return torch.cat((first, x_THD[..., size:]), -1)
+    halves = x_THD.chunk(2, -1)
+    swapped_THD = torch.cat((halves[1], halves[0]), -1)
+    return (x_THD * cos_TD.unsqueeze(1)).addcmul_(swapped_THD, sin_TD.unsqueeze(1))
 
 
 def gated(gate_up_TF: Tensor, activation: Activation) -> Tensor:
     """The activation of the first half of the columns, times the second half."""
+    if not torch.is_grad_enabled():
+        gate_TF, up_TF = gate_up_TF.chunk(2, -1)
+        return _activated(gate_TF, activation).mul_(up_TF)
     made: Tensor = _Gated.apply(gate_up_TF, activation)  # type: ignore[no-untyped-call]
     return made
 

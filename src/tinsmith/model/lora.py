@@ -46,25 +46,23 @@ class Factors:
         self.scale = scale
         self.grad_a_RI: Tensor | None = None
         self.grad_bs_OR: list[Tensor] = []
-        self._frozen: tuple[Linear, list[Linear]] | None = None
+        self._frozen: tuple[Linear, Linear] | None = None
 
     def freeze(self) -> None:
         """Make rows independent of each other, as those of the base are; see `linear.py`."""
-        self._frozen = Linear(self.a_RI), [Linear(b_OR) for b_OR in self.bs_OR]
+        # The parts as one matrix, with zeros between them: one call instead of three for few rows.
+        self._frozen = Linear(self.a_RI), Linear(torch.block_diag(*self.bs_OR) * self.scale)
 
     def add_to(self, y_TO: Tensor, x_TI: Tensor) -> Tensor:
         """Add what the adapter changes to the layer's outputs; what x·Aᵀ is, for `backward`."""
         if self._frozen is not None:
-            return self._add_frozen(y_TO, x_TI, *self._frozen)
+            a, b = self._frozen
+            t_TR = a(x_TI)
+            y_TO.add_(b(t_TR))
+            return t_TR
         t_TR = x_TI @ self.a_RI.T
         for t, b_OR, columns in self._parts(t_TR):
             y_TO[:, columns].addmm_(t, b_OR.T, alpha=self.scale)
-        return t_TR
-
-    def _add_frozen(self, y_TO: Tensor, x_TI: Tensor, a: Linear, bs: list[Linear]) -> Tensor:
-        t_TR = a(x_TI)
-        for b, (t, _, columns) in zip(bs, self._parts(t_TR), strict=True):
-            y_TO[:, columns].add_(b(t.contiguous()), alpha=self.scale)
         return t_TR
 
     def backward(self, dx_TI: Tensor, dy_TO: Tensor, x_TI: Tensor, t_TR: Tensor) -> None:

@@ -111,6 +111,7 @@ class Transformer:
             frequencies_D = torch.tensor(rope.frequencies, device=self.device)
             angles_TD = positions_T.to(torch.float32).unsqueeze(1) * frequencies_D
             cos_TD, sin_TD = angles_TD.cos() * rope.factor, angles_TD.sin() * rope.factor
+            cos_TD, sin_TD = torch.cat((cos_TD, cos_TD), 1), torch.cat((-sin_TD, sin_TD), 1)
             turns.append((cos_TD.to(self.dtype), sin_TD.to(self.dtype)))
         return turns
 
@@ -146,13 +147,15 @@ class Transformer:
         qkv_TO = lora_linear(x_TD, weights.qkv, spans_of(loras, index, "qkv"))
         qkv_THD = qkv_TO.view(-1, shape.heads + 2 * shape.kv_heads, shape.head_size)
         turning = shape.heads + shape.kv_heads
-        q_THD, k_TGD = qkv_THD[:, : shape.heads], qkv_THD[:, shape.heads : turning]
-        v_TGD = qkv_THD[:, turning:]
+        # Queries and keys are turned as one; only norms of their own set them apart.
+        qk_THD, v_TGD = qkv_THD[:, :turning], qkv_THD[:, turning:]
         if weights.q_norm_D is not None and weights.k_norm_D is not None:
-            q_THD = rms_norm(q_THD, weights.q_norm_D, shape.norm_epsilon)
-            k_TGD = rms_norm(k_TGD, weights.k_norm_D, shape.norm_epsilon)
+            q_THD = rms_norm(qk_THD[:, : shape.heads], weights.q_norm_D, shape.norm_epsilon)
+            k_TGD = rms_norm(qk_THD[:, shape.heads :], weights.k_norm_D, shape.norm_epsilon)
+            qk_THD = torch.cat((q_THD, k_TGD), 1)
         if layer.rope is not None:
-            q_THD, k_TGD = turned(q_THD, *turns[layer.rope]), turned(k_TGD, *turns[layer.rope])
+            qk_THD = turned(qk_THD, *turns[layer.rope])
+        q_THD, k_TGD = qk_THD[:, : shape.heads], qk_THD[:, shape.heads :]
         rule = AttentionRule(shape.attention_scale, layer.window, shape.attention_softcap)
         out_THD = attention.attend(index, rule, q_THD, k_TGD, v_TGD)
         return lora_linear(out_THD.flatten(1), weights.o, spans_of(loras, index, "o"))
