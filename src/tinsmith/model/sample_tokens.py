@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,6 +44,9 @@ _MIX_1, _MIX_2, _STEP = (
     np.uint64(0x94D049BB133111EB),
     np.uint64(0x9E3779B97F4A7C15),
 )
+
+
+Numbers = Sequence[int] | np.ndarray[Any, Any]
 
 
 class DrawSettings(NamedTuple):
@@ -86,7 +89,7 @@ def stream_key(seed: str, stream: str) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-def chances(keys: Sequence[int], counts: Sequence[int]) -> Tensor:
+def chances(keys: Numbers, counts: Numbers) -> Tensor:
     """The `counts[i]`-th random number of the stream `keys[i]`, for each i; float64 in [0, 1).
 
     Args:

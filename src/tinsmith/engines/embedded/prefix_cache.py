@@ -1,0 +1,153 @@
+"""Keys and values of prompts that were read, for prompts that begin alike.
+
+A prompt is read in chunks that are cut at whole multiples of `CHUNK_TOKENS`, counted from its
+beginning. What a token's keys and values are, to the last bit, depends on the tokens before it and
+on where its chunk begins and ends. So the cache gives out whole chunks, or a whole prompt to one
+that is the same; then a sample does not depend on what the cache held.
+
+Keys and values of sampled tokens are not reused: they were computed one by one.
+
+Used by one thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections import OrderedDict
+from typing import Any, TypeAlias
+
+import numpy as np
+from torch import Tensor
+
+from tinsmith.model.kv_cache import Run
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+
+CHUNK_TOKENS = 128
+"""Matrices are multiplied at nearly full speed from so many rows on."""
+
+
+MOST_PROMPTS = 1024
+"""Of small models memory holds so many that looking through them would take long."""
+PromptKey: TypeAlias = tuple[int, int, bytes]
+"""The weights, how many tokens, and the digest of these."""
+
+
+class ReadPrompt:
+    """A prompt, what was kept of it, and the row that the first sampled token comes from."""
+
+    def __init__(self, weights: int, tokens: Array, run: Run, last_1D: Tensor) -> None:
+        self.weights = weights
+        self.tokens = tokens
+        self.run = run
+        self.last_1D = last_1D
+        self.users = 0
+        """Samples that read the run as it is."""
+        self.is_lent = False
+        """A sequence adds its own tokens to the run, which may be copied and not shared."""
+
+    @property
+    def bytes(self) -> int:
+        """What it takes beside what its users account for."""
+        return 0 if self.is_lent else self.run.bytes
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether it is only here in case it comes again."""
+        return not self.users and not self.is_lent
+
+    @functools.cached_property
+    def keys(self) -> list[PromptKey]:
+        """What it is found by."""
+        return prompt_keys(self.weights, self.tokens)
+
+
+class PrefixCache:
+    """See the top of the module. What was not used for longest goes first."""
+
+    def __init__(self) -> None:
+        self._found: dict[PromptKey, ReadPrompt] = {}
+        self._prompts: OrderedDict[int, ReadPrompt] = OrderedDict()
+
+    @property
+    def bytes(self) -> int:
+        """What all of it takes."""
+        return sum(prompt.bytes for prompt in self._prompts.values())
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def find(self, weights: int, tokens: Array, most: int) -> tuple[ReadPrompt, int] | None:
+        """The prompt that has most of the beginning of `tokens`, and how much of it can be used.
+
+        Args:
+            weights: Which weights it was read with.
+            tokens: The prompt to read.
+            most: How many tokens may come from the cache.
+        """
+        for key in reversed(prompt_keys(weights, tokens)):
+            prompt, end = self._found.get(key), key[1]
+            if prompt is None or end > most:
+                continue
+            # The last row is not that of the cached prompt, if that goes on.
+            if end == len(tokens) and len(prompt.tokens) != end:
+                continue
+            self._prompts.move_to_end(id(prompt))
+            return prompt, end
+        return None
+
+    def add(self, prompt: ReadPrompt) -> None:
+        """Keep a prompt."""
+        if len(self._prompts) >= MOST_PROMPTS:
+            unused = (one for one in self._prompts.values() if one.is_unused)
+            self.remove(next(unused, prompt))
+        self._prompts[id(prompt)] = prompt
+        for key in prompt.keys:
+            self._found[key] = prompt
+
+    def remove(self, prompt: ReadPrompt) -> None:
+        """Forget a prompt; its users go on with it."""
+        if self._prompts.pop(id(prompt), None) is None:
+            return
+        for key in prompt.keys:
+            if self._found.get(key) is prompt:
+                del self._found[key]
+
+    def forget(self, weights: int) -> None:
+        """Forget all prompts that were read with these weights."""
+        for prompt in list(self._prompts.values()):
+            if prompt.weights == weights:
+                self.remove(prompt)
+
+    def shrink(self, most_bytes: int) -> bool:
+        """Forget unused prompts until no more is taken; whether that was enough."""
+        taken = self.bytes
+        for prompt in list(self._prompts.values()):
+            if taken <= most_bytes:
+                break
+            if prompt.is_unused:
+                taken -= prompt.bytes
+                self.remove(prompt)
+        return taken <= most_bytes
+
+
+def prompt_keys(weights: int, tokens: Array) -> list[PromptKey]:
+    """A key for each beginning of whole chunks, and for the whole."""
+    keys: list[PromptKey] = []
+    digest = b""
+    for start in range(0, len(tokens), CHUNK_TOKENS):
+        chunk = tokens[start : start + CHUNK_TOKENS]
+        digest = hashlib.blake2b(digest + chunk.tobytes(), digest_size=16).digest()
+        keys.append((weights, start + len(chunk), digest))
+    return keys
+
+
+def shared_tokens(one: Array, other: Array, most: int) -> int:
+    """How much of the first prompt can be reused from the second, once that is read."""
+    length = min(len(one), len(other))
+    differing = np.flatnonzero(one[:length] != other[:length])
+    common = int(differing[0]) if len(differing) else length
+    if common == len(one) == len(other) and most >= common:
+        return common
+    return min(common, most, len(one) - 1) // CHUNK_TOKENS * CHUNK_TOKENS

@@ -1,0 +1,367 @@
+"""Samples against `transformers`, against forward passes, and against themselves among others."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.numerics.small_models import VOCABULARY, make_model
+from tinsmith.engines.base import SampleOutcome, SampleWork, WeightsId
+from tinsmith.engines.embedded.prefix_cache import CHUNK_TOKENS
+from tinsmith.engines.embedded.sampler import Sampler, SamplerSettings
+from tinsmith.model.attention import PackAttention, Stretch
+from tinsmith.model.load_weights import load_transformer
+from tinsmith.model.lora import FusedLora, LoraLayout, LoraSpan
+from tinsmith.model.transformer import Transformer
+from tinsmith.types import ModelInput, SampleResponse, SamplingParams, TensorData
+from tinsmith.types.requests import SampleRequest
+
+FAMILIES = ["Llama", "Mistral", "Qwen3", "Qwen3Moe", "Gemma2"]
+W = WeightsId("w")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Transformer]]:
+    """A model as `transformers` has it and as we do."""
+    made: dict[str, tuple[Any, Transformer]] = {}
+
+    def find(family: str) -> tuple[Any, Transformer]:
+        if family not in made:
+            folder = tmp_path_factory.mktemp(family)
+            theirs = make_model(folder, family)
+            made[family] = theirs, load_transformer(folder, dtype=torch.float32)
+        return made[family]
+
+    return find
+
+
+@pytest.fixture(scope="module")
+def llama(models: Callable[[str], tuple[Any, Transformer]]) -> Transformer:
+    return models("Llama")[1]
+
+
+def lora(model: Transformer, seed: int, rank: int = 4) -> FusedLora:
+    layout = LoraLayout(model.architecture, rank, attention=True, mlp=True, unembed=True)
+    chance = torch.Generator().manual_seed(seed)
+    flat = torch.randn(layout.size, generator=chance) * 0.1
+    return layout.fused(flat, model.dtype, is_frozen=True)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(3, VOCABULARY), k=length)
+
+
+def work(
+    work_id: str = "it", prompt: list[int] | None = None, weights: str | None = None, **fields: Any
+) -> SampleWork:
+    names = SamplingParams.__struct_fields__
+    params = {name: fields.pop(name) for name in names if name in fields}
+    is_streamed = fields.pop("is_streamed", False)
+    request = SampleRequest(
+        prompt=ModelInput.from_ints(prompt or prompt_of(5)),
+        sampling_params=SamplingParams(**{"max_tokens": 8, "seed": 7, "stop": [], **params}),
+        **fields,
+    )
+    return SampleWork(
+        work_id=work_id,
+        base_model="m",
+        weights_id=None if weights is None else WeightsId(weights),
+        request=request,
+        is_streamed=is_streamed,
+    )
+
+
+def run(sampler: Sampler, *works: SampleWork) -> dict[str, SampleResponse]:
+    """All answers; each must be good."""
+    for one in works:
+        sampler.admit(one)
+    found: dict[str, SampleResponse] = {}
+    while sampler.samples:
+        for event in sampler.step():
+            if isinstance(event, SampleOutcome):
+                assert event.error is None, event.error
+                assert event.result is not None
+                found[event.work_id] = event.result
+    return found
+
+
+def sequences(response: SampleResponse) -> list[tuple[bytes, bytes]]:
+    """Tokens and log-probabilities, bit for bit."""
+    return [
+        (one.tokens_np.tobytes(), one.logprobs_np.tobytes())
+        for one in response.sequences
+        if one.logprobs_np is not None
+    ]
+
+
+def logprobs_of(model: Transformer, tokens: list[int], loras: FusedLora | None) -> np.ndarray:
+    """The log-probability of each token after the first, by one pass as training makes it."""
+    count = len(tokens) - 1
+    spans = [] if loras is None else [LoraSpan(0, count, loras)]
+    rows = torch.tensor(tokens)
+    with torch.no_grad():
+        hidden = model.hidden(
+            rows[:-1], torch.arange(count), PackAttention([Stretch(0, count)]), spans
+        )
+        found = model.head.logprobs(hidden, rows[1:, None], spans)
+    return found[:, 0].numpy()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_samples_are_those_of_transformers(
+    models: Callable[[str], tuple[Any, Transformer]], family: str
+) -> None:
+    """Token for token, for prompts of one token, of a part of a chunk and of several chunks."""
+    theirs, ours = models(family)
+    lengths = [1, 2, 5, 40, CHUNK_TOKENS, CHUNK_TOKENS + 1, 3 * CHUNK_TOKENS - 7]
+    prompts = {str(length): prompt_of(length, length) for length in lengths}
+
+    found = run(
+        Sampler(ours),
+        *(work(n, p, temperature=0.0, max_tokens=24) for n, p in prompts.items()),
+    )
+
+    for name, prompt in prompts.items():
+        with torch.no_grad():
+            expected = theirs.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                max_new_tokens=24,
+                do_sample=False,
+                eos_token_id=None,
+            )
+        assert found[name].sequences[0].tokens == expected[0, len(prompt) :].tolist(), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sampled_logprobs_are_those_of_a_forward_pass(
+    models: Callable[[str], tuple[Any, Transformer]], family: str
+) -> None:
+    """With an adapter and without, sampled tokens and prompt alike, whatever the temperature."""
+    _, model = models(family)
+    adapter = lora(model, 1)
+    sampler = Sampler(model)
+    sampler.add_weights(W, adapter)
+    prompt = prompt_of(CHUNK_TOKENS + 30)
+    options: dict[str, Any] = {
+        "num_samples": 3,
+        "max_tokens": 30,
+        "temperature": 1.3,
+        "prompt_logprobs": True,
+    }
+
+    found = run(
+        sampler, work("base", prompt, **options), work("lora", prompt, "w", top_k=40, **options)
+    )
+
+    for name, loras in (("base", None), ("lora", adapter)):
+        for one in found[name].sequences:
+            expected = logprobs_of(model, prompt + one.tokens, loras)
+            assert one.logprobs_np is not None
+            np.testing.assert_allclose(one.logprobs_np, expected[len(prompt) - 1 :], atol=1e-5)
+            of_prompt = found[name].prompt_logprobs_np
+            assert of_prompt is not None and np.isnan(of_prompt[0])
+            np.testing.assert_allclose(of_prompt[1:], expected[: len(prompt) - 1], atol=1e-5)
+    assert found["base"].sequences[0].tokens != found["lora"].sequences[0].tokens
+
+
+def _crowd(count: int, seed: int) -> list[SampleWork]:
+    """Samples of all kinds."""
+    chance = random.Random(seed)
+    settings: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.0},
+        {"top_k": 7},
+        {"top_p": 0.7, "temperature": 0.8},
+        {"num_samples": 5},
+        {"prompt_logprobs": True},
+    ]
+    return [
+        work(
+            f"crowd-{seed}-{index}",
+            prompt_of(chance.choice([1, 9, 60, 130, 200]), chance.randrange(9)),
+            chance.choice([None, "w", "v"]),
+            seed=index,
+            max_tokens=chance.randrange(1, 40),
+            **chance.choice(settings),
+        )
+        for index in range(count)
+    ]
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "one token": {"prompt": prompt_of(1)},
+    "plain": {"prompt": prompt_of(21)},
+    "long": {"prompt": prompt_of(2 * CHUNK_TOKENS + 50)},
+    "many": {"prompt": prompt_of(CHUNK_TOKENS + 20), "num_samples": 6},
+    "whole chunks": {"prompt": prompt_of(2 * CHUNK_TOKENS)},
+    "adapter": {"prompt": prompt_of(CHUNK_TOKENS + 3), "weights": "w", "num_samples": 2},
+    "filtered": {"prompt": prompt_of(40), "top_k": 9, "top_p": 0.9, "temperature": 0.9},
+    "asking": {
+        "prompt": prompt_of(150),
+        "prompt_logprobs": True,
+        "topk_prompt_logprobs": 3,
+        "prompt_alt_tokens_k": 2,
+        "topk_sample_logprobs": 2,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def adapters(llama: Transformer) -> dict[str, FusedLora]:
+    return {"w": lora(llama, 1, 4), "v": lora(llama, 2, 7)}
+
+
+def _sampler(llama: Transformer, adapters: dict[str, FusedLora], **settings: Any) -> Sampler:
+    sampler = Sampler(llama, settings=SamplerSettings(**settings))
+    for name, adapter in adapters.items():
+        sampler.add_weights(WeightsId(name), adapter)
+    return sampler
+
+
+@pytest.fixture(scope="module")
+def alone(llama: Transformer, adapters: dict[str, FusedLora]) -> dict[str, SampleResponse]:
+    """Each kind in a sampler of its own."""
+    return {
+        name: run(_sampler(llama, adapters), work(name, max_tokens=40, **kind))[name]
+        for name, kind in KINDS.items()
+    }
+
+
+def _assert_same(found: SampleResponse, expected: SampleResponse) -> None:
+    """Everything but how much was in the cache."""
+    assert sequences(found) == sequences(expected)
+    assert found._parts()[:4] == expected._parts()[:4]
+    assert found.prompt_alt_tokens == expected.prompt_alt_tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("budget", [1, 64 * CHUNK_TOKENS])
+def test_a_sample_is_the_same_alone_and_in_a_crowd(
+    llama: Transformer,
+    adapters: dict[str, FusedLora],
+    alone: dict[str, SampleResponse],
+    kind: str,
+    budget: int,
+) -> None:
+    """Bit for bit, whatever runs already, joins later and is read beside it."""
+    sampler = _sampler(llama, adapters, prefill_tokens=budget, busy_prefill_tokens=budget)
+    for one in _crowd(6, 1):
+        sampler.admit(one)
+    for _ in range(5):
+        sampler.step()
+
+    found = run(sampler, work(kind, max_tokens=40, **KINDS[kind]), *_crowd(6, 2))
+
+    _assert_same(found[kind], alone[kind])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sample_is_the_same_with_a_warm_cache(
+    llama: Transformer,
+    adapters: dict[str, FusedLora],
+    alone: dict[str, SampleResponse],
+    kind: str,
+) -> None:
+    """Filled by the same prompt, by a longer one, and by one that begins alike."""
+    prompt, weights = KINDS[kind]["prompt"], KINDS[kind].get("weights")
+    sampler = _sampler(llama, adapters)
+    for name, other in {
+        "longer": prompt + prompt_of(60, 5),
+        "alike": prompt[: CHUNK_TOKENS + 1] + prompt_of(70, 6),
+    }.items():
+        run(sampler, work(name, other, weights, max_tokens=3))
+        found = run(sampler, work(kind, max_tokens=40, **KINDS[kind]))[kind]
+        _assert_same(found, alone[kind])
+    again = run(sampler, work(kind, max_tokens=40, **KINDS[kind]))[kind]
+    _assert_same(again, alone[kind])
+    if kind != "asking":
+        assert again.prompt_cache_hit_tokens == len(prompt)
+
+
+def test_a_sample_is_the_same_when_its_sequences_must_wait(
+    llama: Transformer, adapters: dict[str, FusedLora], alone: dict[str, SampleResponse]
+) -> None:
+    """Little memory lets a few of them run at a time."""
+    sampler = _sampler(llama, adapters, most_sequences=2)
+
+    found = run(sampler, work("many", max_tokens=40, **KINDS["many"]), *_crowd(4, 3))
+
+    _assert_same(found["many"], alone["many"])
+
+
+def test_tokens_come_as_often_as_the_softmax_says(llama: Transformer) -> None:
+    """Chi-square of the first token over 4,000 sequences."""
+    prompt, count = prompt_of(12), 4000
+    with torch.no_grad():
+        attention = PackAttention([Stretch(0, len(prompt))])
+        hidden = llama.hidden(torch.tensor(prompt), torch.arange(len(prompt)), attention)
+        shares = llama.head.logits(hidden[-1:])[0].softmax(-1)
+
+    found = run(Sampler(llama), work(prompt=prompt, num_samples=count, max_tokens=1))["it"]
+
+    seen = torch.bincount(
+        torch.tensor([one.tokens[0] for one in found.sequences]), minlength=VOCABULARY
+    )
+    expected = shares * count
+    often = expected >= 5
+    squares = ((seen[often] - expected[often]) ** 2 / expected[often]).sum()
+    degrees = int(often.sum())
+    assert degrees > 50
+    assert squares < degrees + 4.5 * (2 * degrees) ** 0.5
+
+
+def test_questions_about_the_prompt_are_answered_as_by_a_forward_pass(llama: Transformer) -> None:
+    """Likeliest tokens, targets dense and sparse, last-n and alternatives."""
+    prompt = prompt_of(CHUNK_TOKENS + 12)
+    rows = len(prompt) - 1
+    with torch.no_grad():
+        attention = PackAttention([Stretch(0, len(prompt))])
+        hidden = llama.hidden(torch.tensor(prompt), torch.arange(len(prompt)), attention)
+        expected = llama.head.logits(hidden).log_softmax(-1)[:-1].numpy()
+    dense = np.arange(rows * 2).reshape(rows, 2) % VOCABULARY
+    dense[3, 1] = -1
+    starts = [0, *([0] * 5), *([1] * (rows - 6)), 3]
+    sparse = TensorData([9, 4, 5], "int64", [rows, 4], starts, [1, 0, 3])
+    sampler = Sampler(llama)
+
+    found = run(
+        sampler,
+        work("top", prompt, topk_prompt_logprobs=4, prompt_alt_tokens_k=50),
+        work("last", prompt, prompt_logprobs=True, prompt_logprobs_last_n=5),
+        work("dense", prompt, target_prompt_logprobs=TensorData.from_numpy(dense)),
+        work("sparse", prompt, target_prompt_logprobs=sparse),
+    )
+
+    top = found["top"].topk_prompt_logprobs
+    assert top is not None and top[0] is None and len(top) == len(prompt)
+    best = np.argsort(-expected, axis=-1)[:, :4]
+    for place in range(rows):
+        row = top[place + 1]
+        assert row is not None and [token for token, _ in row] == best[place].tolist()
+        np.testing.assert_allclose([lp for _, lp in row], expected[place][best[place]], atol=1e-5)
+    last = found["last"].prompt_logprobs_np
+    assert last is not None and np.isnan(last[:-5]).all()
+    wanted = expected[np.arange(rows), prompt[1:]]
+    np.testing.assert_allclose(last[-5:], wanted[-5:], atol=1e-5)
+    targets = found["dense"].target_prompt_logprobs
+    assert targets is not None and targets.shape == [rows, 2]
+    wanted = np.where(dense < 0, 0, expected[np.arange(rows)[:, None], dense])
+    np.testing.assert_allclose(targets.to_numpy(), wanted, atol=1e-5)
+    targets = found["sparse"].target_prompt_logprobs
+    assert targets is not None and targets.sparse_crow_indices == starts
+    wanted = expected[[5, rows - 1, rows - 1], [9, 4, 5]]
+    np.testing.assert_allclose(targets.numbers.numpy(), wanted, atol=1e-5)
+    others = found["top"].prompt_alt_tokens
+    assert others is not None and others.tokens.shape == [rows, 50]
+    tokens = others.tokens.to_numpy()
+    wanted = expected[np.arange(rows)[:, None], tokens]
+    np.testing.assert_allclose(others.logprobs.to_numpy(), wanted, atol=1e-5)
+    # Drawn from the model: on average as likely as its entropy says.
+    entropy = -(np.exp(expected) * expected).sum(-1).mean()
+    assert abs(-wanted.mean() - entropy) < 0.05
