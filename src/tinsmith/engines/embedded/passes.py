@@ -31,6 +31,7 @@ from tinsmith.engines.embedded.pieces import (
 )
 from tinsmith.errors import TinkerError, ValidationError
 from tinsmith.model.attention import PackAttention, Stretch
+from tinsmith.model.custom_loss import CustomLoss
 from tinsmith.model.lora import FusedLora, LoraSpan
 from tinsmith.model.losses import Loss, TokenLoss, make_loss
 from tinsmith.model.transformer import Transformer
@@ -107,7 +108,11 @@ class Pass:
 
 def _loss(work: PassWork, lengths: Sequence[int]) -> Loss:
     inputs = [datum.loss_fn_inputs for datum in work.data]
-    return make_loss(work.loss_fn, work.loss_config, inputs, lengths)
+    if work.loss_fn != "custom":
+        return make_loss(work.loss_fn, work.loss_config, inputs, lengths)
+    if work.custom_loss is None:
+        raise ValidationError("the loss 'custom' needs a loss_id that this session has made")
+    return CustomLoss(work.custom_loss.inputs, work.custom_loss.graph, inputs, lengths)
 
 
 # Packs
