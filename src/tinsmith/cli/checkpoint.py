@@ -9,7 +9,8 @@ import argparse
 
 from tinsmith.cli.parser import Parser, checkpoint_path, positive
 from tinsmith.cli.run import add_limit, lora_text
-from tinsmith.cli.text import moment_from, size_text, time_text, yes_or_no
+from tinsmith.cli.text import moment_from, time_text, yes_or_no
+from tinsmith.observe.sizes import size_text
 
 TYPE_CHECKING = False  # loading `typing` takes longer than all of a help
 if TYPE_CHECKING:

@@ -16,11 +16,12 @@ from tinsmith.cli.checkpoint import TYPES
 from tinsmith.cli.connect import rest_client, wait
 from tinsmith.cli.failures import CommandError, UsageError, in_short
 from tinsmith.cli.output import plain_of, show
-from tinsmith.cli.progress import Progress
-from tinsmith.cli.text import counted, printable, size_text, time_text
+from tinsmith.cli.text import counted, printable, time_text
 from tinsmith.client.management.bulk_delete import CheckpointFilter
 from tinsmith.client.rest import RestClient
 from tinsmith.errors import NotFoundError
+from tinsmith.observe.progress import Progress
+from tinsmith.observe.sizes import size_text
 from tinsmith.types.checkpoints import Checkpoint
 
 AT_ONCE = 8

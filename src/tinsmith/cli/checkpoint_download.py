@@ -18,12 +18,12 @@ from tinsmith.cli.connect import limit_s, rest_client, service_client, wait
 from tinsmith.cli.failures import CommandError, in_short
 from tinsmith.cli.fetch import Addresses, Fetch
 from tinsmith.cli.output import Properties, show
-from tinsmith.cli.progress import Progress
 from tinsmith.cli.staging import Staging, exists_already
-from tinsmith.cli.text import size_text
 from tinsmith.cli.unpack import unpack
 from tinsmith.client.rest import RestClient
 from tinsmith.errors import APIStatusError
+from tinsmith.observe.progress import Progress
+from tinsmith.observe.sizes import size_text
 from tinsmith.types.checkpoints import ParsedCheckpointTinkerPath
 
 _log = logging.getLogger(__name__)

@@ -21,13 +21,13 @@ from tinsmith.checkpoints.registry import open_store
 from tinsmith.cli.failures import UsageError
 from tinsmith.cli.output import Properties, show
 from tinsmith.cli.serve import loaded_settings
-from tinsmith.cli.text import size_text
 from tinsmith.errors import ValidationError
 from tinsmith.ledger import audit
 from tinsmith.ledger.base import Ledger
 from tinsmith.ledger.model_config import write_config
 from tinsmith.ledger.records import CheckpointEntry, Model, SessionId, Tenant, TenantId
 from tinsmith.ledger.registry import open_ledger_beside
+from tinsmith.observe.sizes import size_text
 from tinsmith.serve.settings import ServiceSettings
 from tinsmith.server import keys
 

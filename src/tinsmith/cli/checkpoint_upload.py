@@ -10,10 +10,10 @@ from pathlib import Path
 
 from tinsmith.cli.connect import rest_client, wait
 from tinsmith.cli.output import Properties, show
-from tinsmith.cli.progress import Progress
-from tinsmith.cli.text import size_text
 from tinsmith.client.background import background
 from tinsmith.client.management.imports import import_folder
+from tinsmith.observe.progress import Progress
+from tinsmith.observe.sizes import size_text
 from tinsmith.types.imports import IMPORTED_FILES, FinishImportResponse
 
 LONGEST_S = 24 * 3600.0

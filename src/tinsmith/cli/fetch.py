@@ -27,9 +27,9 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from tinsmith.cli.failures import CommandError
-from tinsmith.cli.progress import Progress
 from tinsmith.cli.staging import Staging
-from tinsmith.cli.text import size_text
+from tinsmith.observe.progress import Progress
+from tinsmith.observe.sizes import size_text
 
 PIECE_BYTES = 16 * 1024 * 1024
 READ_BYTES = 256 * 1024

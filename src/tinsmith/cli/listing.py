@@ -6,9 +6,9 @@ import argparse
 import itertools
 from typing import TypeVar
 
-from tinsmith.cli.progress import Progress
 from tinsmith.cli.text import counted
 from tinsmith.client.management.pages import Pages
+from tinsmith.observe.progress import Progress
 
 T = TypeVar("T")
 

@@ -52,10 +52,10 @@ def pull_model(arguments: argparse.Namespace) -> None:
     import pathlib
 
     from tinsmith.cli.output import show
-    from tinsmith.cli.progress import Progress
-    from tinsmith.cli.text import size_text
     from tinsmith.model_files.manifest import read_manifest
     from tinsmith.model_files.sources import DEFAULT_MODEL, full_name, sources_of
+    from tinsmith.observe.progress import Progress
+    from tinsmith.observe.sizes import size_text
 
     cache = model_cache(arguments)
     name = full_name(arguments.name or DEFAULT_MODEL)
@@ -75,7 +75,8 @@ def pull_model(arguments: argparse.Namespace) -> None:
 def list_local(arguments: argparse.Namespace) -> int:
     """Show the models that are here; 1 if one is damaged, when that was asked for."""
     from tinsmith.cli.output import Table, show
-    from tinsmith.cli.text import counted, size_text
+    from tinsmith.cli.text import counted
+    from tinsmith.observe.sizes import size_text
 
     cache = model_cache(arguments)
     found = cache.models()
@@ -100,8 +101,8 @@ def list_local(arguments: argparse.Namespace) -> int:
 def remove_model(arguments: argparse.Namespace) -> None:
     """Delete a model by its name."""
     from tinsmith.cli.output import show
-    from tinsmith.cli.text import size_text
     from tinsmith.model_files.sources import full_name
+    from tinsmith.observe.sizes import size_text
 
     name = full_name(arguments.name)
     freed_bytes = model_cache(arguments).remove(name)

@@ -36,9 +36,9 @@ def export_trace(arguments: argparse.Namespace) -> None:
 
     from tinsmith.cli.connect import rest_client, wait
     from tinsmith.cli.output import Properties, show
-    from tinsmith.cli.progress import Progress
     from tinsmith.cli.staging import safe_parts
-    from tinsmith.cli.text import size_text
+    from tinsmith.observe.progress import Progress
+    from tinsmith.observe.sizes import size_text
 
     session_id: str = arguments.session_id
     target = pathlib.Path(arguments.output or f"{'_'.join(safe_parts(session_id))}.pftrace")
@@ -65,8 +65,8 @@ def export_trace(arguments: argparse.Namespace) -> None:
 
 def _fetch(arguments: argparse.Namespace, url: str, target: pathlib.Path) -> int:
     from tinsmith.cli.fetch import Addresses, Fetch
-    from tinsmith.cli.progress import Progress
     from tinsmith.cli.staging import Staging
+    from tinsmith.observe.progress import Progress
 
     # Each export is a trace of its own: parts of an older one are of no use.
     with (

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from tinsmith.observe import sizes
+
 TYPE_CHECKING = False  # loading `typing` takes longer than all of a help
 if TYPE_CHECKING:
     import datetime
 
-MISSING = "N/A"
-_UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
+MISSING = sizes.MISSING
 _DAY_S = 24 * 3600.0
 
 
@@ -36,18 +37,6 @@ def width_of(text: str) -> int:
         0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1
         for c in text
     )
-
-
-def size_text(size_bytes: int | None) -> str:
-    """A size in units of 1024, such as `117.7 MB`."""
-    if size_bytes is None or size_bytes < 0:
-        return MISSING
-    size, units = float(size_bytes), list(_UNITS)
-    # 1023.95 would be written as 1024.0 of the smaller unit.
-    while size >= 1023.95 and len(units) > 1:
-        size /= 1024
-        units.pop(0)
-    return f"{size_bytes} B" if units[0] == "B" else f"{size:.1f} {units[0]}"
 
 
 def time_text(moment: datetime.datetime | None, *, now: datetime.datetime | None = None) -> str:

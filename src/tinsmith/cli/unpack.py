@@ -12,7 +12,7 @@ import tarfile
 
 from tinsmith.cli.failures import CommandError
 from tinsmith.cli.staging import safe_parts
-from tinsmith.cli.text import size_text
+from tinsmith.observe.sizes import size_text
 
 
 def unpack(archive: pathlib.Path, folder: pathlib.Path) -> int:

@@ -1,5 +1,8 @@
 """Makes the engine that settings name, and imports nothing of the others.
 
+It comes in two steps: `find_models` leads from names to folders and may take long, because it
+fetches what is not here; `make_engine` makes the engine of them, in a process of its own if asked.
+
 A model is given as `NAME` or `NAME=PATH_OR_ID`. Two names of one path are names of one model: the
 first is the model, the others are its aliases. What is after a `:` in a name says that it is a
 stand-in; clients ignore it when they look for tokenizers.
@@ -7,6 +10,8 @@ stand-in; clients ignore it when they look for tokenizers.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,9 +19,15 @@ from pathlib import Path
 import msgspec
 
 from tinsmith.engines.base import Engine
+from tinsmith.engines.child import ChildEngine
+from tinsmith.engines.embedded.settings import EmbeddedModel, EmbeddedSettings
 from tinsmith.errors import ValidationError, shown
+from tinsmith.model_files.base import Tell
+from tinsmith.model_files.cache import ModelCache, tell_nobody
+from tinsmith.model_files.find import find_model
+from tinsmith.model_files.manifest import read_manifest
 
-ENGINES = ("fake",)
+ENGINES = ("embedded", "fake")
 LONGEST_NAME = 200
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)*(:[A-Za-z0-9][\w.-]*)?", re.ASCII)
 
@@ -28,11 +39,14 @@ class ModelSource(msgspec.Struct, frozen=True):
     path: str
     alias_of: str | None = None
     """The first name with the same path, if this is another one."""
+    folder: str | None = None
+    """Where its files are, once they were found."""
+    tokenizer: str | None = None
 
     @property
     def tokenizer_id(self) -> str:
         """What a client loads the tokenizer by."""
-        return self.path
+        return self.tokenizer or self.path
 
 
 def read_models(models: Sequence[str]) -> list[ModelSource]:
@@ -70,25 +84,96 @@ def _check_model(name: str, path: str) -> None:
         raise ValidationError(f"the model {name} has no path that can be used")
 
 
-def make_engine(name: str, models: Sequence[str]) -> Engine:
-    """An engine that is not open yet.
+def find_models(
+    sources: Sequence[ModelSource], cache: ModelCache, tell: Tell = tell_nobody
+) -> list[ModelSource]:
+    """The same with their folders; a model that is not here is fetched, which may take minutes.
+
+    Clients are told the folder as the place of the tokenizer where the files are not those of the
+    hub: they are the user's own, or were converted because there was no hub.
 
     Raises:
-        ValidationError: There is no such engine, or a model's name cannot be read.
+        BaseModelError: There is no such model, or it cannot be fetched.
     """
-    sources = read_models(models)
+    found: dict[str, Path] = {}
+    for source in sources:
+        if source.path not in found:
+            found[source.path] = find_model(source.path, cache, tell=tell)
+    return [_with_folder(source, found[source.path]) for source in sources]
+
+
+def _with_folder(source: ModelSource, folder: Path) -> ModelSource:
+    manifest = read_manifest(folder)
+    is_of_hub = manifest is not None and "commit" in manifest.source
+    tokenizer = manifest.name if manifest is not None and is_of_hub else str(folder)
+    return msgspec.structs.replace(source, folder=str(folder), tokenizer=tokenizer)
+
+
+def make_engine(
+    name: str,
+    models: Sequence[str | ModelSource],
+    settings: EmbeddedSettings | None = None,
+    *,
+    has_own_process: bool = False,
+) -> Engine:
+    """An engine that is not open yet.
+
+    Args:
+        name: One of `ENGINES`.
+        models: As settings give them, or as `find_models` does. Real engines need their folders.
+        settings: How the embedded engine computes; the fake one has none.
+        has_own_process: Whether it runs in a process of its own (`child.py`).
+
+    Raises:
+        ValidationError: There is no such engine, a model's name cannot be read, or a package that
+            the engine needs is not installed.
+    """
+    texts = [one for one in models if isinstance(one, str)]
+    sources = [*read_models(texts), *(one for one in models if not isinstance(one, str))]
     if not sources:
         raise ValidationError("no model is given", remedy="add --model NAME=PATH_OR_ID")
-    if name == "fake":
-        return _fake(sources)
-    raise ValidationError(f"there is no engine {name!r}", remedy=f"known are {', '.join(ENGINES)}")
-
-
-def _fake(sources: list[ModelSource]) -> Engine:
-    try:
-        from tinsmith.engines.fake.engine import FakeEngine, fake_model
-    except ModuleNotFoundError as exc:
+    if name not in _MAKERS:
         raise ValidationError(
-            "the fake engine needs numpy", remedy="pip install 'tinsmith[numpy]'"
-        ) from exc
+            f"there is no engine {name!r}", remedy=f"known are {', '.join(ENGINES)}"
+        )
+    check_installed(name)
+    make = functools.partial(_MAKERS[name], sources, settings)
+    return ChildEngine(make, name) if has_own_process else make()
+
+
+def check_installed(name: str) -> None:
+    """Look whether an engine's packages are here, without loading them.
+
+    Raises:
+        ValidationError: One is not; the message names the command that installs it.
+    """
+    package, extra = {"embedded": ("torch", "server"), "fake": ("numpy", "numpy")}[name]
+    if importlib.util.find_spec(package) is None:
+        raise ValidationError(
+            f"the engine {name!r} needs {package}, which is not installed",
+            remedy=f"pip install 'tinsmith[{extra}]'",
+        )
+
+
+def _embedded(sources: Sequence[ModelSource], settings: EmbeddedSettings | None) -> Engine:
+    engine = importlib.import_module("tinsmith.engines.embedded.engine")
+    models = [
+        EmbeddedModel(
+            name=one.name,
+            folder=Path(one.folder or one.path),
+            tokenizer_id=one.tokenizer_id,
+            alias_of=one.alias_of,
+        )
+        for one in sources
+    ]
+    made: Engine = engine.EmbeddedEngine(models, settings)
+    return made
+
+
+def _fake(sources: Sequence[ModelSource], _: EmbeddedSettings | None) -> Engine:
+    from tinsmith.engines.fake.engine import FakeEngine, fake_model
+
     return FakeEngine([fake_model(one.name, one.tokenizer_id, one.alias_of) for one in sources])
+
+
+_MAKERS = {"embedded": _embedded, "fake": _fake}

@@ -72,6 +72,11 @@ class Board:
             if line in (None, waited_for) and not waiting.done():
                 waiting.set_result(None)
 
+    def release_lines(self) -> None:
+        """Take back what was said of single lines; a scheduler that begins knows of none."""
+        for line in list(self._lines):
+            self.hold(ACTIVE, line)
+
     async def wait_held(self, line: str, told: QueueReport) -> None:
         """Return when a line is held back for another reason than was told, at once if it is."""
         while (report := self.queue(line)).state == "active" or report == told:

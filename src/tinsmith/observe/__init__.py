@@ -1,1 +1,1 @@
-"""Names of log fields, metrics and spans, and what turns them into text. Knows of nothing else."""
+"""What is seen of the work: log fields, metrics, spans, bars. Knows of nothing else."""

@@ -94,7 +94,12 @@ class Scheduler:
         await self.close()
 
     async def open(self) -> None:
-        """Recover, then begin to work in the background. The board says when it is ready."""
+        """Recover, then begin to work in the background. The board says when it is ready.
+
+        Raises:
+            ClosedError: The engine was lost meanwhile; `close` this one, and open another.
+        """
+        self._parts.ledger.board.release_lines()
         self._report()
         self._start("settling", self._parts.settler.run())
         try:

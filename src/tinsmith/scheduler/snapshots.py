@@ -69,6 +69,8 @@ class Snapshots:
             return  # models may be halfway to where their lines are
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         for line, known in self._parts.models.all_ready():
+            if not self._parts.engine.has_adapter(AdapterId(line)):
+                continue  # the engine was lost, and the model is made again from what is kept
             if known.unsaved_commands and not self._parts.order.is_busy(line):
                 self._tasks[line] = self._start(line, known)
                 await self._tasks[line]

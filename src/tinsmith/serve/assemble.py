@@ -22,15 +22,17 @@ from tinsmith.checkpoints.base import CheckpointStore
 from tinsmith.checkpoints.registry import open_store
 from tinsmith.engines.base import BaseModel, Engine
 from tinsmith.engines.registry import make_engine
-from tinsmith.errors import ValidationError
+from tinsmith.errors import EngineLostError, ValidationError
 from tinsmith.ledger.base import Ledger
 from tinsmith.ledger.registry import open_ledger
 from tinsmith.observe.metrics import ServiceMetrics
 from tinsmith.observe.spans import Spans, open_spans
 from tinsmith.scheduler.loop import Scheduler
 from tinsmith.scheduler.settings import SchedulerSettings
+from tinsmith.serve.fetching import fetched_models
 from tinsmith.serve.measuring import Measuring
 from tinsmith.serve.settings import Limits, ServiceSettings
+from tinsmith.serve.working import Working
 from tinsmith.server.app import App, make_app
 from tinsmith.server.parts import Parts
 from tinsmith.server.settings import ServerSettings
@@ -43,6 +45,10 @@ REAP_S = 5.0
 SWEEP_S = 60.0
 """How often what nobody needs any more is taken away."""
 SECRET_BYTES = 32
+
+
+def _tell_nobody(_: str) -> None:
+    pass
 
 
 class Service:
@@ -72,7 +78,10 @@ class Service:
         self.metrics = ServiceMetrics()
         self._settings = settings
         self._engine = engine
-        self._scheduler = Scheduler(ledger, engine, store, _scheduler_settings(settings), spans)
+        scheduling = _scheduler_settings(settings)
+        self._working = Working(
+            engine, ledger.board, lambda: Scheduler(ledger, engine, store, scheduling, spans)
+        )
         self._measuring = Measuring(self.metrics, ledger, spans)
         self.app: App = make_app(
             Parts(
@@ -88,18 +97,26 @@ class Service:
         )
         self.metrics.long_polls.read_with(lambda: len(self.app.service.waits))
         self._tasks: list[asyncio.Task[None]] = []
+        self._lost: asyncio.Future[EngineLostError] = asyncio.get_running_loop().create_future()
         self._is_closed = False
 
     @classmethod
-    async def open(cls, settings: ServiceSettings, *, is_private: bool = False) -> Self:
+    async def open(
+        cls,
+        settings: ServiceSettings,
+        *,
+        is_private: bool = False,
+        tell: Callable[[str], None] = _tell_nobody,
+    ) -> Self:
         """Open everything, and begin to recover and to work in the background.
 
-        Requests are taken at once; whether commands are run already, `ledger.board.scheduler`
-        says, and `/readyz` with it.
+        Returns when requests can be taken; whether commands are run already,
+        `ledger.board.scheduler` says, and `/readyz` with it.
 
         Args:
             settings: All that can be set.
             is_private: Whether only the owner of the data folder can reach it, who needs no key.
+            tell: Called with what is being waited for, in words, from any thread.
 
         Raises:
             TinkerError: A part cannot be opened; the message says which and why.
@@ -113,7 +130,14 @@ class Service:
                 open_store, settings.checkpoints, work=settings.data / "work"
             )
             opened.callback(store.close)
-            engine = make_engine(settings.engine, settings.models)
+            models = await fetched_models(settings, tell)
+            tell(f"loading {', '.join(model.name for model in models)}")
+            engine = make_engine(
+                settings.engine,
+                models,
+                settings.embedded,
+                has_own_process=settings.has_engine_process,
+            )
             await opened.enter_async_context(engine)
             spans = open_spans(settings.otel_endpoint)
             service = cls(settings, ledger, store, engine, spans, is_private=is_private)
@@ -123,18 +147,32 @@ class Service:
 
     def _begin(self) -> None:
         sessions = self.app.service.sessions
-        self._start("scheduler", self._scheduler.open)
+        self._start("scheduler", self._work)
         self._start("endings", sessions.finish_endings)
         self._start("silent sessions", _every(REAP_S, sessions.end_silent))
         self._start("sweeping", _every(SWEEP_S, Sweeper(self.ledger, self.store).sweep))
         self._start("measuring", self._measuring.run)
 
+    async def _work(self) -> None:
+        try:
+            await self._working.run()
+        except EngineLostError as exc:
+            self._lost.set_result(exc)
+            raise
+
+    async def wait_lost(self) -> EngineLostError:
+        """Return why, if the engine was lost so often that the service cannot go on.
+
+        What was accepted is in the ledger; another start goes on with it.
+        """
+        return await asyncio.shield(self._lost)
+
     def _start(self, what: str, work: Callable[[], Awaitable[object]]) -> None:
         async def told() -> None:
             try:
                 await work()
-            except asyncio.CancelledError:
-                raise
+            except (asyncio.CancelledError, EngineLostError):
+                raise  # the second is told by whoever ends the service for it
             except Exception:
                 _log.exception("the service's work on %s has ended", what)
                 raise
@@ -157,7 +195,7 @@ class Service:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._scheduler.close(self._settings.drain_s)
+        await self._working.close(self._settings.drain_s)
         await self._engine.close()
         await asyncio.to_thread(self.store.close)
         await self.ledger.close()

@@ -182,7 +182,7 @@ class _Stay:
                 )
                 self.found.set_result(HerePlace(service.app, self._loop))
                 try:
-                    await asyncio.Event().wait()
+                    raise await service.wait_lost()
                 finally:
                     service.end_waits()
         except asyncio.CancelledError:

@@ -38,6 +38,7 @@ def serve(settings: ServiceSettings) -> int:
     """Serve until a signal comes; returns the exit code: 0 if all was closed in order.
 
     Raises:
+        EngineLostError: The engine's process ended again and again. Another start loses nothing.
         TinkerError: It cannot be started; the message says why and what to do.
     """
     restore = configure_logging(level=settings.log.level, format_=settings.log.format)
@@ -60,21 +61,69 @@ def loop_factory() -> Any:
 async def _serve(settings: ServiceSettings) -> int:
     listener = _listen(settings)
     with contextlib.closing(listener):
-        async with await Service.open(settings) as service:
-            await _check_reach(settings, service)
-            server = _Server(_config(settings, service), service)
-            with server.ended_by_signals():
-                _log.info(
-                    "serving on %s; ledger %s, checkpoints %s, engine %s",
-                    _address(settings, listener),
-                    masked(settings.database),
-                    masked(settings.checkpoints),
-                    settings.engine,
-                )
-                await server.serve(sockets=[listener])
-            _log.info("closing: what runs may take %g s to end", settings.drain_s)
+        pages = OperatorPages(has_metrics=settings.metrics)
+        server = _Server(_config(settings, pages), pages)
+        with server.ended_by_signals():
+            # Health can be asked for from now on; a model may take minutes to be fetched.
+            serving = asyncio.create_task(server.serve(sockets=[listener]))
+            try:
+                service = await _opened(settings, pages, serving)
+                if service is None:
+                    return 0
+                async with service:
+                    await _check_reach(settings, service)
+                    pages.service = service
+                    _log.info(
+                        "serving on %s; ledger %s, checkpoints %s, engine %s",
+                        _address(settings, listener),
+                        masked(settings.database),
+                        masked(settings.checkpoints),
+                        settings.engine,
+                    )
+                    await _until_it_ends(server, serving, service, settings)
+            finally:
+                server.should_exit = True
+                await asyncio.gather(serving, return_exceptions=True)
         _log.info("closed")
     return 0
+
+
+async def _opened(
+    settings: ServiceSettings, pages: OperatorPages, serving: asyncio.Task[None]
+) -> Service | None:
+    """The service, once its models are loaded; None if a signal came first."""
+
+    def tell(what: str) -> None:
+        pages.waits_for = what
+
+    opening = asyncio.create_task(Service.open(settings, tell=tell))
+    try:
+        await asyncio.wait([opening, serving], return_when=asyncio.FIRST_COMPLETED)
+        return opening.result() if opening.done() else None
+    finally:
+        if not opening.done():
+            opening.cancel()
+            await asyncio.gather(opening, return_exceptions=True)
+
+
+async def _until_it_ends(
+    server: _Server, serving: asyncio.Task[None], service: Service, settings: ServiceSettings
+) -> None:
+    """Serve until a signal comes.
+
+    Raises:
+        EngineLostError: The engine was lost too often.
+    """
+    losing = asyncio.create_task(service.wait_lost())
+    try:
+        await asyncio.wait([serving, losing], return_when=asyncio.FIRST_COMPLETED)
+        server.end()
+        await serving
+        if losing.done():
+            raise losing.result()
+        _log.info("closing: what runs may take %g s to end", settings.drain_s)
+    finally:
+        losing.cancel()
 
 
 def _listen(settings: ServiceSettings) -> socket.socket:
@@ -130,10 +179,10 @@ async def _check_reach(settings: ServiceSettings, service: Service) -> None:
     )
 
 
-def _config(settings: ServiceSettings, service: Service) -> uvicorn.Config:
+def _config(settings: ServiceSettings, pages: OperatorPages) -> uvicorn.Config:
     check_certificate(settings.tls)
     return uvicorn.Config(
-        OperatorPages(service, has_metrics=settings.metrics),
+        pages,
         **http_options(),
         timeout_graceful_shutdown=int(ANSWER_S),
         ssl_certfile=settings.tls.cert,
@@ -144,9 +193,15 @@ def _config(settings: ServiceSettings, service: Service) -> uvicorn.Config:
 class _Server(uvicorn.Server):
     """Uvicorn, ended by our handlers: its own would end the process as killed by the signal."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, pages: OperatorPages) -> None:
         super().__init__(config)
-        self._service = service
+        self._pages = pages
+
+    def end(self) -> None:
+        """End it in order: no new connections, and whoever waits is answered."""
+        self.should_exit = True
+        if self._pages.service is not None:
+            self._pages.service.end_waits()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -161,8 +216,7 @@ class _Server(uvicorn.Server):
             if self.should_exit:
                 raise SystemExit(128 + number)
             _log.info("%s: stopping; once more ends it at once", number.name)
-            self.should_exit = True
-            self._service.end_waits()
+            self.end()
 
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, end, number)

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from tinsmith.engines.registry import check_installed
 from tinsmith.errors import UnknownFieldError, ValidationError, shown
 from tinsmith.serve.options import (
     BY_NAME,
@@ -80,7 +81,7 @@ def load_settings(
 
 
 def check_start(settings: ServiceSettings) -> None:
-    """Look whether a service could be started: it has a model, and the files are there.
+    """Look whether a service could be started: it has a model, and files and packages are there.
 
     Raises:
         ValidationError: Something is missing, or cannot be read.
@@ -88,6 +89,7 @@ def check_start(settings: ServiceSettings) -> None:
     check_certificate(settings.tls)
     if not settings.models:
         raise ValidationError("no model is given", remedy="add --model NAME=PATH_OR_ID")
+    check_installed(settings.engine)
     for model in settings.served_models:
         if model.path.startswith(("/", "./", "../")) and not Path(model.path).exists():
             raise ValidationError(f"the model {model.name} is at {model.path}, where nothing is")

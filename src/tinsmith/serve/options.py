@@ -62,7 +62,9 @@ class Option:
         return ENVIRONMENT_PREFIX + self.name.replace(".", "_").upper()
 
 
-ENGINES = ("fake",)
+ENGINES = ("embedded", "fake")
+DTYPES = ("auto", "float32", "bfloat16")
+DEVICES = ("auto", "cpu", "cuda")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 
@@ -98,6 +100,27 @@ OPTIONS = (
         is_address=True,
     ),
     Option("engine", "NAME", '"fake"', "what computes", choices=ENGINES),
+    Option(
+        "engine_process",
+        "",
+        "not set",
+        "compute in a process of its own; not set: the embedded engine does, the fake one does not",
+    ),
+    Option(
+        "dtype",
+        "TYPE",
+        '"auto"',
+        "the numbers of the base model; auto: what the device is fast at",
+        choices=DTYPES,
+    ),
+    Option(
+        "device",
+        "NAME",
+        '"auto"',
+        "where it computes; auto: a GPU if there is one",
+        choices=DEVICES,
+    ),
+    Option("threads", "N", "0", "threads that compute; 0: as many as there are free cores"),
     Option(
         "models",
         "NAME=PATH_OR_ID",

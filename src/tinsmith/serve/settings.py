@@ -21,9 +21,11 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import force_setattr
 
+from tinsmith.engines.embedded.settings import Device, Dtype, EmbeddedSettings
 from tinsmith.engines.registry import ModelSource, read_models
 from tinsmith.errors import ValidationError
 from tinsmith.ledger.records import Retention
+from tinsmith.model_files.sources import DEFAULT_MODEL
 from tinsmith.serve.options import BY_NAME, HOME_VARIABLE
 
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e10)]
@@ -135,10 +137,16 @@ class ServiceSettings(Section, frozen=True, kw_only=True):
     """As `ledger.registry.open_ledger` takes it; empty becomes a folder in the data folder."""
     checkpoints: str = ""
     """A folder or an fsspec URL; empty becomes a folder in the data folder."""
-    engine: Literal["fake"] = "fake"
+    engine: Literal["embedded", "fake"] = "fake"
+    engine_process: bool | None = None
+    """Whether the engine has a process of its own; None: the embedded one has, the fake has not."""
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+    threads: Annotated[int, Meta(ge=0, le=4096)] = 0
+    """0 for as many as there are free cores."""
     models: tuple[str, ...] = ()
     """`NAME=PATH_OR_ID`, or `NAME` alone where they are the same; `served_models` takes them
-    apart. A service needs at least one; other commands do without."""
+    apart. The embedded engine has a default; the fake one needs at least one to be served."""
     tls: TlsSettings = TlsSettings()
     limits: Limits = Limits()
     long_poll_s: Waited = 30.0
@@ -157,6 +165,8 @@ class ServiceSettings(Section, frozen=True, kw_only=True):
             force_setattr(self, "database", f"sqlite://{quote(str(self.data / 'ledger'))}")
         if not self.checkpoints:
             force_setattr(self, "checkpoints", str(self.data / "checkpoints"))
+        if not self.models and self.engine == "embedded":
+            force_setattr(self, "models", (DEFAULT_MODEL,))
         _check_database(self.database)
         _check_endpoint(self.otel_endpoint)
         for name, value in msgspec.structs.asdict(self.retention).items():
@@ -167,6 +177,22 @@ class ServiceSettings(Section, frozen=True, kw_only=True):
     def served_models(self) -> list[ModelSource]:
         """Each name with what it stands for, in the order given."""
         return read_models(self.models)
+
+    @property
+    def has_engine_process(self) -> bool:
+        """Whether the engine has a process of its own."""
+        is_set = self.engine_process
+        return self.engine == "embedded" if is_set is None else is_set
+
+    @property
+    def embedded(self) -> EmbeddedSettings:
+        """How the embedded engine computes."""
+        return EmbeddedSettings(
+            dtype=self.dtype,
+            device=self.device,
+            threads=self.threads,
+            batch_tokens=self.limits.batch_tokens,
+        )
 
     @property
     def is_loopback(self) -> bool:

@@ -13,8 +13,8 @@ import pytest
 from tinsmith.cli import fetch as fetch_module
 from tinsmith.cli.failures import CommandError
 from tinsmith.cli.fetch import Addresses, DownloadError, Fetch
-from tinsmith.cli.progress import Progress
 from tinsmith.cli.staging import Staging
+from tinsmith.observe.progress import Progress
 from tinsmith.testing import ScriptedService, running_service
 
 PIECE = 1000

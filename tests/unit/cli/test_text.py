@@ -4,7 +4,8 @@ import datetime
 
 import pytest
 
-from tinsmith.cli.text import harmless, moment_from, printable, size_text, time_text, width_of
+from tinsmith.cli.text import harmless, moment_from, printable, time_text, width_of
+from tinsmith.observe.sizes import size_text
 
 NOW = datetime.datetime(2026, 7, 13, 12, tzinfo=datetime.UTC)
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
+
+import msgspec
 import pytest
 
-from tinsmith.engines.registry import make_engine
-from tinsmith.errors import ValidationError
+from tinsmith.engines.child import ChildEngine
+from tinsmith.engines.registry import ModelSource, find_models, make_engine, read_models
+from tinsmith.errors import BaseModelNotFoundError, ValidationError
+from tinsmith.model_files.cache import ModelCache
+from tinsmith.model_files.manifest import MANIFEST, Manifest
 
 
 def test_an_engine_that_there_is_not_is_refused() -> None:
     """With those that there are."""
-    with pytest.raises(ValidationError, match="fake"):
+    with pytest.raises(ValidationError, match="embedded, fake"):
         make_engine("unheard-of", ["a"])
 
 
@@ -18,3 +25,58 @@ def test_an_engine_without_models_is_refused() -> None:
     """With the option that names them."""
     with pytest.raises(ValidationError, match="--model"):
         make_engine("fake", [])
+
+
+def test_an_engine_without_its_packages_names_the_command_that_installs_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before anything is loaded or fetched."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+
+    with pytest.raises(ValidationError, match=r"needs torch.*pip install 'tinsmith\[server\]'"):
+        make_engine("embedded", ["a"])
+
+
+def test_an_engine_gets_a_process_of_its_own_when_asked() -> None:
+    """It is started when the engine is opened."""
+    made = make_engine("fake", ["a"], has_own_process=True)
+
+    assert isinstance(made, ChildEngine)
+    assert (made.name, made.pid) == ("fake", None)
+
+
+def test_a_model_of_the_users_is_found_with_its_folder_and_tokenizer(tmp_path: Path) -> None:
+    """Two names of one path are one folder."""
+    (tmp_path / "config.json").write_text("{}")
+    sources = read_models([f"a={tmp_path}", f"b={tmp_path}"])
+
+    found = find_models(sources, ModelCache(tmp_path / "cache"))
+
+    place = str(tmp_path)
+    assert found == [
+        ModelSource("a", place, None, place, place),
+        ModelSource("b", place, "a", place, place),
+    ]
+
+
+@pytest.mark.parametrize("is_of_hub", [True, False])
+def test_the_tokenizer_of_a_kept_model_is_where_its_files_came_from(
+    tmp_path: Path, is_of_hub: bool
+) -> None:
+    """The hub's by its name; that of a converted one by the folder, as there was no hub."""
+    folder = tmp_path / "owner" / "model"
+    folder.mkdir(parents=True)
+    source = {"kind": "hub", "commit": "abc"} if is_of_hub else {"kind": "pypi", "package": "p"}
+    manifest = Manifest(name="owner/model", pulled_at=0.0, source=source, files={})
+    (folder / MANIFEST).write_bytes(msgspec.json.encode(manifest))
+
+    [found] = find_models(read_models(["x:tiny=owner/model"]), ModelCache(tmp_path))
+
+    assert found.folder == str(folder)
+    assert found.tokenizer_id == ("owner/model" if is_of_hub else str(folder))
+
+
+def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
+    """Nothing is fetched for a path."""
+    with pytest.raises(BaseModelNotFoundError):
+        find_models(read_models([f"a={tmp_path}/gone"]), ModelCache(tmp_path))

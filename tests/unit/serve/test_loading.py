@@ -134,7 +134,7 @@ def test_a_name_that_is_not_known_is_refused_and_the_nearest_named(tmp_path: Pat
         ({"drain_s": "nan"}, "--drain-s"),
         ({"limits.rank": "1.5"}, "--limits-rank"),
         ({"metrics": "perhaps"}, "--metrics"),
-        ({"engine": "steam"}, "it may be fake"),
+        ({"engine": "steam"}, "it may be embedded or fake"),
         ({"log.level": "loud"}, "debug or info"),
         ({"otel_endpoint": "collector:4318"}, "otel_endpoint"),
         ({"data": "a\0b"}, "--data"),

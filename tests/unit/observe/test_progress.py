@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tinsmith.cli.progress import Progress
+from tinsmith.observe.progress import Progress
 
 
 def test_a_bar_says_how_much_how_fast_and_how_long() -> None:

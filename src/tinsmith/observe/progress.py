@@ -8,7 +8,7 @@ import time
 from types import TracebackType
 from typing import Self
 
-from tinsmith.cli.text import size_text
+from tinsmith.observe.sizes import size_text
 
 _WIDTH = 24
 _REDRAW_S = 0.1
@@ -71,13 +71,17 @@ class Progress:
         with self._lock:
             if self._is_shown:
                 self._is_shown = False
-                print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+                self._write("")
 
     def _draw(self) -> None:
         self._drawn_at = time.monotonic()
         if self._is_shown:
-            line = self.line(self._drawn_at - self._began_at)
-            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+            self._write(self.line(self._drawn_at - self._began_at))
+
+    def _write(self, line: str) -> None:
+        """In the place of what is shown."""
+        sys.stderr.write(f"\r\x1b[K{line}")
+        sys.stderr.flush()
 
     def line(self, elapsed_s: float) -> str:
         """The bar as text, `elapsed_s` after it began."""

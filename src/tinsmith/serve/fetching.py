@@ -1,0 +1,106 @@
+"""The models of a service as folders: what is not here is fetched, and told how far it is.
+
+People at a terminal see a bar; a log has a line now and then; `/readyz` has what stands in `text`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from tinsmith.engines.registry import ModelSource, find_models
+from tinsmith.model_files.cache import ModelCache
+from tinsmith.observe.progress import Progress
+from tinsmith.observe.sizes import size_text
+from tinsmith.serve.settings import ServiceSettings
+
+_log = logging.getLogger(__name__)
+
+TOLD_EVERY_S = 10.0
+
+T = TypeVar("T")
+
+
+async def fetched_models(
+    settings: ServiceSettings, tell: Callable[[str], None]
+) -> list[ModelSource]:
+    """The models that settings name, with their folders; the fake engine needs none.
+
+    Args:
+        settings: Models and the data folder, where fetched ones are kept.
+        tell: Called with how far it is, in words, from any thread.
+
+    Raises:
+        BaseModelError: A model is not to be had.
+    """
+    sources = settings.served_models
+    if settings.engine == "fake":
+        return sources
+    names = ", ".join(source.name for source in sources)
+    with Progress(names, None, in_bytes=True) as bar:
+        report = _Report(bar, tell)
+        cache = ModelCache(settings.data / "models")
+        return await _on_daemon(lambda: find_models(sources, cache, report.take))
+
+
+class _Report:
+    """Passes on how far a model is."""
+
+    def __init__(self, bar: Progress, tell: Callable[[str], None]) -> None:
+        self._bar = bar
+        self._name = bar.label
+        self._tell = tell
+        self._logged_at = float("-inf")
+        self._is_seen = sys.stderr.isatty()
+
+    def take(self, what: str, done: int, total: int | None) -> None:
+        """As `model_files.base.Tell`."""
+        label = f"{self._name}: {what}"
+        if self._bar.label != label:
+            self._bar.label = label
+            self._bar.begin(total, done)
+            self._logged_at = float("-inf")
+        else:
+            self._bar.add(done - self._bar.done)
+        text = label if not done else f"{label}, {size_text(done)}"
+        text = text if not total else f"{text} of {size_text(total)}"
+        self._tell(text)
+        if not self._is_seen and time.monotonic() - self._logged_at >= TOLD_EVERY_S:
+            self._logged_at = time.monotonic()
+            _log.info("%s", text)
+
+
+async def _on_daemon(work: Callable[[], T]) -> T:
+    """What a long work gives, on a thread that the interpreter does not wait for at its end.
+
+    A download is no reason to go on after Ctrl-C, and the next start goes on with it.
+    """
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if ended.done():
+            return
+        if error is not None:
+            ended.set_exception(error)
+        else:
+            ended.set_result(result)  # type: ignore[arg-type]  # None only if the work gives it
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except BaseException as exc:  # noqa: BLE001 - raised where it is waited for
+            error = exc
+        try:
+            loop.call_soon_threadsafe(settle, result, error)
+        except RuntimeError:
+            _log.debug("nobody waits for the models any more")
+
+    threading.Thread(target=run, name="tinsmith-models", daemon=True).start()
+    return await ended

@@ -1,0 +1,50 @@
+"""What is answered before the service is open."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import MutableMapping
+from typing import Any
+
+import pytest
+
+from tinsmith.serve.operator_pages import OperatorPages
+
+
+def _ask(pages: OperatorPages, path: str, method: str = "GET") -> tuple[int, dict[str, str], Any]:
+    sent: list[MutableMapping[str, Any]] = []
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message)
+
+    async def receive() -> MutableMapping[str, Any]:
+        return {"type": "http.disconnect"}
+
+    scope = {"type": "http", "method": method, "path": path, "headers": []}
+    asyncio.run(pages(scope, receive, send))
+    headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+    return sent[0]["status"], headers, json.loads(sent[1]["body"])
+
+
+def test_health_and_readiness_are_told_while_models_are_loaded() -> None:
+    pages = OperatorPages(has_metrics=True)
+    pages.waits_for = "owner/model: downloading, 3.0 MB of 90.0 MB"
+
+    assert _ask(pages, "/healthz")[0] == 200
+    status, _, told = _ask(pages, "/readyz")
+    assert (status, told["status"]) == (503, "not ready")
+    assert told["problem"] == "owner/model: downloading, 3.0 MB of 90.0 MB"
+
+
+@pytest.mark.parametrize(
+    ("path", "method"),
+    [("/api/v1/healthz", "GET"), ("/api/v1/forward_backward", "POST"), ("/healthz", "POST")],
+)
+def test_everything_else_is_to_come_again_until_then(path: str, method: str) -> None:
+    pages = OperatorPages(has_metrics=True)
+
+    status, headers, told = _ask(pages, path, method)
+
+    assert (status, headers["retry-after"]) == (503, "1")
+    assert "not ready yet: the service is starting" in told["detail"]
