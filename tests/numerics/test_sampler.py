@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
+from tests.numerics.sample_works import lora, prompt_of, run, work
 from tests.numerics.small_models import VOCABULARY, make_model
-from tinsmith.engines.base import SampleOutcome, SampleWork, WeightsId
+from tinsmith.engines.base import SampleWork, WeightsId
 from tinsmith.engines.embedded.prefix_cache import CHUNK_TOKENS
 from tinsmith.engines.embedded.sampler import Sampler, SamplerSettings
 from tinsmith.model.attention import PackAttention, Stretch
 from tinsmith.model.load_weights import load_transformer
-from tinsmith.model.lora import FusedLora, LoraLayout, LoraSpan
+from tinsmith.model.lora import FusedLora, LoraSpan
 from tinsmith.model.transformer import Transformer
-from tinsmith.types import ModelInput, SampleResponse, SamplingParams, TensorData
-from tinsmith.types.requests import SampleRequest
+from tinsmith.types import SampleResponse, TensorData
 
 FAMILIES = ["Llama", "Mistral", "Qwen3", "Qwen3Moe", "Gemma2"]
 W = WeightsId("w")
@@ -43,51 +43,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[An
 @pytest.fixture(scope="module")
 def llama(models: Callable[[str], tuple[Any, Transformer]]) -> Transformer:
     return models("Llama")[1]
-
-
-def lora(model: Transformer, seed: int, rank: int = 4) -> FusedLora:
-    layout = LoraLayout(model.architecture, rank, attention=True, mlp=True, unembed=True)
-    chance = torch.Generator().manual_seed(seed)
-    flat = torch.randn(layout.size, generator=chance) * 0.1
-    return layout.fused(flat, model.dtype, is_frozen=True)
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return random.Random(seed).choices(range(3, VOCABULARY), k=length)
-
-
-def work(
-    work_id: str = "it", prompt: list[int] | None = None, weights: str | None = None, **fields: Any
-) -> SampleWork:
-    names = SamplingParams.__struct_fields__
-    params = {name: fields.pop(name) for name in names if name in fields}
-    is_streamed = fields.pop("is_streamed", False)
-    request = SampleRequest(
-        prompt=ModelInput.from_ints(prompt or prompt_of(5)),
-        sampling_params=SamplingParams(**{"max_tokens": 8, "seed": 7, "stop": [], **params}),
-        **fields,
-    )
-    return SampleWork(
-        work_id=work_id,
-        base_model="m",
-        weights_id=None if weights is None else WeightsId(weights),
-        request=request,
-        is_streamed=is_streamed,
-    )
-
-
-def run(sampler: Sampler, *works: SampleWork) -> dict[str, SampleResponse]:
-    """All answers; each must be good."""
-    for one in works:
-        sampler.admit(one)
-    found: dict[str, SampleResponse] = {}
-    while sampler.samples:
-        for event in sampler.step():
-            if isinstance(event, SampleOutcome):
-                assert event.error is None, event.error
-                assert event.result is not None
-                found[event.work_id] = event.result
-    return found
 
 
 def sequences(response: SampleResponse) -> list[tuple[bytes, bytes]]:
