@@ -216,10 +216,15 @@ def _count_rows(monkeypatch: pytest.MonkeyPatch, rows: list[int]) -> None:
     monkeypatch.setattr("tinsmith.engines.embedded.trainer.run_pack", counted)
 
 
+@pytest.mark.parametrize("slice_rows", [1000, 7])
 def test_adapters_together_give_what_each_gives_alone(
-    model: Transformer, monkeypatch: pytest.MonkeyPatch
+    model: Transformer, monkeypatch: pytest.MonkeyPatch, slice_rows: int
 ) -> None:
-    """Bit for bit, in one pack, with ranks, layers, losses and lengths mixed."""
+    """Bit for bit, in one pack, with ranks, layers, losses and lengths mixed.
+
+    Also where the logits of a pass are made in several slices.
+    """
+    monkeypatch.setattr(model.head, "_slice_rows", slice_rows)
     shapes: list[dict[str, Any]] = [
         {"rank": 4},
         {"rank": 1, "train_unembed": False},

@@ -9,6 +9,7 @@ slice of rows, used and dropped. On the way back only rows with a slope count.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ class Head:
         """The log-probability of each target, float32."""
         spans = spans_of(loras, -1, "head")
         found_RK = torch.empty(targets_RK.shape, device=targets_RK.device)
-        for start, end in self._slices(hidden_RD):
+        for start, end in self._slices(hidden_RD.shape[0], spans):
             logits_RV = self._logits(hidden_RD[start:end], _cut(spans, start, end))
             found_RK[start:end] = _chosen(logits_RV, targets_RK[start:end])[0]
         return found_RK
@@ -63,7 +64,7 @@ class Head:
         spans = spans_of(loras, -1, "head")
         found_RK = torch.empty(targets_RK.shape, device=targets_RK.device)
         gradient_RD = torch.zeros_like(hidden_RD)
-        for start, end in self._slices(hidden_RD):
+        for start, end in self._slices(hidden_RD.shape[0], spans):
             here = slice(start, end)
             logits_RV = self._logits(hidden_RD[here], _cut(spans, start, end))
             found_RK[here], sums_R1 = _chosen(logits_RV, targets_RK[here])
@@ -90,7 +91,7 @@ class Head:
         """The gradient of the hidden rows, for slopes that only all log-probabilities gave."""
         spans = spans_of(loras, -1, "head")
         gradient_RD = torch.zeros_like(hidden_RD)
-        for start, end in self._slices(hidden_RD):
+        for start, end in self._slices(hidden_RD.shape[0], spans):
             here = slice(start, end)
             if not slopes_RK[here].any():
                 continue
@@ -106,12 +107,20 @@ class Head:
             )
         return gradient_RD
 
-    def _slices(self, hidden_RD: Tensor) -> list[tuple[int, int]]:
-        rows = hidden_RD.shape[0]
-        return [
-            (start, min(start + self._slice_rows, rows))
-            for start in range(0, rows, self._slice_rows)
-        ]
+    def _slices(self, rows: int, spans: Sequence[FactorSpan]) -> list[tuple[int, int]]:
+        """Rows that are computed together.
+
+        A span is cut nowhere but at multiples of the slice from its own start, so that sums over
+        its rows come out the same wherever it lies.
+        """
+        marks = [0, *(mark for one in spans for mark in (one.start, one.end)), rows]
+        slices: list[tuple[int, int]] = []
+        for first, last in pairwise(marks):
+            for start in range(first, last, self._slice_rows):
+                end = min(start + self._slice_rows, last)
+                fits = bool(slices) and end - slices[-1][0] <= self._slice_rows
+                slices.append((slices.pop()[0] if fits else start, end))
+        return slices
 
     def _logits(self, hidden_RD: Tensor, spans: list[FactorSpan]) -> Tensor:
         logits_RV = self._linear(hidden_RD)
@@ -134,6 +143,15 @@ class Head:
     ) -> None:
         """Write the gradient of one slice's rows. The logits are used up."""
         slopes_RK = slopes_RK.to(torch.float32)
+        counts_R = (slopes_RK != 0).any(-1)
+        if not bool(counts_R.any()):
+            return
+        whole_RD = gradient_RD
+        if not bool(counts_R.all()):
+            spans = _kept(spans, counts_R)
+            slopes_RK, targets_RK = slopes_RK[counts_R], targets_RK[counts_R]
+            logits_RV, sums_R1 = logits_RV[counts_R], sums_R1[counts_R]
+            hidden_RD = hidden_RD[counts_R]
         bent_RV = None if self._softcap is None else 1.0 - (logits_RV / self._softcap).square()
         # d lp / d logits is 1 at the target, less the probabilities everywhere.
         d_RV = logits_RV.sub_(sums_R1).exp_().mul_(-slopes_RK.sum(-1, keepdim=True))
@@ -141,15 +159,19 @@ class Head:
         if bent_RV is not None:
             d_RV.mul_(bent_RV)
         d_RV = d_RV.to(hidden_RD.dtype)
-        has_slope_R = (slopes_RK != 0).any(-1)
-        if bool(has_slope_R.all()) or spans:
-            gradient_RD.copy_(self._linear.input_gradient(d_RV))
-        elif bool(has_slope_R.any()):
-            gradient_RD[has_slope_R] = self._linear.input_gradient(d_RV[has_slope_R])
+        gradient_RD = self._linear.input_gradient(d_RV)
         for start, end, factors in spans:
             x_RD = hidden_RD[start:end]
             t_RR = x_RD @ factors.a_RI.T
             factors.backward(gradient_RD[start:end], d_RV[start:end], x_RD, t_RR)
+        whole_RD[counts_R] = gradient_RD
+
+
+def _kept(spans: list[FactorSpan], counts_R: Tensor) -> list[FactorSpan]:
+    """The spans among the rows that count."""
+    before = [0, *counts_R.cumsum(0).tolist()]
+    moved = [FactorSpan(before[one.start], before[one.end], one.factors) for one in spans]
+    return [one for one in moved if one.start < one.end]
 
 
 def _chosen(logits_RV: Tensor, targets_RK: Tensor) -> tuple[Tensor, Tensor]:
