@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.numerics.small_models import make_model
 from tinsmith.engines.base import (
     AdapterId,
     AdapterSpec,
@@ -26,7 +26,7 @@ from tinsmith.engines.base import (
     WeightsId,
 )
 from tinsmith.engines.child import ChildEngine
-from tinsmith.engines.registry import make_engine
+from tinsmith.engines.registry import make_engine, read_models
 from tinsmith.errors import ClosedError, NotFoundError, TinkerError, ValidationError
 from tinsmith.types import (
     AdamOptimizerConfig,
@@ -40,7 +40,7 @@ from tinsmith.types import (
 )
 from tinsmith.types.requests import SampleRequest
 
-ENGINES = ["fake", "child of fake"]
+ENGINES = ["fake", "child of fake", "embedded"]
 BASE = "test/base"
 MODELS = [f"{BASE}=path", "test/alias=path", "test/other"]
 A, B = AdapterId("a"), AdapterId("b")
@@ -49,23 +49,48 @@ STEP = AdamParams(learning_rate=0.02)
 Test = Callable[[Engine, Path], Awaitable[None]]
 
 
-@asynccontextmanager
-async def _engine(name: str) -> AsyncIterator[Engine]:
-    kind = name.removeprefix("child of ")
-    made = make_engine(kind, MODELS)
-    if kind != name:
-        made = ChildEngine(functools.partial(make_engine, kind, MODELS), kind)
-    async with made as engine:
-        yield engine
+@pytest.fixture(scope="session")
+def small_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of random models, made once."""
+    folder = tmp_path_factory.mktemp("models")
+    make_model(folder / "path")
+    make_model(folder / "other", "Qwen3")
+    return folder
+
+
+def _embedded(folder: Path) -> Engine:
+    from tinsmith.engines.embedded.engine import EmbeddedEngine
+    from tinsmith.engines.embedded.settings import EmbeddedModel, EmbeddedSettings
+
+    models = [
+        EmbeddedModel(
+            name=one.name,
+            folder=folder / ("path" if one.path == "path" else "other"),
+            tokenizer_id=one.tokenizer_id,
+            alias_of=one.alias_of,
+        )
+        for one in read_models(MODELS)
+    ]
+    return EmbeddedEngine(models, EmbeddedSettings(threads=1, dtype="float32"))
 
 
 @pytest.fixture(params=ENGINES)
-def run(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Test], None]:
+def make(request: pytest.FixtureRequest) -> Callable[[], Engine]:
+    """Makes an engine of each kind."""
+    kind = request.param.removeprefix("child of ")
+    if kind == "embedded":
+        return functools.partial(_embedded, request.getfixturevalue("small_models"))
+    make = functools.partial(make_engine, kind, MODELS)
+    return make if kind == request.param else functools.partial(ChildEngine, make, kind)
+
+
+@pytest.fixture
+def run(make: Callable[[], Engine], tmp_path: Path) -> Callable[[Test], None]:
     """Runs a test with an open engine."""
 
     def runner(test: Test) -> None:
         async def whole() -> None:
-            async with _engine(request.param) as engine:
+            async with make() as engine:
                 await test(engine, tmp_path)
 
         asyncio.run(whole())

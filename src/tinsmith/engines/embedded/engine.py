@@ -1,0 +1,298 @@
+"""The embedded engine: base models in this process, trained and sampled with PyTorch.
+
+Two threads compute. One trains: calls queue on it in their order. The other samples, and goes on
+while the first one trains. Base models never change, and both use the same; sampler weights are
+copies. Files are written of what an adapter was, beside the training that goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from tinsmith.engines.base import (
+    AdapterId,
+    AdapterSpec,
+    BaseModel,
+    Engine,
+    EngineCapacity,
+    SampleEvent,
+    SampleWork,
+    Saved,
+    TrainingOutcome,
+    TrainingWork,
+    WeightsId,
+)
+from tinsmith.engines.embedded import adapters as files
+from tinsmith.engines.embedded.adapters import Adapter
+from tinsmith.engines.embedded.loading import chosen_device, chosen_dtype, load_models
+from tinsmith.engines.embedded.sampler import Sampler, SamplerSettings
+from tinsmith.engines.embedded.sampler_thread import SamplerThread, closed
+from tinsmith.engines.embedded.settings import EmbeddedModel, EmbeddedSettings, free_threads
+from tinsmith.engines.embedded.trainer import Trainer
+from tinsmith.errors import NotFoundError, ValidationError
+from tinsmith.model.architecture import Architecture
+from tinsmith.model.lora import FusedLora
+from tinsmith.model.transformer import Transformer
+
+OPTIMIZERS = ("adamw", "dimuon")
+
+R = TypeVar("R")
+
+
+class EmbeddedEngine(Engine):
+    """See the top of the module."""
+
+    name = files.NAME
+    samples_apart = True
+
+    def __init__(
+        self, models: Sequence[EmbeddedModel], settings: EmbeddedSettings | None = None
+    ) -> None:
+        self._given = tuple(models)
+        self._settings = settings or EmbeddedSettings()
+        self._models: dict[str, BaseModel] = {}
+        self._transformers: dict[str, Transformer] = {}
+        self._adapters: dict[AdapterId, Adapter] = {}
+        """Changed on the training thread alone."""
+        self._samplers: dict[str, Sampler] = {}
+        self._weights: dict[WeightsId, Sampler] = {}
+        self._training: ThreadPoolExecutor | None = None
+        self._trainer: Trainer | None = None
+        self._sampling: SamplerThread | None = None
+
+    async def open(self) -> None:
+        """`Engine.open`.
+
+        Raises:
+            BaseModelError: A model cannot be loaded.
+            ValidationError: The settings ask for a device that is not there.
+        """
+        threads = self._settings.threads or free_threads()
+        self._training = ThreadPoolExecutor(
+            1, "tinsmith-trainer", initializer=torch.set_num_threads, initargs=(threads,)
+        )
+        try:
+            self._transformers = await self._on_thread(self._load)
+        except BaseException:
+            await self.close()
+            raise
+        self._models = {
+            one.name: _base_model(one, self._transformers[one.name].architecture)
+            for one in self._given
+        }
+        self._trainer = Trainer(self._transformers, pass_bytes=self._settings.pass_bytes)
+        self._samplers = self._make_samplers()
+        self._sampling = SamplerThread(self._samplers, threads)
+
+    def _load(self) -> dict[str, Transformer]:
+        device = chosen_device(self._settings.device)
+        return load_models(self._given, chosen_dtype(self._settings.dtype, device), device)
+
+    def _make_samplers(self) -> dict[str, Sampler]:
+        """One for each model, under all of its names; the memory for keys is shared out."""
+        made: dict[int, Sampler] = {}
+        folders = {id(self._transformers[one.name]): one.folder for one in self._given}
+        settings = SamplerSettings(kv_bytes=self._settings.kv_bytes // len(folders))
+        for model in self._transformers.values():
+            if id(model) not in made:
+                made[id(model)] = Sampler(
+                    model, tokenizer_folder=folders[id(model)], settings=settings
+                )
+        return {name: made[id(model)] for name, model in self._transformers.items()}
+
+    async def close(self) -> None:
+        """`Engine.close`."""
+        training, sampling = self._training, self._sampling
+        self._training = self._sampling = None
+        if self._trainer is not None:
+            self._trainer.close()
+        if sampling is not None:
+            await sampling.close()
+        if training is not None:
+            await asyncio.to_thread(training.shutdown, cancel_futures=True)
+        self._adapters.clear()
+        self._weights.clear()
+        self._samplers.clear()
+        self._transformers.clear()
+
+    async def _on_thread(self, run: Callable[[], R]) -> R:
+        """Run on the training thread, after everything that was asked before."""
+        if self._training is None:
+            raise closed()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._training, run)
+        except asyncio.CancelledError:
+            if self._training is None:  # it was closed before this had its turn
+                raise closed() from None
+            raise
+
+    def base_models(self) -> tuple[BaseModel, ...]:
+        """`Engine.base_models`."""
+        return tuple(self._models.values())
+
+    def capacity(self) -> EngineCapacity:
+        """`Engine.capacity`."""
+        return EngineCapacity(
+            most_adapters=self._settings.most_adapters,
+            adapters=len(self._adapters),
+            most_samples=self._settings.most_samples,
+            samples=0 if self._sampling is None else self._sampling.samples,
+            batch_tokens=self._settings.batch_tokens,
+        )
+
+    # Adapters
+
+    async def create_adapter(self, spec: AdapterSpec) -> None:
+        """`Engine.create_adapter`."""
+
+        def run() -> None:
+            model = self._checked(spec)
+            made = files.fresh_adapter(spec, model.architecture, str(model.device))
+            self._adapters[spec.adapter_id] = made
+
+        await self._on_thread(run)
+
+    async def load_adapter(self, spec: AdapterSpec, folder: Path, parts: Saved) -> None:
+        """`Engine.load_adapter`."""
+
+        def run() -> None:
+            model = self._checked(spec)
+            self._check_base(files.base_model_of(folder), spec.base_model)
+            made = files.load_adapter(spec, model.architecture, folder, parts, str(model.device))
+            self._adapters[spec.adapter_id] = made
+
+        await self._on_thread(run)
+
+    def _checked(self, spec: AdapterSpec) -> Transformer:
+        """The base model, if it can be trained so."""
+        model = self._model(spec.base_model)
+        if not 1 <= spec.lora.rank <= model.max_rank:
+            raise ValidationError(
+                f"rank is {spec.lora.rank}; for {model.name} it may be 1 to {model.max_rank}"
+            )
+        if spec.optimizer.type not in OPTIMIZERS:
+            raise ValidationError(
+                f"there is no optimizer {spec.optimizer.type!r}",
+                remedy=f"known are {', '.join(OPTIMIZERS)}",
+            )
+        transformer = self._transformers[model.name]
+        if not files.layout_of(transformer.architecture, spec.lora).size:
+            raise ValidationError(
+                f"of {model.name} nothing is trained with these settings",
+                remedy="set one of train_attn, train_mlp and train_unembed",
+            )
+        return transformer
+
+    def _model(self, name: str) -> BaseModel:
+        if name not in self._models:
+            raise NotFoundError(f"there is no base model {name!r}")
+        return self._models[name]
+
+    def _check_base(self, saved: str, wanted: str) -> None:
+        """Refuse weights of another model; those of other programs may not tell theirs."""
+        if not saved:
+            return
+        first = self._model(wanted)
+        names = {first.name, first.alias_of or first.name}
+        known = self._models.get(saved)
+        if saved not in names and (known is None or known.alias_of not in names):
+            raise ValidationError(f"the checkpoint is one of {saved}, not of {wanted}")
+
+    async def save_adapter(self, adapter_id: AdapterId, folder: Path, parts: Saved) -> None:
+        """`Engine.save_adapter`."""
+
+        def run() -> Adapter:
+            if adapter_id not in self._adapters:
+                raise NotFoundError(f"model {adapter_id} is not loaded")
+            return self._adapters[adapter_id].as_it_is()
+
+        as_it_was = await self._on_thread(run)
+        await asyncio.to_thread(files.save_adapter, as_it_was, folder, parts)
+
+    async def drop_adapter(self, adapter_id: AdapterId) -> None:
+        """`Engine.drop_adapter`."""
+        if self._training is not None:
+            await self._on_thread(lambda: self._adapters.pop(adapter_id, None))
+
+    def has_adapter(self, adapter_id: AdapterId) -> bool:
+        """`Engine.has_adapter`."""
+        return adapter_id in self._adapters
+
+    # Training
+
+    async def train(self, batch: Sequence[TrainingWork]) -> list[TrainingOutcome]:
+        """`Engine.train`."""
+        trainer = self._trainer
+        if trainer is None:
+            raise closed()
+        return await self._on_thread(lambda: trainer.train(batch, self._adapters))
+
+    # Sampling
+
+    async def load_weights(self, weights_id: WeightsId, base_model: str, folder: Path) -> None:
+        """`Engine.load_weights`."""
+        if self._sampling is None:
+            raise closed()
+        model = self._model(base_model)
+        transformer = self._transformers[model.name]
+
+        def read() -> FusedLora:
+            self._check_base(files.base_model_of(folder), base_model)
+            layout, flat = files.load_weights(transformer.architecture, folder)
+            return layout.fused(flat.to(transformer.device), transformer.dtype)
+
+        lora = await asyncio.to_thread(read)
+        if self._sampling is None:
+            raise closed()
+        sampler = self._weights[weights_id] = self._samplers[base_model]
+        self._sampling.ask(partial(sampler.add_weights, weights_id, lora))
+
+    async def drop_weights(self, weights_id: WeightsId) -> None:
+        """`Engine.drop_weights`."""
+        sampler = self._weights.pop(weights_id, None)
+        if sampler is not None and self._sampling is not None:
+            self._sampling.ask(partial(sampler.drop_weights, weights_id))
+
+    def has_weights(self, weights_id: WeightsId) -> bool:
+        """`Engine.has_weights`."""
+        return weights_id in self._weights
+
+    def admit(self, sample: SampleWork) -> None:
+        """`Engine.admit`."""
+        if self._sampling is None:
+            raise closed()
+        if self._sampling.is_admitted(sample.work_id):
+            return
+        model = self._model(sample.base_model)
+        weights = sample.weights_id
+        if weights is not None and self._weights.get(weights) is not self._samplers[model.name]:
+            raise NotFoundError(f"weights {sample.weights_id} are not loaded")
+        self._sampling.admit(sample)
+
+    def cancel(self, work_id: str) -> None:
+        """`Engine.cancel`."""
+        if self._sampling is not None:
+            self._sampling.cancel(work_id)
+
+    async def step_sampler(self) -> list[SampleEvent]:
+        """`Engine.step_sampler`."""
+        return [] if self._sampling is None else await self._sampling.events()
+
+
+def _base_model(given: EmbeddedModel, architecture: Architecture) -> BaseModel:
+    return BaseModel(
+        name=given.name,
+        vocabulary=architecture.vocabulary,
+        max_context=architecture.max_context,
+        eos_tokens=architecture.eos_tokens,
+        tokenizer_id=given.tokenizer_id or str(given.folder),
+        architecture=architecture.name,
+        alias_of=given.alias_of,
+    )
