@@ -12,7 +12,15 @@ import pytest
 import torch
 
 from tests.numerics.small_models import VOCABULARY, make_model
-from tinsmith.engines.base import AdapterId, AdapterSpec, PassWork, StepWork, TrainingWork
+from tinsmith.client.losses.graph import trace
+from tinsmith.engines.base import (
+    AdapterId,
+    AdapterSpec,
+    CustomLossSpec,
+    PassWork,
+    StepWork,
+    TrainingWork,
+)
 from tinsmith.engines.embedded import pieces
 from tinsmith.engines.embedded.adapters import Adapter, fresh_adapter
 from tinsmith.engines.embedded.passes import run_pack
@@ -176,6 +184,34 @@ def test_data_together_give_what_they_give_one_by_one(model: Transformer, loss: 
     assert cut.metrics == pytest.approx(result.metrics, rel=1e-4)
     assert _is_close(_gradients(parted), _gradients(whole))
     assert _is_close(_gradients(single), _gradients(whole))
+
+
+def test_an_uploaded_loss_gives_what_the_same_loss_of_ours_gives(model: Transformer) -> None:
+    """Here importance sampling, with two data in one pack and a shared prompt."""
+
+    def loss(logprobs: Any, q: Any, advantages: Any) -> tuple[Any, dict[str, Any]]:
+        return -(torch.exp(logprobs - q) * advantages).sum(), {"custom/n:sum": q.sum() * 0 + 1}
+
+    traced = trace(loss, {"logprobs": 1, "q": 1, "advantages": 1})
+    data = [*_data(5, 30), *_group(40, [3, 6])]
+    ours, theirs = _adapter(model), _adapter(model)
+    work = PassWork(
+        work_id="w",
+        adapter_id=A,
+        data=tuple(
+            Datum(one.model_input, {**one.loss_fn_inputs, "q": one.loss_fn_inputs["logprobs"]})
+            for one in data
+        ),
+        loss_fn="custom",
+        custom_loss=CustomLossSpec(loss_id="l", inputs=traced.inputs, graph=traced.graph),
+    )
+
+    [expected] = _train(model, [_pass(data, loss="importance_sampling")], ours)
+    [found] = _train(model, [work], theirs)
+
+    assert found.metrics["loss:sum"] == pytest.approx(expected.metrics["loss:sum"], rel=1e-5)
+    assert found.metrics["custom/n:sum"] == 4
+    assert _is_close(_gradients(theirs), _gradients(ours))
 
 
 def _group(shared: int, tails: list[int], seed: int = 3) -> list[Datum]:
