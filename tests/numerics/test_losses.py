@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tinsmith.client.chunking import join_metrics
+from tinsmith.engines.fake.losses import datum_loss
 from tinsmith.errors import ValidationError
 from tinsmith.model.losses import Loss, TokenLoss, make_loss
 from tinsmith.types.inputs import Datum, ModelInput
@@ -318,6 +319,28 @@ def test_a_huge_ratio_where_nothing_is_asked_does_not_spoil_the_rest(name: str) 
     found = make_loss(name, {"beta": 0.0}, [one]).evaluate(torch.tensor([-1.0, -1.0]))
 
     assert found.loss == pytest.approx(1.0 if name in ("cispo", "dro") else -1.0)
+
+
+# The other engine
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ALL_LOSSES)
+def test_the_fake_engine_takes_the_same_loss(name: str, seed: int) -> None:
+    """So that a program that was tried on it meets the same formulas."""
+    data, lp = some_data(seed)
+    for config in ({}, CONFIGS.get(name, {})):
+        loss = make_loss(name, config, data)
+        theirs = [
+            datum_loss(
+                name, lp[span].double().numpy(), Datum(ModelInput.from_ints([1]), one), config
+            )
+            for span, one in spans(loss, data)
+        ]
+
+        assert loss.evaluate(lp).loss == pytest.approx(sum(one for one, _ in theirs), rel=1e-9)
+        slopes = torch.cat([torch.from_numpy(of_datum) for _, of_datum in theirs])
+        torch.testing.assert_close(slopes_of(loss, lp), slopes.float())
 
 
 # Slices and chunks

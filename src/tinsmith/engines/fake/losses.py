@@ -9,11 +9,12 @@ With lp the log-probability of a target, w, A and q the datum's `weights`, `adva
     cispo                 −clip(r)·lp·A                  clip to 0 … 4, not differentiated
     dro                   −(lp·A − ½·beta·(lp − q)²)     beta 0.05 unless configured
     gspo                  as ppo, with the ratio of the sequence, exp(mean(lp − q)), at each
-                          position that `sequence_ratio_mask` has, or at all of them
-    stable_reinforce      −r·A + ½·kl_coeff·(lp − q)²    kl_coeff 0 unless configured
+                          position that `sequence_ratio_mask` has, or that has an advantage
+    stable_reinforce      −clip(r)·A + ½·kl_coeff·(lp − q)²    no clip, kl_coeff 0 unless configured
 
-What the hosted service computes for the last two is not known; these are stand-ins. Thresholds may
-also be given by position, as inputs of their names. A datum's terms are added up as float64.
+What the hosted service computes for the last two is not known; docs/losses.md says what we take.
+Thresholds may also be given by position, as inputs of their names. A datum's terms are added up as
+float64. `model/losses.py` has the same in torch.
 """
 
 from __future__ import annotations
@@ -130,19 +131,22 @@ def _gspo(lp: Array, given: _Given) -> Loss:
         given.input("advantages"),
         given.optional("sequence_ratio_mask"),
     )
-    mask = np.ones_like(lp) if mask is None else mask
+    mask = (a != 0).astype(np.float64) if mask is None else mask
     count = max(float(mask.sum()), 1.0)
     mean = float((mask * (lp - q)).sum()) / count
     ratio = np.full_like(lp, np.exp(min(mean, LARGEST_LOG_RATIO)))
     whole, cut = ratio * a, given.clipped(ratio, 0.8, 1.2) * a
-    pull = -np.where(cut < whole, 0.0, whole) * mask
-    return float(-(mask * np.minimum(whole, cut)).sum()), pull.sum() * mask / count
+    pull = -np.where(cut < whole, 0.0, whole)
+    return float(-np.minimum(whole, cut).sum()), pull.sum() * mask / count
 
 
 def _stable_reinforce(lp: Array, given: _Given) -> Loss:
     q, kl = given.input("logprobs"), given.setting("kl_coeff", 0.0)
-    terms, gap = _ratio(lp, q) * given.input("advantages"), lp - q
-    return float((-terms + 0.5 * kl * gap**2).sum()), -terms + kl * gap
+    ratio, gap = _ratio(lp, q), lp - q
+    cut = given.clipped(ratio, 0.0, np.inf)
+    losses = -cut * given.input("advantages")
+    slopes = np.where(cut == ratio, losses, 0.0) + kl * gap
+    return float((losses + 0.5 * kl * gap**2).sum()), slopes
 
 
 _LOSSES: dict[str, Callable[[Array, _Given], Loss]] = {
