@@ -31,6 +31,7 @@ NOUNS = {
     "sample": "sample from a model or a checkpoint",
     "auth": "sign in and out, and see who you are",
     "billing": "show what was used and what is stored",
+    "demo": "train a real model on this machine in five minutes",
     "serve": "run the service on this machine",
     "key": "make, list and revoke keys of your own service",
     "completion": "print a script that completes commands in your shell",

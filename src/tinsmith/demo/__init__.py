@@ -1,0 +1,1 @@
+"""What `tinsmith demo` shows: a real model learns two things, and a crash loses nothing."""

@@ -1,0 +1,81 @@
+"""The two things that the model learns, and how its answers are judged.
+
+*Sentences to JSON* is learned from examples. The names and cities of the test are in none of them,
+so that what is learned is the form and not the words.
+
+*One-word answers* is learned from rewards alone: a right answer is worth one over the number of its
+words. The model knows most of the answers, and buries them in sentences.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from typing import NamedTuple
+
+
+class Example(NamedTuple):
+    """A request, and what the answer should be."""
+
+    question: str
+    answer: str
+
+
+JSON_SYSTEM = "You turn a sentence into JSON."
+WORD_SYSTEM = "You answer questions."
+
+_NAMES = (
+    "Ada Boris Chen Dora Emil Fatima Goran Hana Igor Jonas Keiko Lena Marco Nadia Oskar Priya "
+    "Rosa Stefan Tara Viktor"
+).split()
+_OTHER_NAMES = "Uma Wanda Xenia Yusuf Zoe Quinn".split()
+_CITIES = "Lisbon Oslo Kyoto Quito Dakar Prague Austin Lima Delhi Turin Cairo Perth".split()
+_OTHER_CITIES = "Hanoi Bergen Malaga Riga".split()
+_JOBS = "baker pilot nurse welder painter lawyer farmer teacher sailor plumber tailor judge".split()
+_SENTENCES = (
+    "{name} is a {job} from {city}.",
+    "A {job} called {name} lives in {city}.",
+    "In {city} there is a {job} whose name is {name}.",
+    "{name}, who lives in {city}, works as a {job}.",
+)
+
+QUESTIONS = (
+    Example("What is the capital of France?", "paris"),
+    Example("What is the capital of Italy?", "rome"),
+    Example("What is the capital of Japan?", "tokyo"),
+    Example("What is the capital of Spain?", "madrid"),
+    Example("What is the capital of England?", "london"),
+    Example("What is the capital of Germany?", "berlin"),
+    Example("Which planet do we live on?", "earth"),
+    Example("What do bees make?", "honey"),
+)
+
+
+def sentences(chance: random.Random, count: int, *, is_test: bool = False) -> list[Example]:
+    """Sentences with the JSON that says the same."""
+    names = _OTHER_NAMES if is_test else _NAMES
+    cities = _OTHER_CITIES if is_test else _CITIES
+    made: list[Example] = []
+    for _ in range(count):
+        facts = {
+            "name": chance.choice(names),
+            "job": chance.choice(_JOBS),
+            "city": chance.choice(cities),
+        }
+        made.append(Example(chance.choice(_SENTENCES).format(**facts), json.dumps(facts)))
+    return made
+
+
+def is_right(example: Example, answer: str) -> bool:
+    """Whether an answer is JSON, and says what the sentence says and no more."""
+    try:
+        return bool(json.loads(answer) == json.loads(example.answer))
+    except ValueError:
+        return False
+
+
+def reward(example: Example, answer: str) -> float:
+    """1 over the number of words if the right one is among them, else 0."""
+    words = re.findall(r"[^\W_]+", answer.lower())
+    return 1.0 / len(words) if example.answer in words else 0.0
