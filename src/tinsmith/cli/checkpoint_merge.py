@@ -13,11 +13,11 @@ from tinsmith.cli.connect import rest_client, wait
 from tinsmith.cli.failures import CommandError
 from tinsmith.cli.local_models import model_cache, telling
 from tinsmith.cli.output import Properties, show
-from tinsmith.cli.progress import Progress
 from tinsmith.cli.staging import Staging, exists_already
-from tinsmith.cli.text import size_text
 from tinsmith.model_files.find import find_model
 from tinsmith.model_files.merged import merge_adapter
+from tinsmith.observe.progress import Progress
+from tinsmith.observe.sizes import size_text
 from tinsmith.types.runs import WeightsInfoResponse
 
 PATH = "tinker://"

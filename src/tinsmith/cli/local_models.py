@@ -10,10 +10,10 @@ TYPE_CHECKING = False  # loading `typing` takes longer than all of a help
 if TYPE_CHECKING:
     from typing import Any
 
-    from tinsmith.cli.progress import Progress
     from tinsmith.model_files.base import Tell
     from tinsmith.model_files.cache import ModelCache
     from tinsmith.model_files.manifest import Manifest
+    from tinsmith.observe.progress import Progress
 
 
 def configure(parser: Parser) -> None:

@@ -71,7 +71,8 @@ def learn_short_answers(
             gathered = training.forward_backward(data, "importance_sampling")
             stepped = training.optim_step(AdamParams(learning_rate=LEARNING_RATE))
             sampler = training.save_weights_and_get_sampling_client()
-            gathered.result(), stepped.result()  # both are done by now; a failure would show
+            gathered.result()
+            stepped.result()
         told(rewards)
     return Rewarded(
         questions=asked, before=before, after=talk.answers(sampler, asked), rewards=rewards

@@ -25,14 +25,58 @@ class Example(NamedTuple):
 JSON_SYSTEM = "You turn a sentence into JSON."
 WORD_SYSTEM = "You answer questions."
 
-_NAMES = (
-    "Ada Boris Chen Dora Emil Fatima Goran Hana Igor Jonas Keiko Lena Marco Nadia Oskar Priya "
-    "Rosa Stefan Tara Viktor"
-).split()
-_OTHER_NAMES = "Uma Wanda Xenia Yusuf Zoe Quinn".split()
-_CITIES = "Lisbon Oslo Kyoto Quito Dakar Prague Austin Lima Delhi Turin Cairo Perth".split()
-_OTHER_CITIES = "Hanoi Bergen Malaga Riga".split()
-_JOBS = "baker pilot nurse welder painter lawyer farmer teacher sailor plumber tailor judge".split()
+_NAMES = [
+    "Ada",
+    "Boris",
+    "Chen",
+    "Dora",
+    "Emil",
+    "Fatima",
+    "Goran",
+    "Hana",
+    "Igor",
+    "Jonas",
+    "Keiko",
+    "Lena",
+    "Marco",
+    "Nadia",
+    "Oskar",
+    "Priya",
+    "Rosa",
+    "Stefan",
+    "Tara",
+    "Viktor",
+]
+_OTHER_NAMES = ["Uma", "Wanda", "Xenia", "Yusuf", "Zoe", "Quinn"]
+_CITIES = [
+    "Lisbon",
+    "Oslo",
+    "Kyoto",
+    "Quito",
+    "Dakar",
+    "Prague",
+    "Austin",
+    "Lima",
+    "Delhi",
+    "Turin",
+    "Cairo",
+    "Perth",
+]
+_OTHER_CITIES = ["Hanoi", "Bergen", "Malaga", "Riga"]
+_JOBS = [
+    "baker",
+    "pilot",
+    "nurse",
+    "welder",
+    "painter",
+    "lawyer",
+    "farmer",
+    "teacher",
+    "sailor",
+    "plumber",
+    "tailor",
+    "judge",
+]
 _SENTENCES = (
     "{name} is a {job} from {city}.",
     "A {job} called {name} lives in {city}.",
