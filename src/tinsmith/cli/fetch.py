@@ -26,6 +26,7 @@ import urllib.request
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
+from tinsmith.cli import unix_http
 from tinsmith.cli.failures import CommandError
 from tinsmith.cli.staging import Staging
 from tinsmith.observe.progress import Progress
@@ -380,6 +381,8 @@ def _opened(url: str, headers: dict[str, str]) -> Any:
     Raises:
         DownloadError: The address is not one of HTTP.
     """
+    if url.startswith(f"{unix_http.SCHEME}://"):
+        return unix_http.opened(url, {"User-Agent": "tinsmith", **headers}, READ_TIMEOUT_S)
     if not url.startswith(("http://", "https://")):  # urllib would open files too
         raise DownloadError(f"{url.partition(':')[0]!r:.40} addresses are not fetched")
     request = urllib.request.Request(url, headers={"User-Agent": "tinsmith", **headers})  # noqa: S310 - checked above

@@ -33,7 +33,7 @@ from tinsmith.serve.assemble import Service, make_folder
 from tinsmith.serve.folder_lock import FolderLock, owner_of
 from tinsmith.serve.lifecycle import loop_factory
 from tinsmith.serve.loading import load_settings
-from tinsmith.serve.private_socket import PrivateSocket, listening
+from tinsmith.serve.private_socket import PrivateSocket, listening, socket_path, socket_url
 from tinsmith.serve.settings import ServiceSettings
 
 _log = logging.getLogger(__name__)
@@ -170,24 +170,33 @@ class _Stay:
         """Run the service until the task is cancelled."""
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         try:
-            with _named_owner():
-                opening = await Service.open(settings, is_private=True)
-            async with opening as service, listening(service.app, settings.data) as self._socket:
-                held.tell(self._socket.path)
-                self._tell(
-                    "the service runs in this process: engine %s, %s, data in %s",
-                    settings.engine,
-                    ", ".join(model.name for model in settings.served_models),
-                    settings.data,
-                )
-                self.found.set_result(HerePlace(service.app, self._loop))
-                try:
-                    raise await service.wait_lost()
-                finally:
-                    service.end_waits()
+            with socket_path(settings.data) as path, _named_owner():
+                # Addresses in answers lead to the socket: there is no port.
+                settings = msgspec.structs.replace(settings, public_url=socket_url(path))
+                async with (
+                    await Service.open(settings, is_private=True) as service,
+                    listening(service.app, path) as self._socket,
+                ):
+                    held.tell(path)
+                    await self._wait_end(settings, service)
         except asyncio.CancelledError:
             if not self.found.done():
                 self.found.set_exception(ClosedError("the service was closed while it started"))
+
+    async def _wait_end(self, settings: ServiceSettings, service: Service) -> None:
+        """Say where the service is, and wait for its end."""
+        assert self._loop is not None
+        self._tell(
+            "the service runs in this process: engine %s, %s, data in %s",
+            settings.engine,
+            ", ".join(model.name for model in settings.served_models),
+            settings.data,
+        )
+        self.found.set_result(HerePlace(service.app, self._loop))
+        try:
+            raise await service.wait_lost()
+        finally:
+            service.end_waits()
 
     def _tell(self, message: str, *arguments: object) -> None:
         """One line: louder where nobody asked for it, so that it is seen without any set-up."""

@@ -12,9 +12,10 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import uvicorn
 from uvicorn.server import ServerState
@@ -67,9 +68,30 @@ class PrivateSocket:
             connection.transport.close()
 
 
+@contextlib.contextmanager
+def socket_path(folder: Path) -> Iterator[str]:
+    """Where a socket of a folder may be: in it, unless its path is too long for an address.
+
+    What is there is removed, before the block and after it.
+    """
+    path = folder / NAME
+    with contextlib.ExitStack() as left_behind:
+        if len(os.fsencode(path)) > LONGEST_PATH:
+            path = Path(tempfile.mkdtemp(prefix="tinsmith-")) / NAME
+            left_behind.callback(shutil.rmtree, path.parent, ignore_errors=True)
+        path.unlink(missing_ok=True)  # of a process that was killed
+        left_behind.callback(path.unlink, missing_ok=True)
+        yield str(path)
+
+
+def socket_url(path: str) -> str:
+    """What stands before paths in the addresses of a service at a socket."""
+    return f"http+unix://{quote(path, safe='')}"
+
+
 @contextlib.asynccontextmanager
-async def listening(application: Any, folder: Path) -> AsyncIterator[PrivateSocket]:
-    """Answer requests at a socket in the folder, while the block lasts."""
+async def listening(application: Any, path: str) -> AsyncIterator[PrivateSocket]:
+    """Answer requests at a socket, where there is nothing yet, while the block lasts."""
     config = uvicorn.Config(application, **http_options())
     config.load()
     state = ServerState()
@@ -79,8 +101,7 @@ async def listening(application: Any, folder: Path) -> AsyncIterator[PrivateSock
             config=config, server_state=state, app_state={}
         )
 
-    with contextlib.ExitStack() as left_behind:
-        listener, path = _bound(folder, left_behind)
+    with _bound(path) as listener:
         server = await asyncio.get_running_loop().create_server(connection, sock=listener)
         private = PrivateSocket(listener, path, state)
         try:
@@ -90,16 +111,14 @@ async def listening(application: Any, folder: Path) -> AsyncIterator[PrivateSock
             await private.end()
 
 
-def _bound(folder: Path, left_behind: contextlib.ExitStack) -> tuple[socket.socket, str]:
-    path = folder / NAME
-    if len(os.fsencode(path)) > LONGEST_PATH:
-        path = Path(tempfile.mkdtemp(prefix="tinsmith-")) / NAME
-        left_behind.callback(shutil.rmtree, path.parent, ignore_errors=True)
-    path.unlink(missing_ok=True)  # of a process that was killed; we have its lock
-    left_behind.callback(path.unlink, missing_ok=True)
-    listener = left_behind.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-    listener.setblocking(False)
-    listener.bind(str(path))
-    path.chmod(0o600)  # before it listens: nobody else can have connected
-    listener.listen(BACKLOG)
-    return listener, str(path)
+def _bound(path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.setblocking(False)
+        listener.bind(path)
+        Path(path).chmod(0o600)  # before it listens: nobody else can have connected
+        listener.listen(BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener

@@ -130,7 +130,9 @@ class ServiceSettings(Section, frozen=True, kw_only=True):
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     unix_socket: Path | None = None
     """Instead of a host and a port."""
-    public_url: Annotated[str, Meta(pattern=r"^https?://[^\s/?#@]+[^\s?#]*\Z")] | None = None
+    public_url: Annotated[str, Meta(pattern=r"^http(s|\+unix)?://[^\s/?#@]+[^\s?#]*\Z")] | None = (
+        None
+    )
     """Where clients find the service, if a proxy stands before it."""
     data: Path = msgspec.field(default_factory=lambda: default_data(os.environ))
     database: str = ""

@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.e2e.embedded.programs import MODEL, environment, run, running
+from tests.e2e.embedded.programs import ENDS_WITHIN_S, MODEL, environment, run, running
+from tinsmith.checkpoints.format import read_adapter
 
 TRAIN_AND_SAVE = """
 client = tinsmith.ServiceClient()
@@ -382,3 +384,35 @@ except tinsmith.AuthenticationError as error:
     )
 
     assert "embedded" not in ended.stdout
+
+
+def test_checkpoints_are_downloaded_by_commands_that_name_it(tmp_path: Path) -> None:
+    """From its own process, and from that of a program that runs the service."""
+    path, _ = run(TRAIN_AND_SAVE, tmp_path).stdout.split()
+    download = ["checkpoint", "download", path, "--base-url", "embedded", "-f", "json"]
+    serving = 'say(tinsmith.ServiceClient().get_server_capabilities() and "up"); input()'
+
+    alone = command(tmp_path, *download, "-o", str(tmp_path / "first"))
+    with running(serving, tmp_path) as program:
+        program.hears()
+        beside = command(tmp_path, *download, "-o", str(tmp_path / "second"))
+    listed = command(tmp_path, "checkpoint", "list", "--base-url", "embedded", "-f", "json")
+
+    for ended in (alone, beside):
+        adapter = read_adapter(Path(ended["destination"]))
+        assert adapter.rank == 8
+    assert path in [checkpoint["tinker_path"] for checkpoint in listed["checkpoints"]]
+
+
+def command(home: Path, *words: str) -> Any:
+    """What a command of ours prints, in JSON."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "tinsmith", *words],
+        env=environment(home),
+        capture_output=True,
+        text=True,
+        timeout=ENDS_WITHIN_S,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout)

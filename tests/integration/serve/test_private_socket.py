@@ -1,20 +1,29 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import stat
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tinsmith.serve.private_socket import NAME, listening
+from tinsmith.serve.private_socket import NAME, PrivateSocket, listening, socket_path
 
 
 async def say_hello(_scope: Any, _receive: Any, send: Any) -> None:
     headers = [(b"content-length", b"5")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": b"hello"})
+
+
+@contextlib.asynccontextmanager
+async def listening_in(application: Any, folder: Path) -> AsyncIterator[PrivateSocket]:
+    with socket_path(folder) as path:
+        async with listening(application, path) as private:
+            yield private
 
 
 async def answer_at(path: str) -> bytes:
@@ -33,7 +42,7 @@ def test_it_answers_its_owner_alone_also_from_a_folder_whose_path_is_long(
     folder.mkdir()
 
     async def ask() -> Path:
-        async with listening(say_hello, folder) as private:
+        async with listening_in(say_hello, folder) as private:
             path = Path(private.path)
             assert mode_of(path) == 0o600
             assert path.parent == folder or mode_of(path.parent) == 0o700
@@ -55,7 +64,7 @@ def test_a_socket_that_a_killed_process_left_is_replaced(tmp_path: Path) -> None
         left.bind(str(tmp_path / NAME))
 
     async def ask() -> None:
-        async with listening(say_hello, tmp_path) as private:
+        async with listening_in(say_hello, tmp_path) as private:
             assert (await answer_at(private.path)).endswith(b"hello")
 
     asyncio.run(ask())
@@ -72,7 +81,7 @@ def test_an_answer_that_is_being_written_is_whole_when_it_ends(tmp_path: Path) -
         await send({"type": "http.response.body", "body": b"lo"})
 
     async def ask() -> None:
-        async with listening(say_slowly, tmp_path) as private:
+        async with listening_in(say_slowly, tmp_path) as private:
             asking = asyncio.create_task(answer_at(private.path))
             await begun.wait()
             asyncio.get_running_loop().call_soon(may_end.set)
