@@ -130,7 +130,13 @@ def load_adapter(
     """
     layout = layout_of(architecture, spec.lora)
     with _fitting():
-        weights = _flat(layout, _scaled(files.read_adapter(folder)), is_whole=True)
+        found = files.read_adapter(folder)
+        if found.rank != spec.lora.rank:
+            raise ValidationError(
+                f"the checkpoint has the rank {found.rank}, the model {spec.lora.rank}",
+                remedy="make the model with the rank of the checkpoint",
+            )
+        weights = _flat(layout, _scaled(found), is_whole=True)
         adapter = Adapter(spec, layout, weights.to(device))
         if Saved.OPTIMIZER in parts:
             _load_moments(adapter, folder)
@@ -233,7 +239,7 @@ def _flat(layout: LoraLayout, factors: Mapping[str, Array], *, is_whole: bool) -
             raise ValidationError(
                 f"layer {layer}: the checkpoint has a factor of shape {list(array.shape)}, the "
                 f"model one of {list(view.shape)}",
-                remedy="make the model with the rank of the checkpoint, on the same base model",
+                remedy="make the model on the base model of the checkpoint",
             )
         view.copy_(torch.from_numpy(np.ascontiguousarray(array)))
     if is_whole and views:

@@ -1,0 +1,338 @@
+"""What the embedded engine does beyond the contract of all engines: threads, types, closing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.numerics.small_models import make_model
+from tinsmith.engines.base import (
+    AdapterId,
+    AdapterSpec,
+    PassWork,
+    SampleOutcome,
+    SampleWork,
+    Saved,
+    StepWork,
+    TrainingWork,
+)
+from tinsmith.engines.embedded import loading
+from tinsmith.engines.embedded.engine import EmbeddedEngine
+from tinsmith.engines.embedded.passes import run_pack
+from tinsmith.engines.embedded.settings import EmbeddedModel, EmbeddedSettings, free_threads
+from tinsmith.errors import BaseModelFormatError, ClosedError, ValidationError
+from tinsmith.types import (
+    AdamOptimizerConfig,
+    AdamParams,
+    Datum,
+    ForwardBackwardOutput,
+    LoraConfig,
+    ModelInput,
+    SamplingParams,
+)
+from tinsmith.types.requests import SampleRequest
+
+A = AdapterId("a")
+WAIT_S = 60
+Test = Callable[[EmbeddedEngine], Awaitable[None]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_model(path)
+    return path
+
+
+def _engine(folder: Path, **settings: Any) -> EmbeddedEngine:
+    models = [
+        EmbeddedModel(name="base", folder=folder),
+        EmbeddedModel(name="alias", folder=folder, alias_of="base"),
+    ]
+    given = {"threads": 1, "dtype": "float32", **settings}
+    return EmbeddedEngine(models, EmbeddedSettings(**given))
+
+
+def _run(folder: Path, test: Test, **settings: Any) -> None:
+    async def whole() -> None:
+        async with _engine(folder, **settings) as engine:
+            await asyncio.wait_for(test(engine), WAIT_S)
+
+    asyncio.run(whole())
+
+
+def _spec() -> AdapterSpec:
+    return AdapterSpec(
+        adapter_id=A,
+        base_model="base",
+        lora=LoraConfig(rank=4, seed=1),
+        optimizer=AdamOptimizerConfig(),
+    )
+
+
+def _pass(work_id: str = "p") -> PassWork:
+    inputs: dict[str, Any] = {"target_tokens": [2, 3, 4], "weights": [1.0, 1.0, 1.0]}
+    data = (Datum(ModelInput.from_ints([1, 2, 3]), inputs),)
+    return PassWork(work_id=work_id, adapter_id=A, data=data, loss_fn="cross_entropy")
+
+
+def _sample(work_id: str = "w", max_tokens: int = 8, **params: Any) -> SampleWork:
+    given = {"max_tokens": max_tokens, "seed": 7, "stop": [], **params}
+    request = SampleRequest(
+        prompt=ModelInput.from_ints([1, 2, 3]), sampling_params=SamplingParams(**given)
+    )
+    return SampleWork(work_id=work_id, base_model="base", weights_id=None, request=request)
+
+
+async def _outcome(engine: EmbeddedEngine) -> SampleOutcome:
+    while True:
+        for event in await engine.step_sampler():
+            if isinstance(event, SampleOutcome):
+                return event
+
+
+class Held:
+    """Holds up the packs of training until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_reached = threading.Event()
+        self.may_go = threading.Event()
+        monkeypatch.setattr("tinsmith.engines.embedded.trainer.run_pack", self._run)
+
+    def _run(self, *args: Any, **settings: Any) -> None:
+        self.is_reached.set()
+        assert self.may_go.wait(WAIT_S)
+        run_pack(*args, **settings)
+
+
+def test_names_of_one_folder_are_one_model(folder: Path) -> None:
+    """It is loaded once, and adapters and samples may use either name."""
+
+    async def test(engine: EmbeddedEngine) -> None:
+        assert engine._transformers["base"] is engine._transformers["alias"]
+        assert engine._samplers["base"] is engine._samplers["alias"]
+        [base, alias] = engine.base_models()
+        assert (alias.alias_of, base.alias_of) == ("base", None)
+        assert base.tokenizer_id == str(folder)
+        assert (base.vocabulary, base.max_context, base.eos_tokens) == (300, 512, (2,))
+        assert base.architecture == "LlamaForCausalLM"
+
+    _run(folder, test)
+
+
+def test_samples_go_on_while_a_batch_trains(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither waits for the other."""
+    held = Held(monkeypatch)
+
+    async def test(engine: EmbeddedEngine) -> None:
+        await engine.create_adapter(_spec())
+        training = asyncio.create_task(engine.train([_pass()]))
+        await asyncio.to_thread(held.is_reached.wait, WAIT_S)
+
+        engine.admit(_sample())
+        outcome = await _outcome(engine)
+
+        assert outcome.result is not None and not training.done()
+        held.may_go.set()
+        [trained] = await training
+        assert trained.error is None
+
+    _run(folder, test)
+
+
+def test_a_save_is_of_what_was_asked_before_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if nobody waited for the training, and later training does not change the files."""
+    held = Held(monkeypatch)
+
+    async def test(engine: EmbeddedEngine) -> None:
+        await engine.create_adapter(_spec())
+        step = StepWork(work_id="s", adapter_id=A, params=AdamParams(learning_rate=0.1))
+        first = asyncio.create_task(engine.train([_pass(), step]))
+        await asyncio.to_thread(held.is_reached.wait, WAIT_S)
+        folders = [tmp_path / name for name in ("early", "late")]
+        for one in folders:
+            one.mkdir()
+        early = asyncio.create_task(engine.save_adapter(A, folders[0], Saved.CHECKPOINT))
+        await asyncio.sleep(0)
+        second = asyncio.create_task(engine.train([_pass("q"), step]))
+        held.may_go.set()
+        await asyncio.gather(first, early, second)
+        await engine.save_adapter(A, folders[1], Saved.CHECKPOINT)
+
+        steps = [(one / "state.json").read_text().count('"steps": 1') for one in folders]
+        assert steps == [1, 0]
+
+    _run(folder, test)
+
+
+def test_closing_ends_what_trains_and_what_waits(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are told that the engine is closed."""
+    held = Held(monkeypatch)
+
+    async def test(engine: EmbeddedEngine) -> None:
+        await engine.create_adapter(_spec())
+        works: list[TrainingWork] = [_pass(), StepWork(work_id="s", adapter_id=A, params=AdamParams()), _pass("q")]
+        running = asyncio.create_task(engine.train(works))
+        await asyncio.to_thread(held.is_reached.wait, WAIT_S)
+        waiting = asyncio.create_task(engine.train(works))
+        engine.admit(_sample(max_tokens=400))
+        stepping = asyncio.create_task(engine.step_sampler())
+        await asyncio.sleep(0)
+
+        closing = asyncio.create_task(engine.close())
+        await asyncio.sleep(0)
+        held.may_go.set()
+        await closing
+
+        results = await asyncio.gather(running, waiting, return_exceptions=True)
+        assert [type(one) for one in results] == [ClosedError, ClosedError]
+        assert await stepping == []
+        assert await engine.step_sampler() == []
+        with pytest.raises(ClosedError):
+            engine.admit(_sample())
+
+    _run(folder, test)
+
+
+def test_a_sample_that_is_cancelled_and_admitted_again_has_one_outcome(folder: Path) -> None:
+    """That of the second admission, however the two threads meet."""
+
+    async def test(engine: EmbeddedEngine) -> None:
+        for _ in range(20):
+            engine.admit(_sample(max_tokens=4))
+            await engine.step_sampler()
+            engine.cancel("w")
+            engine.admit(_sample(max_tokens=8))
+            outcome = await _outcome(engine)
+            assert outcome.result is not None
+            assert len(outcome.result.sequences[0].tokens) == 8
+            assert engine.capacity().samples == 0
+
+    _run(folder, test)
+
+
+def test_a_sampler_that_fails_ends_its_samples_and_goes_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error is the outcome of those that were running."""
+
+    async def test(engine: EmbeddedEngine) -> None:
+        sampler = engine._samplers["base"]
+        with monkeypatch.context() as patched:
+            patched.setattr(sampler, "_forward", _fail)
+            engine.admit(_sample("lost"))
+            outcome = await _outcome(engine)
+        assert outcome.work_id == "lost" and isinstance(outcome.error, RuntimeError)
+
+        engine.admit(_sample("next"))
+        outcome = await _outcome(engine)
+        assert outcome.work_id == "next" and outcome.result is not None
+
+    _run(folder, test)
+
+
+def _fail(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("a bug")
+
+
+def test_a_sample_that_cannot_run_has_an_error_for_its_outcome(folder: Path) -> None:
+    """It does not hold up the others."""
+
+    async def test(engine: EmbeddedEngine) -> None:
+        engine.admit(_sample("wrong", stop="text"))  # the model has no tokenizer
+        outcome = await _outcome(engine)
+
+        assert outcome.work_id == "wrong" and isinstance(outcome.error, ValidationError)
+        assert engine.capacity().samples == 0
+
+    _run(folder, test)
+
+
+def test_training_and_sampling_in_bfloat16_stay_near_float32(folder: Path) -> None:
+    """Losses agree to two digits; what is trained stays float32."""
+
+    async def losses(engine: EmbeddedEngine) -> list[float]:
+        await engine.create_adapter(_spec())
+        step = StepWork(work_id="s", adapter_id=A, params=AdamParams(learning_rate=0.01))
+        found = []
+        for _ in range(3):
+            passed, _stepped = await engine.train([_pass(), step])
+            assert isinstance(passed.result, ForwardBackwardOutput), passed.error
+            found.append(passed.result.metrics["loss:sum"])
+        assert engine._adapters[A].weights.dtype == torch.float32
+        return found
+
+    found: dict[str, list[float]] = {}
+    for dtype in ("float32", "bfloat16"):
+
+        async def test(engine: EmbeddedEngine, dtype: str = dtype) -> None:
+            found[dtype] = await losses(engine)
+
+        _run(folder, test, dtype=dtype)
+
+    assert found["bfloat16"] == pytest.approx(found["float32"], rel=0.02)
+
+
+def test_a_folder_without_a_model_is_told_and_leaves_no_thread(tmp_path: Path) -> None:
+    """Opening fails; the engine is closed again."""
+    before = {one.name for one in threading.enumerate()}
+
+    async def whole() -> None:
+        with pytest.raises(BaseModelFormatError):
+            await _engine(tmp_path).open()
+
+    asyncio.run(whole())
+
+    names = {one.name for one in threading.enumerate()} - before
+    assert not any(name.startswith("tinsmith") for name in names)
+
+
+@pytest.mark.parametrize(("gain", "dtype"), [(0.1, torch.float32), (2.0, torch.bfloat16)])
+def test_the_type_is_the_one_that_is_clearly_faster(
+    monkeypatch: pytest.MonkeyPatch, gain: float, dtype: torch.dtype
+) -> None:
+    """As measured on this machine, unless one is asked for."""
+    times = {torch.float32: 1.0, torch.bfloat16: 1.0 / gain}
+    monkeypatch.setattr(loading, "_seconds", times.__getitem__)
+
+    assert loading.chosen_dtype("auto", "cpu") is dtype
+    assert loading.chosen_dtype("float32", "cpu") is torch.float32
+    assert loading.chosen_dtype("bfloat16", "cpu") is torch.bfloat16
+    assert loading.chosen_dtype("auto", "cuda") is torch.bfloat16
+
+
+def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Auto takes the processor then."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    assert loading.chosen_device("auto") == loading.chosen_device("cpu") == "cpu"
+    with pytest.raises(ValidationError, match="cuda"):
+        loading.chosen_device("cuda")
+
+
+@pytest.mark.parametrize(("cores", "load", "threads"), [(2, 0.0, 1), (16, 4.2, 5), (2, 9.0, 1)])
+def test_threads_are_half_of_the_free_cores(
+    monkeypatch: pytest.MonkeyPatch, cores: int, load: float, threads: int
+) -> None:
+    """At least one."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+
+    assert free_threads() == threads
+
+
+def test_settings_out_of_range_are_refused() -> None:
+    """With the name of the setting."""
+    with pytest.raises(ValidationError, match="most_samples"):
+        EmbeddedSettings(most_samples=0)
