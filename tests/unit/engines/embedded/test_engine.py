@@ -182,7 +182,11 @@ def test_closing_ends_what_trains_and_what_waits(
 
     async def test(engine: EmbeddedEngine) -> None:
         await engine.create_adapter(_spec())
-        works: list[TrainingWork] = [_pass(), StepWork(work_id="s", adapter_id=A, params=AdamParams()), _pass("q")]
+        works: list[TrainingWork] = [
+            _pass(),
+            StepWork(work_id="s", adapter_id=A, params=AdamParams()),
+            _pass("q"),
+        ]
         running = asyncio.create_task(engine.train(works))
         await asyncio.to_thread(held.is_reached.wait, WAIT_S)
         waiting = asyncio.create_task(engine.train(works))
