@@ -12,7 +12,6 @@ Used by one thread.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections import OrderedDict
 from typing import Any, TypeAlias
@@ -37,15 +36,18 @@ PromptKey: TypeAlias = tuple[int, int, bytes]
 class ReadPrompt:
     """A prompt, what was kept of it, and the row that the first sampled token comes from."""
 
-    def __init__(self, weights: int, tokens: Array, run: Run, last_1D: Tensor) -> None:
-        self.weights = weights
-        self.tokens = tokens
+    def __init__(self, keys: list[PromptKey], run: Run, last_1D: Tensor) -> None:
+        self.keys = keys
+        """What it is found by; see `prompt_keys`."""
+        self.weights, self.length, _ = keys[-1]
         self.run = run
         self.last_1D = last_1D
         self.users = 0
         """Samples that read the run as it is."""
         self.is_lent = False
         """A sequence adds its own tokens to the run, which may be copied and not shared."""
+        self.is_forgotten = False
+        """It is not found any more, and goes with its last user."""
 
     @property
     def bytes(self) -> int:
@@ -56,11 +58,6 @@ class ReadPrompt:
     def is_unused(self) -> bool:
         """Whether it is only here in case it comes again."""
         return not self.users and not self.is_lent
-
-    @functools.cached_property
-    def keys(self) -> list[PromptKey]:
-        """What it is found by."""
-        return prompt_keys(self.weights, self.tokens)
 
 
 class PrefixCache:
@@ -78,20 +75,19 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._prompts)
 
-    def find(self, weights: int, tokens: Array, most: int) -> tuple[ReadPrompt, int] | None:
-        """The prompt that has most of the beginning of `tokens`, and how much of it can be used.
+    def find(self, keys: list[PromptKey], most: int) -> tuple[ReadPrompt, int] | None:
+        """The prompt that has most of the beginning of another, and how much of it can be used.
 
         Args:
-            weights: Which weights it was read with.
-            tokens: The prompt to read.
+            keys: Those of the prompt to read.
             most: How many tokens may come from the cache.
         """
-        for key in reversed(prompt_keys(weights, tokens)):
+        for key in reversed(keys):
             prompt, end = self._found.get(key), key[1]
             if prompt is None or end > most:
                 continue
             # The last row is not that of the cached prompt, if that goes on.
-            if end == len(tokens) and len(prompt.tokens) != end:
+            if key is keys[-1] and prompt.length != end:
                 continue
             self._prompts.move_to_end(id(prompt))
             return prompt, end
@@ -107,9 +103,10 @@ class PrefixCache:
             self._found[key] = prompt
 
     def remove(self, prompt: ReadPrompt) -> None:
-        """Forget a prompt; its users go on with it."""
-        if self._prompts.pop(id(prompt), None) is None:
-            return
+        """Find a prompt no more. It counts for as long as it is used."""
+        prompt.is_forgotten = True
+        if prompt.is_unused:
+            self._prompts.pop(id(prompt), None)
         for key in prompt.keys:
             if self._found.get(key) is prompt:
                 del self._found[key]
@@ -124,9 +121,7 @@ class PrefixCache:
         """Forget unused prompts until no more is taken; whether that was enough."""
         taken = self.bytes
         for prompt in list(self._prompts.values()):
-            if taken <= most_bytes:
-                break
-            if prompt.is_unused:
+            if prompt.is_unused and (taken > most_bytes or prompt.is_forgotten):
                 taken -= prompt.bytes
                 self.remove(prompt)
         return taken <= most_bytes

@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from tinsmith.engines.base import SampleOutcome, SampleTokens, SampleWork
-from tinsmith.engines.embedded.prefix_cache import ReadPrompt
+from tinsmith.engines.embedded.prefix_cache import ReadPrompt, prompt_keys
 from tinsmith.engines.embedded.prompt_answers import PromptAnswers
 from tinsmith.engines.embedded.stops import StopRule
 from tinsmith.errors import ValidationError
@@ -36,6 +36,8 @@ class Weights:
         self.number = number
         """Never given twice: other weights under the same id have another one."""
         self.lora = lora
+        self.is_dropped = False
+        """No new samples are drawn with them."""
 
 
 class Sample:
@@ -52,6 +54,7 @@ class Sample:
         self.most = most
         """How many tokens each sequence may have."""
         self.prompt = prompt_tokens(request.prompt, vocabulary)
+        self.prompt_keys = prompt_keys(weights.number, self.prompt)
         self.draws = DrawSettings(params.temperature, params.top_k, params.top_p)
         self.seed = work.work_id if params.seed is None else str(params.seed)
         self.answers = PromptAnswers(request, self.prompt, self.seed, vocabulary)

@@ -13,6 +13,7 @@ from tinsmith.engines.embedded.prefix_cache import (
     CHUNK_TOKENS,
     PrefixCache,
     ReadPrompt,
+    prompt_keys,
     shared_tokens,
 )
 from tinsmith.model.architecture import Architecture, LayerShape
@@ -44,7 +45,7 @@ def _prompt(tokens: np.ndarray[Any, Any], weights: int = 0) -> ReadPrompt:
     run = Run(SHAPE, torch.float32, torch.device("cpu"))
     run.reserve(len(tokens))
     run.length = len(tokens)
-    return ReadPrompt(weights, tokens, run, torch.zeros(1, 4))
+    return ReadPrompt(prompt_keys(weights, tokens), run, torch.zeros(1, 4))
 
 
 def test_whole_prompts_and_whole_chunks_are_found() -> None:
@@ -55,12 +56,12 @@ def test_whole_prompts_and_whole_chunks_are_found() -> None:
     other = tokens.copy()
     other[2 * C + 3] = 9
 
-    assert cache.find(0, tokens, len(tokens)) == (kept, 3 * C + 5)
-    assert cache.find(0, np.append(tokens, np.int32(1)), 9999) == (kept, 3 * C)
-    assert cache.find(0, other, 9999) == (kept, 2 * C)
-    assert cache.find(0, tokens[: C + 9], 9999) == (kept, C)
-    assert cache.find(0, tokens[: C - 1], 9999) is None
-    assert cache.find(0, other[::-1].copy(), 9999) is None
+    assert cache.find(prompt_keys(0, tokens), len(tokens)) == (kept, 3 * C + 5)
+    assert cache.find(prompt_keys(0, np.append(tokens, np.int32(1))), 9999) == (kept, 3 * C)
+    assert cache.find(prompt_keys(0, other), 9999) == (kept, 2 * C)
+    assert cache.find(prompt_keys(0, tokens[: C + 9]), 9999) == (kept, C)
+    assert cache.find(prompt_keys(0, tokens[: C - 1]), 9999) is None
+    assert cache.find(prompt_keys(0, other[::-1].copy()), 9999) is None
 
 
 def test_no_more_is_found_than_may_be_reused() -> None:
@@ -69,9 +70,9 @@ def test_no_more_is_found_than_may_be_reused() -> None:
     kept = _prompt(tokens)
     cache.add(kept)
 
-    assert cache.find(0, tokens, 2 * C + 4) == (kept, 2 * C)
-    assert cache.find(0, tokens, 2 * C - 1) == (kept, C)
-    assert cache.find(0, tokens, C - 1) is None
+    assert cache.find(prompt_keys(0, tokens), 2 * C + 4) == (kept, 2 * C)
+    assert cache.find(prompt_keys(0, tokens), 2 * C - 1) == (kept, C)
+    assert cache.find(prompt_keys(0, tokens), C - 1) is None
 
 
 def test_the_end_of_a_prompt_is_not_that_of_a_longer_one() -> None:
@@ -80,7 +81,7 @@ def test_the_end_of_a_prompt_is_not_that_of_a_longer_one() -> None:
     kept = _prompt(tokens)
     cache.add(kept)
 
-    assert cache.find(0, tokens[: 2 * C], 9999) == (kept, C)
+    assert cache.find(prompt_keys(0, tokens[: 2 * C]), 9999) == (kept, C)
 
 
 def test_prompts_of_other_weights_are_not_found() -> None:
@@ -90,11 +91,28 @@ def test_prompts_of_other_weights_are_not_found() -> None:
     cache.add(one)
     cache.add(other)
 
-    assert cache.find(0, tokens, C) is None
-    assert cache.find(1, tokens, C) == (one, C)
+    assert cache.find(prompt_keys(0, tokens), C) is None
+    assert cache.find(prompt_keys(1, tokens), C) == (one, C)
     cache.forget(1)
-    assert cache.find(1, tokens, C) is None
-    assert cache.find(2, tokens, C) == (other, C)
+    assert cache.find(prompt_keys(1, tokens), C) is None
+    assert cache.find(prompt_keys(2, tokens), C) == (other, C)
+
+
+def test_forgotten_prompts_count_while_they_are_used() -> None:
+    """They are not found, and go with their last user."""
+    cache = PrefixCache()
+    used, lent = _prompt(_tokens(C, 1)), _prompt(_tokens(C, 2))
+    used.users, lent.is_lent = 1, True
+    cache.add(used)
+    cache.add(lent)
+
+    cache.forget(0)
+
+    assert cache.find(used.keys, C) is None
+    assert cache.bytes == used.bytes
+    used.users, lent.is_lent = 0, False
+    assert cache.shrink(10 * used.bytes)
+    assert len(cache) == cache.bytes == 0
 
 
 def test_what_was_not_used_for_longest_goes_first_and_what_is_used_stays() -> None:
@@ -104,13 +122,13 @@ def test_what_was_not_used_for_longest_goes_first_and_what_is_used_stays() -> No
     for prompt in prompts:
         cache.add(prompt)
     size = prompts[0].bytes
-    cache.find(0, prompts[0].tokens, C)
+    cache.find(prompts[0].keys, C)
     prompts[1].users = 1
     prompts[2].is_lent = True
 
     assert cache.bytes == 4 * size  # the lent one is its sequence's to account for
     assert cache.shrink(2 * size)
-    assert [cache.find(0, one.tokens, C) is not None for one in prompts] == [
+    assert [cache.find(one.keys, C) is not None for one in prompts] == [
         True,
         True,
         True,
@@ -130,7 +148,7 @@ def test_many_prompts_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         cache.add(_prompt(_tokens(C, last)))
 
     assert len(cache) == 3
-    assert cache.find(0, _tokens(C, 6), C) is not None
+    assert cache.find(prompt_keys(0, _tokens(C, 6)), C) is not None
 
 
 def test_what_two_prompts_share_is_counted_in_chunks() -> None:

@@ -1,0 +1,148 @@
+"""One pack of a step: a row for each running sequence, and chunks of prompts behind them.
+
+A pack that cannot be computed (out of memory, a fault) is computed again in two parts, and so on:
+what cannot be computed alone fails, and nothing else does.
+"""
+
+# S sequence, T row of the pack, D feature
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinsmith.engines.embedded.samples import RunningSequence, Sample, Weights
+from tinsmith.model.attention import CachedAttention, CachedStretch
+from tinsmith.model.kv_cache import SequenceKeys
+from tinsmith.model.lora import LoraSpan
+from tinsmith.model.transformer import Transformer
+
+
+class Chunk(NamedTuple):
+    """Tokens of a prompt that are read in one step."""
+
+    sample: Sample
+    start: int
+    end: int
+
+
+class PackRows(NamedTuple):
+    """The hidden rows of a pack."""
+
+    sequences: list[RunningSequence]
+    hidden: Tensor
+    """A row for each sequence."""
+    chunks: list[tuple[Chunk, Tensor]]
+    failed: list[tuple[Sample, Exception]]
+    """Samples that could not be computed; they are in none of the others."""
+
+
+def read_pack(
+    transformer: Transformer, sequences: Sequence[RunningSequence], chunks: Sequence[Chunk]
+) -> PackRows:
+    """Compute the pack. The runs of what was computed have grown by it.
+
+    Args:
+        transformer: The base model.
+        sequences: Those of the same weights beside each other, as are the chunks.
+        chunks: At most one of each prompt.
+    """
+    stretches = _stretches(sequences, chunks)
+    if not stretches:
+        return PackRows([], _no_rows(transformer), [], [])
+    lengths = [one.keys.own.length for one in stretches]
+    try:
+        hidden_TD = _hidden(transformer, sequences, chunks, stretches)
+    except Exception as exc:  # noqa: BLE001 - of one sample, to be found
+        for stretch, length in zip(stretches, lengths, strict=True):
+            stretch.keys.own.length = length
+        return _read_halves(transformer, sequences, chunks, exc)
+    rows = [
+        (chunk, hidden_TD[stretch.start : stretch.end])
+        for chunk, stretch in zip(chunks, stretches[len(sequences) :], strict=True)
+    ]
+    return PackRows(list(sequences), hidden_TD[: len(sequences)], rows, [])
+
+
+def _read_halves(
+    transformer: Transformer,
+    sequences: Sequence[RunningSequence],
+    chunks: Sequence[Chunk],
+    error: Exception,
+) -> PackRows:
+    if len(sequences) + len(chunks) == 1:
+        sample = sequences[0].sample if sequences else chunks[0].sample
+        return PackRows([], _no_rows(transformer), [], [(sample, error)])
+    cut, chunk_cut = (len(sequences) + 1) // 2, len(chunks) // 2
+    first = read_pack(transformer, sequences[:cut], chunks[:chunk_cut])
+    lost = {id(sample) for sample, _ in first.failed}
+    rest = [one for one in sequences[cut:] if id(one.sample) not in lost]
+    second = read_pack(transformer, rest, chunks[chunk_cut:])
+    lost |= {id(sample) for sample, _ in second.failed}
+    read = [*first.sequences, *second.sequences]
+    kept = [place for place, one in enumerate(read) if id(one.sample) not in lost]
+    return PackRows(
+        [read[place] for place in kept],
+        torch.cat([first.hidden, second.hidden])[kept],
+        [*first.chunks, *second.chunks],
+        [*first.failed, *second.failed],
+    )
+
+
+def _no_rows(transformer: Transformer) -> Tensor:
+    shape = (0, transformer.architecture.hidden)
+    return torch.empty(shape, dtype=transformer.dtype, device=transformer.device)
+
+
+def _hidden(
+    transformer: Transformer,
+    sequences: Sequence[RunningSequence],
+    chunks: Sequence[Chunk],
+    stretches: Sequence[CachedStretch],
+) -> Tensor:
+    tokens = [np.array([one.tokens[-1] for one in sequences], np.int64)]
+    positions = [np.array([one.position for one in sequences], np.int64)]
+    for sample, start, end in chunks:
+        tokens.append(sample.prompt[start:end].astype(np.int64))
+        positions.append(np.arange(start, end))
+    rows = [(1, one.sample.weights) for one in sequences]
+    rows += [(end - start, sample.weights) for sample, start, end in chunks]
+    return transformer.hidden(
+        torch.from_numpy(np.concatenate(tokens)).to(transformer.device),
+        torch.from_numpy(np.concatenate(positions)).to(transformer.device),
+        CachedAttention(stretches),
+        spans_of_weights(rows),
+    )
+
+
+def _stretches(
+    sequences: Sequence[RunningSequence], chunks: Sequence[Chunk]
+) -> list[CachedStretch]:
+    stretches: list[CachedStretch] = []
+    for row, one in enumerate(sequences):
+        assert one.keys is not None, "it runs"
+        stretches.append(CachedStretch(row, row + 1, one.keys))
+    row = len(sequences)
+    for sample, start, end in chunks:
+        assert sample.run is not None, "it is being read"
+        keys = SequenceKeys(None, sample.run)
+        stretches.append(CachedStretch(row, row + end - start, keys))
+        row += end - start
+    return stretches
+
+
+def spans_of_weights(rows: Iterable[tuple[int, Weights]]) -> list[LoraSpan]:
+    """Which rows go through which adapter, given how many rows each member has."""
+    spans: list[LoraSpan] = []
+    start = 0
+    for weights, members in groupby(rows, lambda member: member[1]):
+        end = start + sum(count for count, _ in members)
+        if weights.lora is not None:
+            spans.append(LoraSpan(start, end, weights.lora))
+        start = end
+    return spans
