@@ -41,7 +41,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 TOLD_AFTER_S = 10.0
-"""A wait that makes the whole last longer than this is told in the log."""
+"""A wait that makes the whole last longer than this is told in the log, and again so often."""
 BILLING_PAUSE_S = 5.0
 BILLING_TOLD_EVERY_S = 60.0
 
@@ -138,6 +138,7 @@ class Retrier:
         """
         began = self._clock()
         number = 0
+        silent_until_s = TOLD_AFTER_S
         while True:
             try:
                 result = await self._watched(attempt, number, what)
@@ -153,7 +154,11 @@ class Retrier:
                     allowed = "" if is_final or not may_pass(error) else self._allowed(error)
                     _tell_effort(error, what, number, self._clock() - began, allowed)
                     raise
-                self._log_wait(error, what, number, delay_s, self._clock() - began)
+                elapsed_s = self._clock() - began
+                is_told = elapsed_s + delay_s > silent_until_s
+                if is_told:
+                    silent_until_s = elapsed_s + delay_s + TOLD_AFTER_S
+                self._log_wait(error, what, number, delay_s, elapsed_s, is_told)
                 with asleep():
                     await self._sleep(delay_s)
             else:
@@ -189,10 +194,15 @@ class Retrier:
         return f"; the RetryBudget allows {limit}={getattr(self.budget, limit):g}"
 
     def _log_wait(
-        self, error: APIError, what: str, number: int, delay_s: float, elapsed_s: float
+        self,
+        error: APIError,
+        what: str,
+        number: int,
+        delay_s: float,
+        elapsed_s: float,
+        is_told: bool,
     ) -> None:
         say(f"another try, as {what} failed with {events.named(error)}")
-        is_told = elapsed_s + delay_s > TOLD_AFTER_S
         if isinstance(error, BillingError):  # a pause of an hour, asked after every few seconds
             now = self._clock()
             is_told = now - self._billing_told_at >= BILLING_TOLD_EVERY_S

@@ -52,8 +52,8 @@ class Service:
         """
         started = time.monotonic()
         self._data.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "tinsmith", "serve", f"--model={self._model}"]
-        command += [f"--data={self._data}", f"--port={self._port}"]
+        command = [sys.executable, "-m", "tinsmith", "serve", "--engine=embedded"]
+        command += [f"--model={self._model}", f"--data={self._data}", f"--port={self._port}"]
         with self.log.open("ab") as log:
             # The terminal's Ctrl-C is for the demo, which then ends the service in order.
             self._process = subprocess.Popen(  # noqa: S603 - our own program

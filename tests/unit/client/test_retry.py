@@ -214,6 +214,18 @@ def test_a_long_wait_is_told_in_the_log(time: FakeTime, caplog: pytest.LogCaptur
     assert "30.0 s" in caplog.text
 
 
+def test_many_short_waits_are_told_every_ten_seconds(
+    time: FakeTime, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A service that is starting asks to be asked again every second; that is not worth a line."""
+    error = error_from_reply(503, {"retry-after": "1"}, b"")
+
+    with caplog.at_level(logging.WARNING, logger="tinsmith"):
+        asyncio.run(a_retrier(time).call(failing(*[error] * 45), "forward_backward 4"))
+
+    assert len(caplog.records) == 4
+
+
 def test_s7_the_trace_of_a_429_is_wait_send_refused_set_wait_send(time: FakeTime) -> None:
     trace: list[str] = []
     limiter = Limiter(clock=time.clock, sleep=time.sleep)
