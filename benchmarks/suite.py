@@ -11,13 +11,26 @@ body stands beside the arrays that it was joined from.
 
 from __future__ import annotations
 
+from benchmarks.engine_suite import ENGINE_PAGE
 from benchmarks.harness.contest import ROOT
-from benchmarks.harness.plan import Aim, Benchmark, Call, Command, Contestant, Figures, Job, Metric
+from benchmarks.harness.plan import (
+    Aim,
+    Benchmark,
+    Call,
+    Command,
+    Contestant,
+    Figures,
+    Job,
+    Metric,
+    Page,
+)
 
 PYTHONS = {
     name: ROOT / f".venv-bench-{name}" / "bin" / "python"
-    for name in ("core", "ours", "official", "server")
+    for name in ("core", "ours", "official", "server", "engine", "vllm")
 }
+OPTIONAL = {"vllm"}
+"""Environments whose contestants take part when they are asked for."""
 
 OURS, PARTS, OFFICIAL, LIBRARY = "tinsmith", "tinsmith, in parts", "tinker", "protobuf library"
 BARE = "bare Python"
@@ -502,4 +515,21 @@ SERVICE = [
     ),
 ]
 
-BENCHMARKS = [*TRAINING, *SAMPLING, *ANSWERS, *RESULTS, *START, *CLIENT, *CODEC, *LEDGER, *SERVICE]
+MAIN_PAGE = Page(
+    name="latest",
+    published="benchmarks.md",
+    title="Benchmarks",
+    benchmarks=(
+        *TRAINING,
+        *SAMPLING,
+        *ANSWERS,
+        *RESULTS,
+        *START,
+        *CLIENT,
+        *CODEC,
+        *LEDGER,
+        *SERVICE,
+    ),
+)
+PAGES = (MAIN_PAGE, ENGINE_PAGE)
+BENCHMARKS = [benchmark for page in PAGES for benchmark in page.benchmarks]

@@ -20,7 +20,8 @@ die() {
 }
 
 # use_venv DIR EXTRAS: leave a good environment in DIR, holding tinsmith with EXTRAS ("" for none).
-# EXTRAS of the form only:REQUIREMENT stands for that package without tinsmith.
+# EXTRAS of the form only:REQUIREMENT stands for that package without tinsmith. After a space EXTRAS
+# may name further requirements.
 # After it VENV_PYTHON is the environment's interpreter. The lock keeps two runs from installing into
 # one environment; where there is no flock (macOS), runs must not overlap while installing.
 use_venv() {
@@ -65,9 +66,11 @@ _fingerprint() {
 }
 
 _install() {
-  local dir="$1" extras="$2" wanted python version
-  wanted=(--editable ".${extras:+[$extras]}")
-  [[ "$extras" != only:* ]] || wanted=("${extras#only:}")
+  local dir="$1" extras="$2" first wanted=() more python version
+  read -r first more <<<"$extras"
+  if [[ "$first" == only:* ]]; then wanted=("${first#only:}"); else wanted=(--editable ".${first:+[$first]}"); fi
+  # Not quoted: each word of it is a requirement.
+  wanted+=($more)
   python="$(_find_python)"
   version="$(_version_of "$python")"
   # A stamped environment of the same Python was once whole: bringing it up to date takes seconds

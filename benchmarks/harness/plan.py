@@ -22,7 +22,15 @@ Metric: TypeAlias = Literal[
     "server_share",
     "slowdown",
     "threads",
+    "tokens_per_cpu_s",
+    "tokens_per_s",
+    "first_token_s",
+    "matmul_share",
+    "difference",
 ]
+
+MORE_IS_BETTER: frozenset[Metric] = frozenset({"tokens_per_cpu_s", "tokens_per_s", "matmul_share"})
+"""Of all others less is."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,18 @@ class Figures:
 
 
 @dataclass(frozen=True)
+class Turns:
+    """Work that takes seconds: prepared once in a fresh process, then done once for each turn.
+
+    `target` is `module:function`; the function takes `parameters`, prepares and warms up, and
+    returns a function that does the work once and returns figures, `cpu_s` among them.
+    """
+
+    target: str
+    parameters: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Command:
     """A program of the environment with its arguments, measured from its start to its end."""
 
@@ -53,14 +73,14 @@ class Command:
     arguments: tuple[str, ...]
 
 
-Job: TypeAlias = Call | Figures | Command
+Job: TypeAlias = Call | Figures | Turns | Command
 
 
 @dataclass(frozen=True)
 class Contestant:
     """Who does the work, in which environment, and how.
 
-    A yardstick is nobody's product: it shows the least that the work can cost, and has no aims.
+    A yardstick is not ours: the least that the work can cost, or a further rival. It has no aims.
     """
 
     name: str
@@ -85,6 +105,8 @@ class Aim:
     against: Literal["rival", "body", "input and body", "itself"] = "rival"
     of: str | None = None
     """Whose aim it is; everybody's but the rival's and the yardsticks' if None."""
+    beside: str | None = None
+    """The rival, if it is another than the last; no aim where that one did not run."""
 
 
 @dataclass(frozen=True)
@@ -103,3 +125,17 @@ class Benchmark:
     note: str = ""
     most_rounds: int | None = None
     """For what takes long: how many rounds are enough."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """Benchmarks that are run and published together."""
+
+    name: str
+    """Of the files under `results/`."""
+    published: str
+    """The file under `docs/`."""
+    title: str
+    benchmarks: tuple[Benchmark, ...]
+    introduction: str = ""
+    """Instead of the usual one."""

@@ -5,8 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import groupby
 
+from benchmarks.harness.plan import Metric
 from benchmarks.harness.results import Machine, Measured, Run
-from benchmarks.harness.summary import Comparison, Spread, Verdict, compare, losses, verdicts
+from benchmarks.harness.summary import (
+    Comparison,
+    Spread,
+    Verdict,
+    compare,
+    losses,
+    rival_of,
+    spread,
+    verdicts,
+)
 
 INTRODUCTION = """\
 Made by `scripts/bench`; do not edit. Each contestant ran in fresh processes of its own, taking
@@ -40,15 +50,27 @@ LABELS = {
     "server_share": "the server's share of a core",
     "slowdown": "time beside a busy thread / alone",
     "threads": "threads",
+    "tokens_per_cpu_s": "tokens per CPU-second",
+    "tokens_per_s": "tokens per second",
+    "first_token_s": "time to the first token",
+    "matmul_share": "share of the machine's matmul rate",
+    "difference": "largest difference",
 }
+_RATES: dict[Metric, str] = {
+    "tokens_per_s": "tokens/s",
+    "matmul_share": "of matmul",
+    "first_token_s": "first token",
+    "resident_bytes": "resident",
+}
+"""What is told beside the tokens per CPU-second."""
 
 
-def markdown(run: Run, plot: str) -> str:
+def markdown(run: Run, plot: str, title: str = "Benchmarks", introduction: str = "") -> str:
     """The whole page; `plot` is the picture's place beside it."""
     rounds = max(len(next(iter(found.samples.values()))) for found in run.benchmarks)
     parts = [
-        "# Benchmarks",
-        INTRODUCTION,
+        f"# {title}",
+        introduction or INTRODUCTION,
         _machine(run.machine, rounds, run.took_s),
         f"![CPU time and peak memory beside the rival's]({plot})",
         "## Aims",
@@ -89,7 +111,8 @@ def _aims(found: list[Verdict]) -> str:
         for verdict in found
     ]
     table = _table(("what", "who", "ratio", "aim", "found", ""), rows)
-    return f"{summary}\n\n{READINGS}\n\n{table}"
+    has_bodies = any("body" in verdict.aim.against for verdict in found)
+    return "\n\n".join((summary, *([READINGS] if has_bodies else []), table))
 
 
 def _aim(verdict: Verdict) -> str:
@@ -97,7 +120,7 @@ def _aim(verdict: Verdict) -> str:
     if against == "itself":
         return figure
     if against == "rival":
-        return f"{figure} / that of {list(verdict.benchmark.samples)[-1]}"
+        return f"{figure} / that of {rival_of(verdict.benchmark, verdict.aim)}"
     if against == "input and body":
         return f"whole: (input + {figure}) / (input + body)"
     return f"strict: {figure} / body"
@@ -121,8 +144,12 @@ def _losses(found: list[Comparison]) -> str:
 
 
 def _group(members: list[Measured]) -> list[str]:
-    are_calls = all("traced_peak_bytes" in found.shown for found in members)
-    parts = [_calls(members) if are_calls else _others(members)]
+    if all("tokens_per_cpu_s" in found.shown for found in members):
+        parts = [_rates(members)]
+    elif all("traced_peak_bytes" in found.shown for found in members):
+        parts = [_calls(members)]
+    else:
+        parts = [_others(members)]
     notes = dict.fromkeys(found.note for found in members if found.note)
     return parts + [f"- {note}" for note in notes]
 
@@ -151,6 +178,38 @@ def _calls(members: list[Measured]) -> str:
             )
     head = ("what", "who", "CPU", "ratio", "Python peak", "ratio", "resident peak", "input, body")
     return _table(head, rows)
+
+
+def _rates(members: list[Measured]) -> str:
+    """A line for each contestant, the rivals too; the first of each has all ratios to the others.
+
+    Here more is better, and ratios are those of rates.
+    """
+    rows = []
+    for found in members:
+        ours = next(iter(found.samples))
+        for name, samples in found.samples.items():
+            rate = spread([figures["tokens_per_cpu_s"] for figures in samples])
+            times = "" if name == ours else _times(compare(found, ours, name, "cpu_s").ratio)
+            further = (
+                value(metric, spread([figures[metric] for figures in samples]).middle)
+                if all(metric in figures for figures in samples)
+                else "–"
+                for metric in _RATES
+            )
+            title = found.title if name == ours else ""
+            rows.append((title, name, value("tokens_per_cpu_s", rate.middle), times, *further))
+    head = ("what", "who", "tokens/CPU-s", "ours is", *_RATES.values())
+    return _table(head, rows)
+
+
+def _times(ratio: Spread | None) -> str:
+    """How many times as fast ours is, from the ratio of what is needed."""
+    if ratio is None or not ratio.low:
+        return "–"
+    middle, least, most = 1 / ratio.middle, 1 / ratio.high, 1 / ratio.low
+    spread_too = f" ({least:.2g}…{most:.2g})" if least < most else ""
+    return f"{'**' if middle < 1 else ''}{middle:.3g}×{'**' if middle < 1 else ''}{spread_too}"
 
 
 def _others(members: list[Measured]) -> str:
@@ -196,6 +255,12 @@ def value(metric: str, number: float) -> str:
     """A figure with its unit."""
     if metric in ("server_share", "slowdown"):
         return f"{number:.2f}"
+    if metric == "matmul_share":
+        return f"{100 * number:.0f} %"
+    if metric.startswith("tokens_per"):
+        return f"{number:,.1f}" if number < 100 else f"{number:,.0f}"
+    if metric == "difference":
+        return f"{number:.1e}"
     if metric.endswith("_s"):
         unit, per_second = ("µs", 1e6) if number < 1e-3 else ("ms", 1e3) if number < 1 else ("s", 1)
         return f"{number * per_second:.3g} {unit}"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from benchmarks.harness.plan import Aim
+from benchmarks.harness.plan import MORE_IS_BETTER, Aim, Metric
 from benchmarks.harness.results import Measured, Run
 
 _NOTABLE = 1.01
@@ -26,7 +26,7 @@ class Comparison(NamedTuple):
     benchmark: Measured
     contestant: str
     rival: str
-    metric: str
+    metric: Metric
     ours: Spread
     theirs: Spread
     ratio: Spread | None
@@ -53,10 +53,11 @@ def comparisons(benchmark: Measured) -> Iterator[Comparison]:
     rival = list(benchmark.samples)[-1]
     for contestant in competitors(benchmark):
         for metric in benchmark.shown:
-            yield compare(benchmark, contestant, rival, metric)
+            if metric in benchmark.samples[contestant][0] and metric in benchmark.samples[rival][0]:
+                yield compare(benchmark, contestant, rival, metric)
 
 
-def compare(benchmark: Measured, contestant: str, rival: str, metric: str) -> Comparison:
+def compare(benchmark: Measured, contestant: str, rival: str, metric: Metric) -> Comparison:
     """One figure of two contestants."""
     ours = [figures[metric] for figures in benchmark.samples[contestant]]
     theirs = [figures[metric] for figures in benchmark.samples[rival]]
@@ -73,7 +74,7 @@ def verdicts(run: Run) -> list[Verdict]:
         for benchmark in run.benchmarks
         for aim in benchmark.aims
         for contestant in competitors(benchmark)
-        if aim.of in (None, contestant)
+        if aim.of in (None, contestant) and aim.beside in (None, *benchmark.samples)
     ]
 
 
@@ -83,10 +84,14 @@ def competitors(benchmark: Measured) -> list[str]:
     return [name for name in others if name not in benchmark.yardsticks]
 
 
+def rival_of(benchmark: Measured, aim: Aim) -> str:
+    """Whom a contestant is held against."""
+    return aim.beside or list(benchmark.samples)[-1]
+
+
 def _verdict(benchmark: Measured, contestant: str, aim: Aim) -> Verdict:
     if aim.against == "rival":
-        rival = list(benchmark.samples)[-1]
-        ratio = compare(benchmark, contestant, rival, aim.metric).ratio
+        ratio = compare(benchmark, contestant, rival_of(benchmark, aim), aim.metric).ratio
         found = ratio or Spread(0, 0, 0)
     elif aim.against == "itself":
         found = spread([figures[aim.metric] for figures in benchmark.samples[contestant]])
@@ -106,6 +111,9 @@ def losses(run: Run) -> list[Comparison]:
         comparison
         for benchmark in run.benchmarks
         for comparison in comparisons(benchmark)
-        if comparison.ratio is not None and comparison.ratio.middle > _NOTABLE
+        if comparison.ratio is not None
+        and comparison.ratio.middle > _NOTABLE
+        # What it says backwards, another figure says.
+        and comparison.metric not in MORE_IS_BETTER
     ]
     return sorted(found, key=lambda loss: -(loss.ratio.middle if loss.ratio else 0))

@@ -3,7 +3,8 @@
     python -m benchmarks.harness.worker '{"target": "module:function", "parameters": {…}, …}'
 
 Each line that it reads is an order, each line that it writes is JSON. First it prepares and says
-what it found about memory, on memory that is still fresh. At `batch` it times one batch of calls.
+what it found about memory, on memory that is still fresh. At `batch` it times one batch of calls,
+or does its work once where that takes seconds.
 At `trace` it asks Python for its account of memory, which comes last because tracing slows down
 everything that follows. When its input ends, it ends.
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks.harness import timing
@@ -30,9 +32,21 @@ def main() -> None:
     job = json.loads(sys.argv[1])
     module, _, name = job["target"].partition(":")
     workload = getattr(importlib.import_module(module), name)
-    if job["is_figures"]:
+    if job["kind"] == "Figures":
         _say(workload(**job["parameters"]))
-        return
+    elif job["kind"] == "Turns":
+        _take_turns(workload(**job["parameters"]))
+    else:
+        _take_batches(workload, job)
+
+
+def _take_turns(turn: Callable[[], dict[str, float]]) -> None:
+    _say({})
+    for _ in sys.stdin:
+        _say(turn())
+
+
+def _take_batches(workload: Callable[..., Work], job: dict[str, Any]) -> None:
     small = {name: min(size, WARM_UP_SIZE) for name, size in job["parameters"].items()}
     workload(**small).run()
     work: Work = workload(**job["parameters"])

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from benchmarks.engine_suite import ENGINE_PAGE
 from benchmarks.harness import __main__ as command
-from benchmarks.harness import contest, machine, results, rounds
+from benchmarks.harness import contest, machine, report, results, rounds
 from benchmarks.harness.contest import ROOT, Found
-from benchmarks.harness.plan import Aim, Benchmark, Call, Command, Contestant, Figures
+from benchmarks.harness.plan import (
+    Aim,
+    Benchmark,
+    Call,
+    Command,
+    Contestant,
+    Figures,
+    Job,
+    Page,
+    Turns,
+)
 from benchmarks.harness.results import Measured
 from benchmarks.harness.rounds import QUICK
 from benchmarks.harness.summary import compare, losses, verdicts
@@ -40,7 +53,19 @@ def packages(count: str) -> dict[str, float]:
     return {"packages": int(count)}
 
 
-def contestants(*jobs: Call | Figures | Command) -> tuple[Contestant, ...]:
+def token_turns(cpu_s: str) -> Callable[[], dict[str, float]]:
+    """Work that takes seconds, and less of them with each turn."""
+    turns = itertools.count(1)
+
+    def run() -> dict[str, float]:
+        taken_s, number = float(cpu_s), next(turns)
+        rates = {"tokens_per_cpu_s": number / taken_s, "tokens_per_s": number / taken_s}
+        return {"cpu_s": taken_s / number, "matmul_share": 0.5 / number, **rates}
+
+    return run
+
+
+def contestants(*jobs: Job) -> tuple[Contestant, ...]:
     names = ("ours", "rival")
     return tuple(Contestant(name, "here", job) for name, job in zip(names, jobs, strict=True))
 
@@ -104,7 +129,8 @@ def test_a_quick_run_goes_from_processes_to_a_page_with_a_picture(
 
     found = rounds.run_rounds([CALLS, *OTHERS], PYTHON, QUICK, said.append)
     here = machine.describe(PYTHON, ROOT)
-    command.write(results.Run(here, 2.0, found), tmp_path, tmp_path / "page.md")
+    page_of_it = Page("latest", "page.md", "Benchmarks", (CALLS, *OTHERS))
+    command.write(results.Run(here, 2.0, found), tmp_path, page_of_it, tmp_path)
 
     assert said == [line for line in said if "round" in line] and len(said) == QUICK.rounds
     page = (tmp_path / "page.md").read_text(encoding="utf-8")
@@ -124,6 +150,46 @@ def test_a_call_is_measured_in_time_and_memory() -> None:
     assert 100_000 <= ours["traced_peak_bytes"] < 101_000
     assert 200_000 <= theirs["traced_peak_bytes"] < 201_000
     assert min(ours["cpu_s"], ours["wall_s"]) > 0
+
+
+RATES = Benchmark(
+    name="rates",
+    group="Rates",
+    title="tokens",
+    contestants=contestants(
+        *(Turns(f"{HERE}:token_turns", {"cpu_s": seconds}) for seconds in ("1", "4"))
+    ),
+    shown=("cpu_s", "tokens_per_cpu_s", "matmul_share"),
+)
+
+
+def test_work_that_takes_seconds_is_told_by_its_best_turn() -> None:
+    (found,) = rounds.run_rounds([RATES], PYTHON, replace(QUICK, batches=2), lambda _: None)
+
+    # A larger share came with an earlier turn, and is not mixed with the figures of this one.
+    assert found.samples["ours"][0]["cpu_s"] == 0.5
+    assert found.samples["ours"][0]["matmul_share"] == 0.25
+
+
+def test_rates_have_a_line_for_each_contestant_and_are_compared_as_rates() -> None:
+    found = rounds.run_rounds([RATES], PYTHON, QUICK, lambda _: None)
+
+    page = report.markdown(a_run(*found), "x.png", "A title", "An introduction.")
+
+    assert page.startswith("# A title\n\nAn introduction.\n")
+    assert "| tokens | ours | 1.0 |  | 1.0 | 50 % | – | – |" in page
+    assert "|  | rival | 0.2 | 4× | 0.2 | 50 % | – | – |" in page
+    assert losses(a_run(*found)) == []
+
+
+def test_an_aim_beside_a_further_rival_is_judged_where_that_one_ran() -> None:
+    found = a_measured([1.0], [2.0], Aim("cpu_s", 0.5, beside="third"))
+    samples = {"ours": [{"cpu_s": 1.0}], "third": [{"cpu_s": 1.5}], "rival": [{"cpu_s": 2.0}]}
+    with_third = msgspec.structs.replace(found, samples=samples, yardsticks=("third",))
+
+    assert verdicts(a_run(found)) == []
+    (verdict,) = verdicts(a_run(with_third))
+    assert not verdict.is_reached and verdict.found.middle == pytest.approx(2 / 3)
 
 
 def test_contestants_take_turns_and_swap_in_the_next_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,6 +285,21 @@ def test_list_names_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
 
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert listed == [benchmark.name for benchmark in BENCHMARKS]
+
+
+def test_the_engine_takes_part_when_it_is_asked_for() -> None:
+    assert not [one for one in command._chosen([]) if one.name.startswith("engine-")]
+    assert tuple(command._chosen(["engine"])) == ENGINE_PAGE.benchmarks
+    assert [one.name for one in command._chosen(["engine-train-even"])] == [
+        f"engine-train-even-{model}" for model in ("135m", "30m", "1m")
+    ]
+
+
+def test_a_large_rival_takes_part_when_it_is_asked_for() -> None:
+    one, *_ = command._chosen(["engine-sample-32-135m"])
+
+    assert "vLLM" not in [rival.name for rival in command._with(one, ()).contestants]
+    assert command._with(one, ("vllm",)) == one
 
 
 def test_unknown_name_is_refused() -> None:

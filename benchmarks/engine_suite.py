@@ -1,0 +1,282 @@
+"""The engine's benchmarks, and what they are meant to reach.
+
+Figures are for each token: one that a training pass went over, or a new one of a sample. Rates are
+compared per CPU-second, within one run.
+"""
+
+from __future__ import annotations
+
+from benchmarks.harness.plan import Aim, Benchmark, Contestant, Figures, Metric, Page, Turns
+
+OURS, ANOTHER = "tinsmith", "tinsmith, one after another"
+LOOP, SET_ADAPTER = "transformers + peft", "transformers + peft, `set_adapter`"
+BUCKETS, PADDED = "peft, sorted buckets", "peft, padded"
+GENERATE, CONTINUOUS = "generate", "generate_batch"
+LLAMA_CPP, VLLM = "llama.cpp, 4 bits", "vLLM"
+
+INTRODUCTION = """\
+Made by `scripts/bench engine`; do not edit. The embedded engine, driven through its interface as a
+service drives it, beside what else trains and samples on a CPU. Each contestant has a process of
+its own and prepares there; then they take turns. **Everybody has one thread, and computes in
+float32** unless a row says otherwise: on machines without hardware for bfloat16, as the one below
+where it does not say `avx512_bf16` or `amx`, that type is many times slower.
+
+*Tokens per CPU-second* is what to compare: those that a training pass went over, or new tokens of
+samples; all threads and processes count. *Ours is* says how many times as many ours makes. *Of
+matmul* is the share of the rate at which torch multiplies matrices of 1024 × 576 by 1536 × 576 in
+that process just before, if each token takes 4 operations for each frozen weight and 6 for each of
+the adapter's in training, and 2 for each weight in sampling: what is computed once for many exceeds
+it. *Resident* is the largest memory of the process so far, model and libraries included.
+
+SmolLM2 is the real model where it can be had; the others have random weights.
+"""
+
+_TITLES = {"135m": "SmolLM2-135M", "30m": "30M", "1m": "1M"}
+_SHOWN: tuple[Metric, ...] = (
+    "cpu_s",
+    "tokens_per_cpu_s",
+    "tokens_per_s",
+    "matmul_share",
+    "first_token_s",
+    "resident_bytes",
+)
+_HERE = "benchmarks.workloads.engine"
+
+
+def _turns(name: str, target: str, **parameters: str) -> Contestant:
+    return Contestant(name, "engine", Turns(f"{_HERE}.{target}", parameters))
+
+
+def _beside(name: str, target: str, **parameters: str) -> Contestant:
+    return Contestant(name, "engine", Turns(f"{_HERE}.{target}", parameters), is_yardstick=True)
+
+
+def _vllm(**parameters: str) -> Contestant:
+    job = Turns(f"{_HERE}.vllm_cpu:sampling", parameters)
+    return Contestant(VLLM, "vllm", job, is_yardstick=True)
+
+
+def _times(least: float, *, beside: str | None = None, of: str = OURS) -> Aim:
+    """So many times as many tokens per CPU-second."""
+    return Aim("cpu_s", 1 / least, of=of, beside=beside)
+
+
+# Training
+
+_TRAINING = "Training"
+_TRAINING_NOTE = (
+    "Rank 32 on all linear layers, AdamW, a pass and a step. Even is 8 × 128 tokens; ragged is "
+    "30 × 16 and 2 × 512, which the loop sorts into buckets of at most 1,024 slots, or pads to the "
+    "longest; a group is 16 samples of 32 tokens behind one prompt of 512, which the loop computes "
+    "in full for each, with the head on the 33 positions that count (ours has it on all, since the "
+    "API returns all log-probabilities). Of the padded batch and of the group the loop computes "
+    "two sequences, each of which costs the same. Adapters: eight of them, 2 × 32 tokens and a "
+    "step for each."
+)
+
+
+def _training(
+    model: str, what: str, title: str, contestants: tuple[Contestant, ...], *aims: Aim
+) -> Benchmark:
+    return Benchmark(
+        name=f"engine-train-{what}-{model}",
+        group=_TRAINING,
+        title=f"{_TITLES[model]}: {title}",
+        contestants=contestants,
+        aims=aims,
+        shown=_SHOWN,
+        note=_TRAINING_NOTE,
+    )
+
+
+def _even(model: str, *aims: Aim) -> Benchmark:
+    ours = _turns(OURS, "ours:training", model=model, batch="even")
+    rival = _turns(LOOP, "peft_loop:training", model=model, batch="even")
+    return _training(model, "even", "even", (ours, rival), *aims)
+
+
+def _ragged(model: str) -> Benchmark:
+    contestants = (
+        _turns(OURS, "ours:training", model=model, batch="ragged"),
+        _beside(BUCKETS, "peft_loop:training", model=model, batch="ragged"),
+        _turns(PADDED, "peft_loop:training", model=model, batch="ragged", mode="padded"),
+    )
+    aims = _times(8), _times(1, beside=BUCKETS)
+    return _training(model, "ragged", "ragged", contestants, *aims)
+
+
+def _group(model: str) -> Benchmark:
+    contestants = (
+        _turns(OURS, "ours:training", model=model, batch="group"),
+        _turns(LOOP, "peft_loop:training", model=model, batch="group", mode="full"),
+    )
+    return _training(model, "group", "a group that shares its prompt", contestants, _times(5))
+
+
+def _adapters(model: str) -> Benchmark:
+    contestants = (
+        _turns(OURS, "ours:adapters", model=model, order="together"),
+        _beside(SET_ADAPTER, "peft_loop:adapters", model=model),
+        _turns(ANOTHER, "ours:adapters", model=model, order="another"),
+    )
+    return _training(model, "adapters", "eight adapters", contestants, _times(3))
+
+
+_BF16 = Benchmark(
+    name="engine-train-bf16-30m",
+    group=_TRAINING,
+    title="30M, bfloat16: 4 × 32",
+    contestants=(
+        _turns(OURS, "ours:training", model="30m", batch="tiny", dtype="bfloat16"),
+        _turns(LOOP, "peft_loop:training", model="30m", batch="tiny", dtype="bfloat16"),
+    ),
+    shown=_SHOWN,
+    note=_TRAINING_NOTE,
+)
+
+TRAINING = (
+    _even("135m", _times(1.3)),
+    _ragged("135m"),
+    _group("135m"),
+    _adapters("135m"),
+    _even("30m"),
+    _ragged("30m"),
+    _group("30m"),
+    _adapters("30m"),
+    _even("1m"),
+    _adapters("1m"),
+    _BF16,
+)
+
+# Sampling
+
+_SAMPLING = "Sampling"
+_SAMPLING_NOTE = (
+    "Prompts of 128 tokens, 64 new ones for each sample, temperature 1, no stops, no prompt that "
+    "was seen before. `generate` runs one static batch; `generate_batch` is the continuous "
+    "batching of `transformers`; llama.cpp has the weights in 4 bits. The first token is that of "
+    "the last sample. *16 of one prompt* draws 16 samples of one prompt of 128. An adapter is "
+    "one of rank 32 on all linear layers, which is not merged into the base. *A long prompt* has "
+    "1,536 tokens, and eight short ones of 32 come right behind it: the first token is that of "
+    "the short ones."
+)
+
+
+def _sampling(
+    model: str, what: str, title: str, contestants: tuple[Contestant, ...], *aims: Aim
+) -> Benchmark:
+    return Benchmark(
+        name=f"engine-sample-{what}-{model}",
+        group=_SAMPLING,
+        title=f"{_TITLES[model]}: {title}",
+        contestants=contestants,
+        aims=aims,
+        shown=_SHOWN,
+        note=_SAMPLING_NOTE,
+    )
+
+
+def _at_once(model: str, count: int, *aims: Aim, beside: tuple[Contestant, ...] = ()) -> Benchmark:
+    told = {"model": model, "count": str(count)}
+    contestants = (
+        _turns(OURS, "ours:sampling", **told),
+        *beside,
+        _turns(GENERATE, "generate:static", **told),
+    )
+    title = "one sample" if count == 1 else f"{count} samples at once"
+    return _sampling(model, str(count), title, contestants, *aims)
+
+
+def _batched(model: str, count: int) -> Contestant:
+    return _beside(CONTINUOUS, "generate:continuous", model=model, count=str(count))
+
+
+def _with_lora(model: str, count: int, *aims: Aim) -> Benchmark:
+    told = {"model": model, "count": str(count), "lora": "yes"}
+    contestants = (
+        _turns(OURS, "ours:sampling", **told),
+        _vllm(**told),
+        _turns(GENERATE, "generate:static", **told),
+    )
+    return _sampling(model, f"{count}-lora", f"{count} with an adapter", contestants, *aims)
+
+
+def _of_one_prompt(model: str) -> Benchmark:
+    told = {"model": model, "count": "1", "samples": "16"}
+    contestants = _turns(OURS, "ours:sampling", **told), _turns(GENERATE, "generate:static", **told)
+    return _sampling(model, "group", "16 of one prompt", contestants)
+
+
+def _long(model: str) -> Benchmark:
+    told = {"model": model, "long": "1536", "shorts": "8"}
+    contestants = (
+        _turns(OURS, "ours:long_among_short", **told),
+        _turns(CONTINUOUS, "generate:long_among_short", **told),
+    )
+    return _sampling(model, "long", "a long prompt among short ones", contestants)
+
+
+SAMPLING = (
+    _at_once(
+        "135m",
+        1,
+        _times(1),
+        beside=(
+            _batched("135m", 1),
+            _beside(LLAMA_CPP, "llama_cpp:sampling", count="1"),
+            _vllm(model="135m", count="1"),
+        ),
+    ),
+    _at_once("135m", 8, beside=(_batched("135m", 8), _vllm(model="135m", count="8"))),
+    _at_once(
+        "135m",
+        32,
+        _times(2.5),
+        _times(1.3, beside=VLLM),
+        beside=(_vllm(model="135m", count="32"),),
+    ),
+    _with_lora("135m", 8, _times(4, beside=VLLM)),
+    _of_one_prompt("135m"),
+    _long("135m"),
+    _at_once("30m", 32, _times(2.5), beside=(_batched("30m", 32),)),
+    _at_once("30m", 128),
+    _at_once("1m", 1),
+    _at_once("1m", 32),
+    _at_once("1m", 128),
+)
+
+# Exactness
+
+EXACTNESS = tuple(
+    Benchmark(
+        name=f"engine-gradients-{batch}",
+        group="Gradients, beside those of the loop in float64",
+        title=title,
+        contestants=tuple(
+            Contestant(
+                name,
+                "engine",
+                Figures(f"{_HERE}.gradients:difference", {"who": who, "batch": batch}),
+            )
+            for name, who in ((OURS, "ours"), (LOOP, "peft"))
+        ),
+        aims=(Aim("difference", 1e-5, "itself", of=OURS),),
+        shown=("difference",),
+        note="The largest difference of all gradients of an adapter, over the largest of them; the "
+        "1M model. The loop computes each sequence alone. What differs is the order of sums.",
+        most_rounds=1,
+    )
+    for batch, title in (
+        ("even", "even"),
+        ("ragged", "ragged"),
+        ("group", "a group that shares its prompt"),
+    )
+)
+
+ENGINE_PAGE = Page(
+    name="engine",
+    published="benchmarks-engine.md",
+    title="Benchmarks of the engine",
+    benchmarks=(*TRAINING, *SAMPLING, *EXACTNESS),
+    introduction=INTRODUCTION,
+)
