@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from tinsmith.types import SampleResponse, TensorData
 
 FAMILIES = ["Llama", "Mistral", "Qwen3", "Qwen3Moe", "Gemma2"]
 W = WeightsId("w")
+BFLOAT16_BOUND = 0.02
+"""Twice what was seen; of a model with more layers it is more."""
 
 
 @pytest.fixture(scope="module")
@@ -239,15 +242,33 @@ def test_a_sample_is_the_same_with_a_warm_cache(
         assert again.prompt_cache_hit_tokens == len(prompt)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_sample_is_the_same_when_its_sequences_must_wait(
-    llama: Transformer, adapters: dict[str, FusedLora], alone: dict[str, SampleResponse]
+    tmp_path: Path, dtype: torch.dtype
 ) -> None:
-    """Little memory lets a few of them run at a time."""
-    sampler = _sampler(llama, adapters, most_sequences=2)
+    """A hundred that read their prompt together are as a few at a time are."""
+    make_model(tmp_path)
+    model = load_transformer(tmp_path, dtype=dtype)
+    asked = work("it", prompt_of(CHUNK_TOKENS + 22), num_samples=100, max_tokens=4)
 
-    found = run(sampler, work("many", max_tokens=40, **KINDS["many"]), *_crowd(4, 3))
+    together = run(Sampler(model), asked)["it"]
+    waiting = run(Sampler(model, settings=SamplerSettings(most_sequences=7)), asked)["it"]
 
-    _assert_same(found["many"], alone["many"])
+    assert sequences(waiting) == sequences(together)
+
+
+def test_sampled_logprobs_in_bfloat16_are_near_those_of_a_forward_pass(tmp_path: Path) -> None:
+    """Keys that were kept are rounded as keys are in a pass; sums are formed in another order."""
+    make_model(tmp_path)
+    model = load_transformer(tmp_path, dtype=torch.bfloat16)
+    prompt = prompt_of(CHUNK_TOKENS + 30)
+
+    found = run(Sampler(model), work(prompt=prompt, num_samples=3, max_tokens=30))["it"]
+
+    for one in found.sequences:
+        expected = logprobs_of(model, prompt + one.tokens, None)[len(prompt) - 1 :]
+        assert one.logprobs_np is not None
+        np.testing.assert_allclose(one.logprobs_np, expected, atol=BFLOAT16_BOUND)
 
 
 def test_tokens_come_as_often_as_the_softmax_says(llama: Transformer) -> None:

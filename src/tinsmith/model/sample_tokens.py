@@ -33,8 +33,9 @@ BLOCK = 256
 SLICE_NUMBERS = 1 << 21
 """How many numbers of the vocabulary are worked on at a time: what caches hold."""
 NUCLEUS_GUESS = 512
-"""Top-p sorts so many of the likeliest tokens at first, and all of them only if these fall short.
+"""Top-p sorts so many of the likeliest tokens, and more only where these fall short of the share.
 Sorting all takes ten times as long."""
+NUCLEUS_GROWTH = 8
 COLDEST, HOTTEST = 1e-6, 1e6
 """Temperatures outside are taken as these; float32 has no room beyond. 0 is not among them: it
 takes the likeliest token."""
@@ -228,14 +229,18 @@ def _find_filtered(shares: _Shares, top_k: int, top_p: float, chances_R: Tensor)
     if 0 < top_k < shares.vocabulary:
         best = shares.shares_RW.topk(top_k)
         return _find_in_nucleus(best, best.values.double().sum(dim=-1), top_p, chances_R)
-    totals_R = shares.sums_RB[:, -1]
-    guess = min(NUCLEUS_GUESS, shares.vocabulary)
-    best = shares.shares_RW.topk(guess)
-    found_R = _find_in_nucleus(best, totals_R, top_p, chances_R)
-    short_R = best.values.double().cumsum(dim=-1)[:, -1] < top_p * totals_R
-    if guess < shares.vocabulary and bool(short_R.any()):
-        best = shares.shares_RW[short_R].topk(shares.vocabulary)
-        found_R[short_R] = _find_in_nucleus(best, totals_R[short_R], top_p, chances_R[short_R])
+    totals_R, count = shares.sums_RB[:, -1], NUCLEUS_GUESS
+    found_R = torch.zeros(len(totals_R), dtype=torch.int64, device=totals_R.device)
+    rows = torch.arange(len(totals_R), device=totals_R.device)
+    while len(rows):
+        best = shares.shares_RW[rows].topk(min(count, shares.vocabulary))
+        found_R[rows] = _find_in_nucleus(best, totals_R[rows], top_p, chances_R[rows])
+        if count >= shares.vocabulary:
+            break
+        # Where these are not enough, what was found is found again among more.
+        sums_R = best.values.double().cumsum(dim=-1)[:, -1]
+        rows = rows[sums_R < top_p * totals_R[rows]]
+        count *= NUCLEUS_GROWTH
     return found_R
 
 
