@@ -250,6 +250,15 @@ class Calls:
             exchange = events.told_exchange(endpoint.name, attempt, size, exchange)
         return await exchange
 
+    async def reach(self) -> None:
+        """Wait until the service can be asked, where that is known to take long.
+
+        Before the first call, whose time and second tries are for a service that runs.
+        """
+        find = getattr(self._carrier(), "reach", None)
+        if find is not None:
+            await find()
+
     def _carrier(self) -> Transport:
         if self._transport is None:
             settings = self.settings

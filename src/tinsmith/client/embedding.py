@@ -18,7 +18,7 @@ import importlib.util
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
@@ -32,6 +32,8 @@ PROVIDER = "tinsmith.serve.embedded"
 """The module that has `place`, as `Provider` describes it."""
 NEEDED = ("numpy", "uvicorn")
 """Packages of the `server` extra without which there is no service."""
+NEEDED_UNASKED = (*NEEDED, "torch")
+"""Those of the engine too: whoever has not all of them has more likely forgotten a key."""
 INSTALL = "pip install 'tinsmith[server]'"
 
 
@@ -103,21 +105,21 @@ def chosen_url(
     env = os.environ if environment is None else environment
     named = base_url or env.get("TINKER_BASE_URL")
     if named == EMBEDDED:
-        if not is_installed():
+        if not is_installed(NEEDED):
             raise ValidationError("the service in this process is not installed", remedy=INSTALL)
         _end_with_interpreter()
     if named or api_key or has_credential(env):
         return base_url
-    if not is_installed():
+    if not is_installed(NEEDED_UNASKED):
         return None
     _end_with_interpreter()
     _choices.is_implied = True
     return EMBEDDED
 
 
-def is_installed() -> bool:
-    """Whether the packages of a service are there; loads none of them."""
-    return all(importlib.util.find_spec(name) is not None for name in NEEDED)
+def is_installed(packages: Iterable[str]) -> bool:
+    """Whether packages are there; loads none of them."""
+    return all(importlib.util.find_spec(name) is not None for name in packages)
 
 
 async def find_place(lost: Place | None = None) -> Place:

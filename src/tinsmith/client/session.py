@@ -144,6 +144,7 @@ class Session(Calls):
 
     async def _start(self) -> ServiceFlags:
         raw = await self.credentials.open()
+        await self.reach()
         if self._adopted_id is not None:
             pause_s = float(self.flags.billing_exception_max_pause_duration_sec)
             self.retrier.pause_for_billing(pause_s)

@@ -173,30 +173,25 @@ class _Stay:
             with socket_path(settings.data) as path, _named_owner():
                 # Addresses in answers lead to the socket: there is no port.
                 settings = msgspec.structs.replace(settings, public_url=socket_url(path))
+                self._tell(
+                    "the service runs in this process: engine %s, %s, data in %s",
+                    settings.engine,
+                    ", ".join(model.name for model in settings.served_models),
+                    settings.data,
+                )
                 async with (
                     await Service.open(settings, is_private=True) as service,
                     listening(service.app, path) as self._socket,
                 ):
                     held.tell(path)
-                    await self._wait_end(settings, service)
+                    self.found.set_result(HerePlace(service.app, self._loop))
+                    try:
+                        raise await service.wait_lost()
+                    finally:
+                        service.end_waits()
         except asyncio.CancelledError:
             if not self.found.done():
                 self.found.set_exception(ClosedError("the service was closed while it started"))
-
-    async def _wait_end(self, settings: ServiceSettings, service: Service) -> None:
-        """Say where the service is, and wait for its end."""
-        assert self._loop is not None
-        self._tell(
-            "the service runs in this process: engine %s, %s, data in %s",
-            settings.engine,
-            ", ".join(model.name for model in settings.served_models),
-            settings.data,
-        )
-        self.found.set_result(HerePlace(service.app, self._loop))
-        try:
-            raise await service.wait_lost()
-        finally:
-            service.end_waits()
 
     def _tell(self, message: str, *arguments: object) -> None:
         """One line: louder where nobody asked for it, so that it is seen without any set-up."""
@@ -204,10 +199,12 @@ class _Stay:
 
 
 def _settings() -> ServiceSettings:
-    settings = load_settings().settings
-    if not settings.models:
-        settings = msgspec.structs.replace(settings, models=(DEFAULT_MODEL,))
-    return settings
+    """Those of the environment; what is not set is what makes a first run work."""
+    loaded = load_settings()
+    settings = loaded.settings
+    engine = "embedded" if loaded.sources["engine"] == "default" else settings.engine
+    models = settings.models or (DEFAULT_MODEL,)
+    return msgspec.structs.replace(settings, engine=engine, models=models)
 
 
 def _claim(settings: ServiceSettings) -> FolderLock | SocketPlace:

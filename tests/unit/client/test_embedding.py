@@ -57,6 +57,7 @@ def test_where_it_is_not_installed_only_naming_it_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(embedding, "NEEDED", ("numpy", "no_such_package"))
+    monkeypatch.setattr(embedding, "NEEDED_UNASKED", ("numpy", "no_such_package"))
 
     assert chosen_url(None, None, {}) is None
     for base_url, environment in ((EMBEDDED, {}), (None, {"TINKER_BASE_URL": EMBEDDED})):

@@ -87,6 +87,10 @@ class EmbeddedTransport:
             await self._lose(carrier, error)
             raise
 
+    async def reach(self) -> None:
+        """Find the service, which may have to start, and to fetch a model for that."""
+        await self._found()
+
     async def _found(self) -> Transport:
         if self._is_closed:
             raise APIConnectionError("the client is closed; make a new one")
