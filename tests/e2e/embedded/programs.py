@@ -23,7 +23,7 @@ DATUM = tinsmith.Datum(TOKENS, {{"target_tokens": [2, 3, 4], "weights": [0.0, 1.
 ADAM = tinsmith.AdamParams(learning_rate=0.1)
 
 def say(*words):
-    print(*words, flush=True)
+    print(" ".join(map(str, words)) + "\\n", end="", flush=True)  # a line whole, from any thread
 
 def step(training):
     output = training.forward_backward([DATUM], "cross_entropy")
