@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _check_served(adapter: Adapter, settings: ServiceSettings) -> None:
     """Refuse a base model that the service does not have, as far as the settings tell."""
     names = [model.name for model in settings.served_models]
-    if names and adapter.base_model not in names:
+    if settings.models and adapter.base_model not in names:
         raise UsageError(
             f"the adapter is one of {adapter.base_model!r:.200}, which is not served",
             remedy=f"--base-model says which it is: {', '.join(names)}",

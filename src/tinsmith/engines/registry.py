@@ -156,7 +156,8 @@ def check_installed(name: str) -> None:
 
 
 def _embedded(sources: Sequence[ModelSource], settings: EmbeddedSettings | None) -> Engine:
-    engine = importlib.import_module("tinsmith.engines.embedded.engine")
+    from tinsmith.engines.embedded.engine import EmbeddedEngine
+
     models = [
         EmbeddedModel(
             name=one.name,
@@ -166,8 +167,7 @@ def _embedded(sources: Sequence[ModelSource], settings: EmbeddedSettings | None)
         )
         for one in sources
     ]
-    made: Engine = engine.EmbeddedEngine(models, settings)
-    return made
+    return EmbeddedEngine(models, settings)
 
 
 def _fake(sources: Sequence[ModelSource], _: EmbeddedSettings | None) -> Engine:

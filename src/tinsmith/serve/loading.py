@@ -87,7 +87,7 @@ def check_start(settings: ServiceSettings) -> None:
         ValidationError: Something is missing, or cannot be read.
     """
     check_certificate(settings.tls)
-    if not settings.models:
+    if not settings.served_models:
         raise ValidationError("no model is given", remedy="add --model NAME=PATH_OR_ID")
     check_installed(settings.engine)
     for model in settings.served_models:

@@ -18,6 +18,7 @@ from tinsmith.serve.assemble import Service
 METRICS_TYPE = CONTENT_TYPE.encode()
 JSON_TYPE = b"application/json"
 UNAVAILABLE = 503
+RECOVERING = "models are being brought back to where they were"
 
 
 class OperatorPages:
@@ -83,5 +84,6 @@ class OperatorPages:
             report = SchedulerReport(problem=self.waits_for)
         else:
             report = self.service.ledger.board.scheduler
-        told = {"status": "ready" if report.is_ready else "not ready", "problem": report.problem}
+        problem = None if report.is_ready else report.problem or RECOVERING
+        told = {"status": "ready" if report.is_ready else "not ready", "problem": problem}
         return 200 if report.is_ready else UNAVAILABLE, JSON_TYPE, json.dumps(told).encode()

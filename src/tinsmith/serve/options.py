@@ -99,7 +99,7 @@ OPTIONS = (
         "where saved weights are: a folder, or a URL",
         is_address=True,
     ),
-    Option("engine", "NAME", '"fake"', "what computes", choices=ENGINES),
+    Option("engine", "NAME", '"embedded"', "what computes", choices=ENGINES),
     Option(
         "engine_process",
         "",
@@ -125,7 +125,8 @@ OPTIONS = (
         "models",
         "NAME=PATH_OR_ID",
         "[]",
-        "a model to serve, by the name that clients use; several names of one path are aliases",
+        "a model to serve, by the name that clients use; several names of one path are aliases;"
+        " none: SmolLM2-135M-Instruct",
         is_list=True,
     ),
     Option("tls.cert", "FILE", "not set", "the certificate, with its chain, in PEM"),

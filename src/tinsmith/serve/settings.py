@@ -139,7 +139,7 @@ class ServiceSettings(Section, frozen=True, kw_only=True):
     """As `ledger.registry.open_ledger` takes it; empty becomes a folder in the data folder."""
     checkpoints: str = ""
     """A folder or an fsspec URL; empty becomes a folder in the data folder."""
-    engine: Literal["embedded", "fake"] = "fake"
+    engine: Literal["embedded", "fake"] = "embedded"
     engine_process: bool | None = None
     """Whether the engine has a process of its own; None: the embedded one has, the fake has not."""
     dtype: Dtype = "auto"
@@ -167,8 +167,6 @@ class ServiceSettings(Section, frozen=True, kw_only=True):
             force_setattr(self, "database", f"sqlite://{quote(str(self.data / 'ledger'))}")
         if not self.checkpoints:
             force_setattr(self, "checkpoints", str(self.data / "checkpoints"))
-        if not self.models and self.engine == "embedded":
-            force_setattr(self, "models", (DEFAULT_MODEL,))
         _check_database(self.database)
         _check_endpoint(self.otel_endpoint)
         for name, value in msgspec.structs.asdict(self.retention).items():
@@ -177,8 +175,9 @@ class ServiceSettings(Section, frozen=True, kw_only=True):
 
     @property
     def served_models(self) -> list[ModelSource]:
-        """Each name with what it stands for, in the order given."""
-        return read_models(self.models)
+        """Each name with what it stands for, in the order given; the default where none is."""
+        is_default = not self.models and self.engine == "embedded"
+        return read_models((DEFAULT_MODEL,) if is_default else self.models)
 
     @property
     def has_engine_process(self) -> bool:

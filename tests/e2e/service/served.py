@@ -30,9 +30,15 @@ class Served:
     """`tinsmith serve` on a folder and a port that stay the same over restarts."""
 
     def __init__(
-        self, folder: Path, *arguments: str, program: tuple[str, ...] = ("-m", "tinsmith")
+        self,
+        folder: Path,
+        *arguments: str,
+        program: tuple[str, ...] = ("-m", "tinsmith"),
+        engine: str = "fake",
+        model: str = BASE_MODEL,
     ) -> None:
         self._program = program
+        self._chosen = ("--engine", engine, "--model", model)
         self.folder = folder
         self.port = free_port()
         self.base_url = f"http://127.0.0.1:{self.port}"
@@ -49,9 +55,8 @@ class Served:
     def start(self, *, wait: bool = True) -> None:
         """Start it; return when it says that it is ready."""
         command = [
-            *(sys.executable, *self._program, "serve", "--engine", "fake"),
+            *(sys.executable, *self._program, "serve", *self._chosen),
             *("--data", str(self.folder / "data"), "--port", str(self.port)),
-            *("--model", BASE_MODEL),
             *self._arguments,
         ]
         with self.log.open("ab") as log:
@@ -105,11 +110,15 @@ class Served:
 
 @contextlib.contextmanager
 def serving(
-    folder: Path, *arguments: str, program: tuple[str, ...] = ("-m", "tinsmith")
+    folder: Path,
+    *arguments: str,
+    program: tuple[str, ...] = ("-m", "tinsmith"),
+    engine: str = "fake",
+    model: str = BASE_MODEL,
 ) -> Iterator[Served]:
     """A running service, for the length of a test."""
     folder.mkdir(parents=True, exist_ok=True)
-    served = Served(folder, *arguments, program=program)
+    served = Served(folder, *arguments, program=program, engine=engine, model=model)
     try:
         served.start()
         yield served
