@@ -26,7 +26,7 @@ def configure(parser: Parser) -> None:
     parser.add_argument(
         "--out", default="tinsmith-demo", metavar="DIR", help="where the page and the data go"
     )
-    parser.add_argument("--model", default=None, metavar="NAME", help="another base model")
+    parser.add_argument("--model", default=None, metavar="NAME_OR_DIR", help="another base model")
     add_settings(parser, (BY_NAME["data"],))
 
 
@@ -44,6 +44,8 @@ def run(arguments: argparse.Namespace) -> None:
     name = arguments.model or DEFAULT_MODEL
     with Progress(name, None, in_bytes=True, format_=arguments.format) as bar:
         folder = find_model(name, model_cache(arguments), tell=telling(bar, name))
+    if Path(name).is_dir():
+        name = folder.name  # a path cannot be what a service calls a model
     out = Path(arguments.out).absolute()
     shutil.rmtree(out / "data", ignore_errors=True)  # of an earlier demo
     run_demo(

@@ -18,6 +18,7 @@ def test_the_page_shows_answers_as_text_whatever_they_hold() -> None:
 
     class Tags(HTMLParser):
         def handle_starttag(self, tag: str, attrs: object) -> None:
+            del attrs
             seen.append(tag)
 
     text = page(hostile, [hostile], [Rows("t", ("a",), [(hostile,)]), Curve("c", "f", [1.0, 2.0])])

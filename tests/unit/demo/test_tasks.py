@@ -31,8 +31,14 @@ def test_the_seed_determines_the_sentences() -> None:
 
 @pytest.mark.parametrize(
     ("answer", "right"),
-    [('{"name": "Uma"}', True), ('{ "name":"Uma" }', True), ('{"name": "Zoe"}', False)]
-    + [("Uma", False), ('{"name": "Uma"} and more', False), ("", False)],
+    [
+        ('{"name": "Uma"}', True),
+        ('{ "name":"Uma" }', True),
+        ('{"name": "Zoe"}', False),
+        ('{"name": "Uma"} and more', False),
+        ("Uma", False),
+        ("", False),
+    ],
 )
 def test_an_answer_is_judged_by_what_it_says(answer: str, right: bool) -> None:
     assert is_right(Example("A sentence.", '{"name": "Uma"}'), answer) is right
@@ -40,8 +46,14 @@ def test_an_answer_is_judged_by_what_it_says(answer: str, right: bool) -> None:
 
 @pytest.mark.parametrize(
     ("answer", "worth"),
-    [("Paris", 1.0), ("Paris.", 1.0), ("It is Paris!", 1 / 3), ("Rome", 0.0), ("", 0.0)]
-    + [("Parisian", 0.0)],
+    [
+        ("Paris", 1.0),
+        ("Paris.", 1.0),
+        ("It is Paris!", 1 / 3),
+        ("Rome", 0.0),
+        ("Parisian", 0.0),
+        ("", 0.0),
+    ],
 )
 def test_a_right_answer_is_worth_one_over_its_words(answer: str, worth: float) -> None:
     assert reward(QUESTIONS[0], answer) == pytest.approx(worth)
