@@ -19,9 +19,10 @@ so that learning rates can be carried over. A matrix that has had no gradient do
 Gradients are clipped by the norm of the whole vector: where it is above `grad_clip_norm`, they are
 scaled to it.
 
-A step is worked out in full before anything is changed. All is float32, in pieces that fit into the
-cache; norms are added up as float64. The same numbers give the same step, bit for bit, whatever the
-size of the pieces.
+Nothing that is given is changed: a step gives new vectors, so one that fails leaves no trace, and
+whoever holds the old ones may go on reading. AdamW is torch's own kernel, which reads and writes
+everything once. All is float32, but for the last sums of norms. The same numbers give the same
+step, bit for bit, whatever the number of threads.
 """
 
 # N weight of the vector, R row and C column of a matrix
@@ -29,7 +30,7 @@ size of the pieces.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -42,8 +43,10 @@ FIRST, SECOND = "first", "second"
 MOMENTS: dict[str, tuple[str, ...]] = {"adamw": (FIRST, SECOND), "dimuon": (FIRST,)}
 """The moments that each optimizer keeps, by the name of its family."""
 
-PIECE = 1 << 16
-"""Weights that are stepped at a time: a quarter of a megabyte for each vector."""
+ROW = 1 << 10
+"""Numbers whose squares are added up in float32: so few that no threads share a sum."""
+SMALLEST_NORM = 1e-12
+"""Below it squares may have vanished in float32."""
 LARGEST_NORM = 1e18
 """The square of a gradient must fit into float32."""
 LARGEST_NUMBER = 1e37
@@ -57,9 +60,8 @@ class Step(NamedTuple):
     """What a step came to."""
 
     weights: Tensor
-    """A new vector; the one before is as it was."""
     moments: dict[str, Tensor]
-    """By name. Those that were given, changed in place, or new ones."""
+    """By name."""
     metrics: dict[str, float]
 
 
@@ -71,10 +73,8 @@ def take_step(
     moments: Mapping[str, Tensor],
     steps: int,
     matrices: Matrices,
-    *,
-    piece: int = PIECE,
 ) -> Step:
-    """Work out one step.
+    """Work out one step, in new vectors.
 
     Args:
         optimizer: The family that the adapter was made with.
@@ -84,35 +84,32 @@ def take_step(
         moments: As the last step gave them; empty before the first.
         steps: How many steps were taken before.
         matrices: How the vector is made of matrices.
-        piece: How many weights to step at a time. Changes nothing but the time it takes.
 
     Raises:
-        ValidationError: The settings are of another family, or a number is not finite. The moments
-            are as they were.
+        ValidationError: The settings are of another family, or a number is not finite.
     """
     family = _family(optimizer, params)
-    kept = _kept_moments(family, moments, weights_N)
+    old = _old_moments(family, moments, weights_N)
     gradients_N = torch.zeros_like(weights_N) if gradients_N is None else gradients_N
     _check_settings(params)
     norm = _norm(gradients_N)
     scale = _clip_scale(norm, float(params.grad_clip_norm))
-    plan: _Plan
+    if scale != 1.0:
+        gradients_N = gradients_N * scale
     if isinstance(params, AdamParams):
-        plan = _AdamW(params, kept, gradients_N, scale, steps + 1, piece)
+        moved_N, new = _adamw(params, weights_N, gradients_N, old, steps + 1)
     else:
-        plan = _Dimuon(params, kept, gradients_N, scale, matrices, piece)
-    moved_N = plan.moved(weights_N)
-    update_norm = _norm(moved_N, weights_N)
+        moved_N, new = _dimuon(params, weights_N, gradients_N, old, matrices)
+    update_norm = _norm(moved_N - weights_N)
     if not math.isfinite(update_norm):
         raise _not_finite()
-    plan.settle()
     metrics = {
         "grad_norm": norm,
         "update_norm": update_norm,
         "learning_rate": float(params.learning_rate),
         "step": float(steps + 1),
     }
-    return Step(moved_N, kept, metrics)
+    return Step(moved_N, new, metrics)
 
 
 def _not_finite() -> ValidationError:
@@ -136,16 +133,16 @@ def _family(optimizer: OptimizerConfig, params: OptimParams) -> str:
     return family
 
 
-def _kept_moments(
+def _old_moments(
     family: str, moments: Mapping[str, Tensor], weights_N: Tensor
 ) -> dict[str, Tensor]:
-    kept: dict[str, Tensor] = {}
+    old: dict[str, Tensor] = {}
     for name in MOMENTS[family]:
         found = moments.get(name)
-        kept[name] = torch.zeros_like(weights_N) if found is None else found
-        if kept[name].shape != weights_N.shape or kept[name].dtype != torch.float32:
+        old[name] = torch.zeros_like(weights_N) if found is None else found
+        if old[name].shape != weights_N.shape or old[name].dtype != torch.float32:
             raise ValidationError(f"the moment {name!r} is not of the size of the weights")
-    return kept
+    return old
 
 
 def _check_settings(params: OptimParams) -> None:
@@ -174,120 +171,66 @@ def _clip_scale(norm: float, clip: float) -> float:
     return scale
 
 
-def _norm(vector_N: Tensor, minus_N: Tensor | None = None) -> float:
-    """The norm of a vector, or of the difference of two."""
-    parts = []
-    for span in _spans(len(vector_N), PIECE):  # not by `piece`: sums depend on their order
-        part = vector_N[span].double()
-        if minus_N is not None:
-            part -= minus_N[span]
-        parts.append(float(part.square_().cpu().numpy().sum()))
-    return math.sqrt(math.fsum(parts)) if all(map(math.isfinite, parts)) else math.nan
+def _norm(vector_N: Tensor) -> float:
+    """NaN for a vector that is not finite."""
+    norm = _root_of_squares(vector_N)
+    if SMALLEST_NORM < norm < math.inf:
+        return norm
+    largest = float(vector_N.abs().max())
+    if not 0 < largest < math.inf:
+        return 0.0 if largest == 0 else math.nan
+    return largest * _root_of_squares((vector_N.double() / largest).float())
 
 
-def _spans(length: int, piece: int) -> Iterator[slice]:
-    for start in range(0, length, piece):
-        yield slice(start, min(start + piece, length))
+def _root_of_squares(vector_N: Tensor) -> float:
+    whole = len(vector_N) // ROW * ROW
+    norms = torch.linalg.vector_norm(vector_N[:whole].view(-1, ROW), dim=1)
+    last = torch.linalg.vector_norm(vector_N[whole:])
+    squares = torch.cat((norms, last.unsqueeze(0))).double().square_()
+    # By numpy: torch's sum of many numbers depends on the number of threads.
+    return math.sqrt(squares.cpu().numpy().sum())
 
 
-class _Plan:
-    """A step of one family: `moved` changes nothing, `settle` cannot fail."""
-
-    def __init__(
-        self, moments: Mapping[str, Tensor], gradients_N: Tensor, scale: float, piece: int
-    ) -> None:
-        self._moments = moments
-        self._gradients_N = gradients_N
-        self._scale = scale
-        self._piece = piece
-
-    def moved(self, weights_N: Tensor) -> Tensor:
-        """The weights after the step, in a new vector."""
-        raise NotImplementedError
-
-    def settle(self) -> None:
-        """Change the moments."""
-        raise NotImplementedError
-
-    def _pieces(self) -> Iterator[tuple[slice, Tensor]]:
-        """Where each piece is, and its gradient, clipped."""
-        for span in _spans(len(self._gradients_N), self._piece):
-            gradient = self._gradients_N[span]
-            yield span, gradient if self._scale == 1.0 else gradient * self._scale
+# The families
 
 
-class _AdamW(_Plan):
-    def __init__(
-        self,
-        params: AdamParams,
-        moments: Mapping[str, Tensor],
-        gradients_N: Tensor,
-        scale: float,
-        step: int,
-        piece: int,
-    ) -> None:
-        super().__init__(moments, gradients_N, scale, piece)
-        self._params = params
-        self._step = step
-
-    def moved(self, weights_N: Tensor) -> Tensor:
-        """See the base class."""
-        params, first_N, second_N = self._params, self._moments[FIRST], self._moments[SECOND]
-        size = params.learning_rate / (1 - params.beta1**self._step)
-        if size > LARGEST_NUMBER:  # with a beta1 next to 1
-            raise _not_finite()
-        spread = math.sqrt(1 - params.beta2**self._step)
-        keep = 1 - params.learning_rate * params.weight_decay
-        moved_N = torch.empty_like(weights_N)
-        for span, g in self._pieces():
-            first = torch.lerp(first_N[span], g, 1 - params.beta1)
-            root = (second_N[span] * params.beta2).addcmul_(g, g, value=1 - params.beta2).sqrt_()
-            root.div_(spread).add_(params.eps)
-            torch.mul(weights_N[span], keep, out=moved_N[span])
-            moved_N[span].addcdiv_(first, root, value=-size)
-        return moved_N
-
-    def settle(self) -> None:
-        """See the base class."""
-        params = self._params
-        for span, g in self._pieces():
-            self._moments[FIRST][span].lerp_(g, 1 - params.beta1)
-            second = self._moments[SECOND][span]
-            second.mul_(params.beta2).addcmul_(g, g, value=1 - params.beta2)
+def _adamw(
+    params: AdamParams,
+    weights_N: Tensor,
+    gradients_N: Tensor,
+    old: Mapping[str, Tensor],
+    step: int,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    if params.learning_rate / (1 - params.beta1**step) > LARGEST_NUMBER:  # a beta1 next to 1
+        raise _not_finite()
+    moved_N, first_N, second_N = weights_N.clone(), old[FIRST].clone(), old[SECOND].clone()
+    step_number = torch.tensor(float(step), device=weights_N.device)
+    torch._fused_adamw_(  # changes its arguments in place
+        *([moved_N], [gradients_N], [first_N], [second_N], [], [step_number]),
+        lr=params.learning_rate,
+        beta1=params.beta1,
+        beta2=params.beta2,
+        weight_decay=params.weight_decay,
+        eps=params.eps,
+        amsgrad=False,
+        maximize=False,
+    )
+    return moved_N, {FIRST: first_N, SECOND: second_N}
 
 
-class _Dimuon(_Plan):
-    def __init__(
-        self,
-        params: OptimParams,
-        moments: Mapping[str, Tensor],
-        gradients_N: Tensor,
-        scale: float,
-        matrices: Matrices,
-        piece: int,
-    ) -> None:
-        super().__init__(moments, gradients_N, scale, piece)
-        self._params = params
-        self._matrices = matrices
-        self._first_N = moments[FIRST]
-
-    def moved(self, weights_N: Tensor) -> Tensor:
-        """See the base class."""
-        first_N = torch.empty_like(self._first_N)
-        for span, g in self._pieces():
-            torch.lerp(self._first_N[span], g, 1 - self._params.beta1, out=first_N[span])
-        moved_N = weights_N.clone()
-        for first_RC, moved_RC in zip(
-            self._matrices(first_N), self._matrices(moved_N), strict=True
-        ):
-            size = self._params.learning_rate * UPDATE_RMS * math.sqrt(max(first_RC.shape))
-            moved_RC.add_(orthogonal(first_RC), alpha=-size)
-        self._next_N = first_N
-        return moved_N
-
-    def settle(self) -> None:
-        """See the base class."""
-        self._first_N.copy_(self._next_N)
+def _dimuon(
+    params: OptimParams,
+    weights_N: Tensor,
+    gradients_N: Tensor,
+    old: Mapping[str, Tensor],
+    matrices: Matrices,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    first_N = torch.lerp(old[FIRST], gradients_N, 1 - params.beta1)
+    moved_N = weights_N.clone()
+    for first_RC, moved_RC in zip(matrices(first_N), matrices(moved_N), strict=True):
+        size = params.learning_rate * UPDATE_RMS * math.sqrt(max(first_RC.shape))
+        moved_RC.add_(orthogonal(first_RC), alpha=-size)
+    return moved_N, {FIRST: first_N}
 
 
 UPDATE_RMS = 0.2

@@ -34,7 +34,7 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 
 
 class Adapter:
-    """The state of one adapter. Weights and gradients are replaced and never changed in place."""
+    """The state of one adapter. Its vectors are replaced and never changed in place."""
 
     def __init__(self, spec: AdapterSpec, layout: LoraLayout, weights: Tensor) -> None:
         self.spec = spec
@@ -43,7 +43,7 @@ class Adapter:
         self.gradients: Tensor | None = None
         """What was gathered since the last step; None for nothing."""
         self.moments: dict[str, Tensor] = {}
-        """Of the optimizer, by name; empty before the first step, changed in place by each."""
+        """Of the optimizer, by name; empty before the first step."""
         self.steps = 0
 
     @property
@@ -58,9 +58,7 @@ class Adapter:
 
     def as_it_is(self) -> Adapter:
         """A copy that later works do not change."""
-        same = copy.copy(self)
-        same.moments = {name: moment.clone() for name, moment in self.moments.items()}
-        return same
+        return copy.copy(self)
 
     def gather(self, gradients: Tensor) -> None:
         """Add the gradients of a work that has ended well."""
