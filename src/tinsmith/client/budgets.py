@@ -34,8 +34,7 @@ class Budget:
 
     async def take(self, amount: int) -> None:
         """Wait for an amount; whoever takes it gives it back."""
-        if not self._waiting and self._fits(amount):
-            self._used += amount
+        if self.take_nowait(amount):
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         entry = (amount, turn)
@@ -50,6 +49,12 @@ class Budget:
                     self._waiting.remove(entry)
                 self._serve()
             raise
+
+    def take_nowait(self, amount: int) -> bool:
+        """Take an amount if it is there and nobody waits for any."""
+        is_there = not self._waiting and self._fits(amount)
+        self._used += amount if is_there else 0
+        return is_there
 
     def _fits(self, amount: int) -> bool:
         return self._used == 0 or self._used + amount <= self.total

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from tinsmith.client.auth import Credentials
 from tinsmith.client.retry import Retrier
 from tinsmith.client.settings import ClientSettings, Secret
 from tinsmith.client.transports.base import (
+    Begun,
     ExchangeReply,
     Transport,
     TransportSettings,
@@ -34,6 +36,7 @@ from tinsmith.errors import (
     BillingError,
     DecodeError,
     RateLimitError,
+    TinkerError,
 )
 from tinsmith.types.record import Frozen, Record
 from tinsmith.wire.endpoints import ENDPOINTS, Endpoint, RetryClass
@@ -62,6 +65,8 @@ class Calls:
         self.work = Work()
         self.retrier = Retrier(settings.retry, sleep=self._sleep)
         self._transport = transport
+        self.begun: set[BegunCall] = set()
+        """What `begin` sent and is not answered yet."""
         self._empty_400s_left = EMPTY_400_BUDGET
 
     def check_open(self) -> None:
@@ -99,6 +104,7 @@ class Calls:
         *,
         headers: Mapping[str, str] | None = None,
         credential: Secret | None = None,
+        begun: BegunCall | None = None,
         retrier: Retrier | None = None,
         asleep: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> Any:
@@ -109,10 +115,12 @@ class Calls:
             sent: What is sent.
             headers: Sent with it.
             credential: Instead of the usual one.
+            begun: What `begin` gave for it: its first try.
             retrier: Tries it again; the session's if None.
             asleep: As in `Retrier.call`.
         """
-        key = new_idempotency_key()  # the same for every try of this call
+        # The same for every try of this call.
+        key = new_idempotency_key() if begun is None else begun.idempotency_key
 
         async def attempt(number: int) -> Any:
             reply = await self.send(
@@ -121,14 +129,19 @@ class Calls:
                 headers={**(headers or {}), "x-stainless-retry-count": str(number)},
                 idempotency_key=key,
                 credential=credential,
+                begun=begun if number == 0 else None,
             )
             return self.decoded(endpoint, reply)
 
         if endpoint.retry is RetryClass.OWN:
             return await attempt(0)
-        tries = retrier or self.retrier
-        final = _final_errors(endpoint)
-        return await tries.call(attempt, endpoint.name, final=final, asleep=asleep)
+        return await (retrier or self.retrier).call(
+            attempt,
+            endpoint.name,
+            began=None if begun is None else begun.began,
+            final=_final_errors(endpoint),
+            asleep=asleep,
+        )
 
     async def exchange(
         self,
@@ -158,8 +171,9 @@ class Calls:
         headers: Mapping[str, str] | None = None,
         idempotency_key: str | None = None,
         credential: Secret | None = None,
+        begun: BegunCall | None = None,
     ) -> ExchangeReply:
-        """As `exchange`, for a request that is bytes already."""
+        """As `exchange`, for a request that is bytes already, or was sent by `begin`."""
         if endpoint.name not in _AFTER_CLOSE:
             self.check_open()
         sent.headers.update(_own_headers(endpoint.name, endpoint.timeout_s, endpoint.is_management))
@@ -168,7 +182,10 @@ class Calls:
         if is_ours and self.credentials.is_stale():
             await self.renew_credential()
         token = self.credentials.token
-        reply = await self._reply(endpoint, sent, idempotency_key, credential)
+        if begun is None:
+            reply = await self._reply(endpoint, sent, idempotency_key, credential)
+        else:
+            reply = await begun.carried.reply()
         if reply.status == UNAUTHORIZED and is_ours and token is not None:
             # Our clock may be wrong, or the service's keys have changed: one more try.
             await self.renew_credential(refused=token)
@@ -176,12 +193,42 @@ class Calls:
                 reply = await self._reply(endpoint, sent, idempotency_key, credential)
         self._tell_deprecation(reply)
         if 200 <= reply.status < 300:
-            self._empty_400s_left = min(EMPTY_400_BUDGET, self._empty_400s_left + 1)
+            self.took_well()
             return reply
         self._check_empty_400(endpoint, reply)
         raise error_from_reply(
             reply.status, reply.headers, reply.body, request_id=reply.headers.get("x-request-id")
         )
+
+    def begin(
+        self, endpoint: Endpoint, sent: HttpRequest, *, headers: Mapping[str, str]
+    ) -> BegunCall | None:
+        """Send a call at once, without a task that waits for its reply.
+
+        Where all is well nothing more is needed: `BegunCall.when_over` tells, and `whole_reply`
+        gives the reply. For all else `send` and `call_with` go on from where it got to.
+
+        Returns:
+            None if something has to be waited for, or is wrong; `send` will do and say what.
+        """
+        if events.listeners or self.credentials.is_stale():
+            return None
+        sent.headers.update(_own_headers(endpoint.name, endpoint.timeout_s, endpoint.is_management))
+        sent.headers.update(headers)
+        key = new_idempotency_key()
+        try:
+            self.check_open()
+            carried = self._carrier().begin(
+                sent, pool=endpoint.pool, timeout_s=endpoint.timeout_s, idempotency_key=key
+            )
+        except TinkerError:
+            return None
+        return None if carried is None else BegunCall(self, key, carried)
+
+    def end_begun(self) -> None:
+        """Give up whatever `begin` sent and is not answered."""
+        for call in list(self.begun):
+            call.carried.cancel()
 
     @contextlib.asynccontextmanager
     async def stream(
@@ -272,6 +319,10 @@ class Calls:
             self._transport = transport_for(reach, self.credentials.current)
         return self._transport
 
+    def took_well(self) -> None:
+        """A call was taken."""
+        self._empty_400s_left = min(EMPTY_400_BUDGET, self._empty_400s_left + 1)
+
     def _check_empty_400(self, endpoint: Endpoint, reply: ExchangeReply) -> None:
         """A 400 without a body comes from a broken proxy, not from the service."""
         is_empty = not len(reply.body) and reply.headers.get("content-length", "0") == "0"
@@ -299,6 +350,39 @@ class Calls:
     async def _sleep(self, delay_s: float) -> None:
         with self.work.under_way():
             await asyncio.sleep(delay_s)
+
+
+class BegunCall:
+    """A call that was sent at once; see `Calls.begin`."""
+
+    __slots__ = ("_calls", "_fn", "began", "carried", "idempotency_key")
+
+    def __init__(self, calls: Calls, idempotency_key: str, carried: Begun) -> None:
+        self._calls = calls
+        self._fn: Callable[[BegunCall], object] | None = None
+        self.began = time.monotonic()
+        self.idempotency_key = idempotency_key
+        self.carried = carried
+        calls.begun.add(self)
+        carried.when_over(self._over)
+
+    def when_over(self, fn: Callable[[BegunCall], object]) -> None:
+        """Have `fn` called once, from the event loop, when the reply is there or will not come."""
+        self._fn = fn
+
+    def _over(self) -> None:
+        self._calls.begun.discard(self)
+        fn, self._fn = self._fn, None  # it may hold whoever holds us: a circle
+        if fn is not None:
+            fn(self)
+
+    def whole_reply(self) -> ExchangeReply | None:
+        """The reply, if one came that takes the call and says nothing else."""
+        reply = self.carried.whole_reply()
+        if reply is None or not 200 <= reply.status < 300 or "x-deprecation-note" in reply.headers:
+            return None
+        self._calls.took_well()
+        return reply
 
 
 async def _first_bytes(pieces: AsyncIterator[bytes]) -> bytes:

@@ -19,6 +19,7 @@ from typing import Any
 
 from tinsmith.client import events
 from tinsmith.client.budgets import Budget
+from tinsmith.client.calls import BegunCall
 from tinsmith.client.queue_state import StateTeller
 from tinsmith.client.retry import BILLING_PAUSE_S, may_pass
 from tinsmith.client.session import Session
@@ -37,7 +38,8 @@ from tinsmith.errors import (
 from tinsmith.types.requests import FutureRetrieveRequest
 from tinsmith.wire import exchange, json_format
 from tinsmith.wire.content import is_protobuf
-from tinsmith.wire.endpoints import ENDPOINTS, FUTURE_RESULTS, Format, FutureResult
+from tinsmith.wire.endpoints import ENDPOINTS, FUTURE_RESULTS, Endpoint, Format, FutureResult
+from tinsmith.wire.exchange import HttpRequest
 from tinsmith.wire.failures import error_from_failed, is_retried
 from tinsmith.wire.retry_after import DEFAULT_CAP_S
 
@@ -83,8 +85,23 @@ class Poll:
         self._bad_requests = 0
         self._failing_since: float | None = None
         self._failures = 0
+        self._begun: BegunCall | None = None
         self._began = clock()
         self._told_at = self._began + TOLD_AFTER_S - TOLD_EVERY_S
+
+    def begin(self) -> BegunCall | None:
+        """Ask at once; see `Calls.begin`. `found` says what came, and `result` goes on from it."""
+        endpoint, sent, headers = self._request()
+        self._begun = self._session.begin(endpoint, sent, headers=headers)
+        return self._begun
+
+    def found(self) -> Any:
+        """The result that `begin` brought, once it is over; None if there is more to it."""
+        reply = None if self._begun is None else self._begun.whole_reply()
+        if reply is None or not is_protobuf(reply.headers.get("content-type")):
+            return None
+        self._session.limiter.queue_active(self._began)
+        return self._read(reply)
 
     async def result(self) -> Any:
         """Ask until there is a result.
@@ -141,6 +158,11 @@ class Poll:
             return await self._ask_until_settled()
 
     async def _ask(self) -> ExchangeReply:
+        begun, self._begun = self._begun, None
+        endpoint, sent, headers = self._request()
+        return await self._session.send(endpoint, sent, headers=headers, begun=begun)
+
+    def _request(self) -> tuple[Endpoint, HttpRequest, dict[str, str]]:
         endpoint = ENDPOINTS["retrieve_future"]
         headers = {
             "X-Tinker-Request-Iteration": str(self._iteration),
@@ -153,7 +175,7 @@ class Poll:
             request_id=self._request_id, allow_metadata_only=self._takes_size_alone
         )
         sent = exchange.to_http(endpoint, request, accept=self._result.format)
-        return await self._session.send(endpoint, sent, headers=headers)
+        return endpoint, sent, headers
 
     # Answers
 

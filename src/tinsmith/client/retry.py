@@ -24,7 +24,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from tinsmith.client import events
-from tinsmith.client.waits import ANSWERS, Waits, say
+from tinsmith.client.waits import ANSWERS, Wait, Waits, say
 from tinsmith.errors import (
     APIConnectionError,
     APIError,
@@ -122,6 +122,7 @@ class Retrier:
         attempt: Callable[[int], Awaitable[T]],
         what: str,
         *,
+        began: float | None = None,
         final: tuple[type[APIError], ...] = (),
         asleep: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> T:
@@ -130,13 +131,14 @@ class Retrier:
         Args:
             attempt: Makes the call once; it is given the number of the attempt, from 0.
             what: What the call is, for errors and the log.
+            began: When its first try was sent, by the retrier's clock; now if None.
             final: Errors that are raised at once although they may pass.
             asleep: Entered between two tries, to give back what the call holds while it waits.
 
         Raises:
             APIError: The last attempt's, with the number of attempts and the time in its notes.
         """
-        began = self._clock()
+        began = self._clock() if began is None else began
         number = 0
         silent_until_s = TOLD_AFTER_S
         while True:
@@ -166,11 +168,20 @@ class Retrier:
                 return result
 
     async def _watched(self, attempt: Callable[[int], Awaitable[T]], number: int, what: str) -> T:
-        awaited = self._unanswered.begin(what)
+        awaited = self.begin_wait(what)
         try:
             return await attempt(number)
         finally:
-            self._unanswered.end(awaited)
+            self.end_wait(awaited)
+
+    def begin_wait(self, what: str) -> Wait:
+        """A call was sent; if it is not answered for long, that is told."""
+        return self._unanswered.begin(what)
+
+    def end_wait(self, awaited: Wait, *, is_reached: bool = False) -> None:
+        """It was answered, or given up."""
+        self._unanswered.end(awaited)
+        self._was_reached |= is_reached
 
     def _next_delay_s(self, error: APIError, number: int, elapsed_s: float) -> float | None:
         """How long to wait before the next attempt; None if there should be none."""

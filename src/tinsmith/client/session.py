@@ -312,6 +312,7 @@ class Session(Calls):
 
     async def _close(self, reason: ClientSessionFinishReason, detail: str | None) -> None:
         self.work.end()
+        self.end_begun()
         _cancel_all(self._tasks)
         try:
             session_id = self._own_session_id()

@@ -139,7 +139,7 @@ def test_w10_a_blocking_call_within_a_coroutine_works_and_is_not_commented_on(
 
 
 def test_w32_what_nobody_claims_is_kept_within_bounds(client: ServiceClient) -> None:
-    poller = SessionPoller(client.holder.session, "sampler", 0)
+    poller = SessionPoller(client.holder.session, "sampler", 0, fetch=print)
     cancels = SampleCancels(client.holder.session)
 
     for number in range(MOST_UNCLAIMED + 10):

@@ -146,7 +146,7 @@ class Sampler:
         if feed is not None:
             feed.wait(call)
         else:
-            self._start_fetching(call, None)
+            self._fetch_ended(call, None)
 
     def _result_feed(self) -> ResultFeed | None:
         if self._feed is None and self.session.flags.tinsmith_inline_bytes > 0:
@@ -155,48 +155,78 @@ class Sampler:
                 self.sampling_session_id,
                 self._clone_id or 0,
                 observer=self._observer,
-                fetch=self._start_fetching,
+                fetch=self._fetch_ended,
                 fail=self._fail_or_resubmit,
             )
         return self._feed
 
-    def _start_fetching(self, call: SampleCall, size: int | None) -> None:
-        """Have a sample's result fetched by a poll of its own."""
-
-        def ended(task: asyncio.Task[None]) -> None:
-            if (error := death_of(task)) is not None:
-                call.fail(error)
-
-        self.session.spawn(self._fetch(call, size), ended)
-
-    async def _fetch(self, call: SampleCall, size: int | None) -> None:
-        call.task = asyncio.current_task()
-        try:
-            response = await self._fetched(call, size)
-            call.settle(call.named(response))
-        except (TinkerError, ValueError) as error:
-            self._fail_or_resubmit(call, error)
-
-    async def _fetched(self, call: SampleCall, size: int | None) -> SampleResponse:
-        request_id = call.request_id
-        assert request_id is not None
+    def _fetch_ended(self, call: SampleCall, size: int | None) -> None:
+        """Have a sample's result fetched: now if its size is known, else when it has ended."""
         poller = None if size is not None else self._session_poller()
         if poller is not None:
-            ended = await poller.wait(request_id)
-            size = getattr(ended, "response_payload_uncompressed_size", None)
+            poller.wait(call)
+        else:
+            self._fetch(call, size)
+
+    def _fetch(self, call: SampleCall, size: int | None) -> None:
+        """Fetch a sample's result by a poll of its own.
+
+        A result that is there is asked for at once; by a task if something is to be waited for.
+        """
+        assert call.request_id is not None
         poll = Poll(
             self.session,
-            request_id,
+            call.request_id,
             "Sample",
             submit_s=call.submit_s,
             room=self._room,
             is_size_known=size is not None,
             observer=self._observer,
         )
-        async with room_for(self._room if size else None, size or 0):
-            response: SampleResponse = await poll.result()
-        self.report_retrieved(request_id)
-        return response
+        if size is None or not self._room.take_nowait(size):
+            self._start_fetching(call, poll, size)
+            return
+        begun = poll.begin()
+        if begun is None:
+            self._room.give_back(size)
+            self._start_fetching(call, poll, size)
+            return
+
+        def answered(_: object) -> None:
+            self._room.give_back(size)
+            if call.is_over:
+                return
+            try:
+                response = poll.found()
+                if response is None:
+                    self._start_fetching(call, poll, size)
+                else:
+                    self._take_result(call, response)
+            except (TinkerError, ValueError) as error:
+                self._fail_or_resubmit(call, error)
+
+        begun.when_over(answered)
+
+    def _start_fetching(self, call: SampleCall, poll: Poll, size: int | None) -> None:
+        def ended(task: asyncio.Task[None]) -> None:
+            if (error := death_of(task)) is not None:
+                call.fail(error)
+
+        self.session.spawn(self._fetch_slowly(call, poll, size), ended)
+
+    async def _fetch_slowly(self, call: SampleCall, poll: Poll, size: int | None) -> None:
+        call.task = asyncio.current_task()
+        try:
+            async with room_for(self._room if size else None, size or 0):
+                response: SampleResponse = await poll.result()
+            self._take_result(call, response)
+        except (TinkerError, ValueError) as error:
+            self._fail_or_resubmit(call, error)
+
+    def _take_result(self, call: SampleCall, response: SampleResponse) -> None:
+        assert call.request_id is not None
+        self.report_retrieved(call.request_id)
+        call.settle(call.named(response))
 
     def _fail_or_resubmit(self, call: SampleCall, error: Exception) -> None:
         """A sample failed: draw another in its place if the server lost it, or as configured."""
@@ -212,7 +242,9 @@ class Sampler:
     def _session_poller(self) -> SessionPoller | None:
         session = self.session
         if self._poller is None and session.flags.sample_use_retrieve_futures:
-            self._poller = SessionPoller(session, self.sampling_session_id, self._clone_id or 0)
+            self._poller = SessionPoller(
+                session, self.sampling_session_id, self._clone_id or 0, fetch=self._fetch
+            )
         return self._poller
 
     def report_retrieved(self, request_id: str) -> None:
@@ -231,6 +263,8 @@ class Sampler:
             return
         if self._feed is not None:
             self._feed.forget(request_id)
+        if self._poller is not None:
+            self._poller.forget(request_id)
         if call.is_given_up:
             if call.task is not None:
                 call.task.cancel()

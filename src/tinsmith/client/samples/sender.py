@@ -17,9 +17,9 @@ import contextlib
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
-from typing import TypeAlias
 
 from tinsmith.client.background import background
+from tinsmith.client.calls import BegunCall
 from tinsmith.client.retry import BILLING_PAUSE_S, Retrier, may_pass
 from tinsmith.client.samples.call import SampleCall
 from tinsmith.client.samples.group import WRAP_BYTES, error_of, joined, pause_s
@@ -37,12 +37,10 @@ from tinsmith.errors import (
 from tinsmith.types.extensions import SampleManyResponse
 from tinsmith.types.futures import UntypedAPIFuture
 from tinsmith.types.inputs import ModelInput
-from tinsmith.wire.endpoints import ENDPOINTS
-from tinsmith.wire.exchange import packed_request
+from tinsmith.wire.endpoints import ENDPOINTS, Endpoint
+from tinsmith.wire.exchange import HttpRequest, packed_request
 
 _log = logging.getLogger(__name__)
-
-Asleep: TypeAlias = Callable[[], contextlib.AbstractContextManager[None]]
 
 MOST_REQUESTS = 400
 """How many submissions may be on their way at once; waiting for results is free."""
@@ -225,13 +223,7 @@ class SampleSender:
             self._look_later(self._stuck_after_s)
         size = sum(call.size for call in group)
         self._hold(1, size)
-
-        def ended(task: asyncio.Task[None]) -> None:
-            self._hold(-1, -size)
-            if (error := death_of(task)) is not None:
-                _fail_all(group, error)
-
-        self._session.spawn(self._send(group, size), ended)
+        self._begin_sending(group, size)
         return size
 
     def _hold(self, requests: int, size: int) -> None:
@@ -298,34 +290,72 @@ class SampleSender:
 
     # One request
 
-    async def _send(self, group: list[SampleCall], size: int) -> None:
+    def _begin_sending(self, group: list[SampleCall], size: int) -> None:
+        """Send a request: at once if it can be, and by a task if something is to be waited for."""
+        endpoint = ENDPOINTS["asample" if len(group) == 1 else "asample_many"]
+        assert group[0].written is not None
+        sent = packed_request(endpoint, group[0].written if len(group) == 1 else joined(group))
+        begun = self._session.begin(endpoint, sent, headers={"x-stainless-retry-count": "0"})
+        if begun is None:
+            self._start_sending(group, size, endpoint, sent)
+            return
+        awaited = self._retrier.begin_wait(endpoint.name)
+
+        def answered(begun: BegunCall) -> None:
+            reply = begun.whole_reply()
+            self._retrier.end_wait(awaited, is_reached=reply is not None)
+            if reply is None:
+                self._start_sending(group, size, endpoint, sent, begun)
+                return
+            self._hold(-1, -size)
+            try:
+                self._take_answer(group, self._session.decoded(endpoint, reply))
+            except TinkerError as error:
+                self._after_refusal(group, error)
+
+        begun.when_over(answered)
+
+    def _start_sending(
+        self,
+        group: list[SampleCall],
+        size: int,
+        endpoint: Endpoint,
+        sent: HttpRequest,
+        begun: BegunCall | None = None,
+    ) -> None:
+        def ended(task: asyncio.Task[None]) -> None:
+            self._hold(-1, -size)
+            if (error := death_of(task)) is not None:
+                _fail_all(group, error)
+
+        self._session.spawn(self._send(group, size, endpoint, sent, begun), ended)
+
+    async def _send(
+        self,
+        group: list[SampleCall],
+        size: int,
+        endpoint: Endpoint,
+        sent: HttpRequest,
+        begun: BegunCall | None,
+    ) -> None:
         asleep = functools.partial(self._given_back, size)
         try:
-            if len(group) == 1:
-                await self._send_one(group[0], asleep)
-            else:
-                await self._send_many(group, asleep)
+            answer = await self._session.call_with(
+                endpoint, sent, begun=begun, retrier=self._retrier, asleep=asleep
+            )
+            self._take_answer(group, answer)
         except RateLimitError as error:
             self._pause(error, group[0].request.prompt)
             self.put_back(group)
         except TinkerError as error:
             self._after_refusal(group, error)
 
-    async def _send_one(self, call: SampleCall, asleep: Asleep) -> None:
-        endpoint = ENDPOINTS["asample"]
-        assert call.written is not None
-        sent = packed_request(endpoint, call.written)
-        accepted: UntypedAPIFuture = await self._session.call_with(
-            endpoint, sent, retrier=self._retrier, asleep=asleep
-        )
-        self._accept(call, accepted.request_id, accepted.sample_sequence_ids)
-
-    async def _send_many(self, group: list[SampleCall], asleep: Asleep) -> None:
-        endpoint = ENDPOINTS["asample_many"]
-        sent = packed_request(endpoint, joined(group))
-        answer: SampleManyResponse = await self._session.call_with(
-            endpoint, sent, retrier=self._retrier, asleep=asleep
-        )
+    def _take_answer(
+        self, group: list[SampleCall], answer: UntypedAPIFuture | SampleManyResponse
+    ) -> None:
+        if isinstance(answer, UntypedAPIFuture):
+            self._accept(group[0], answer.request_id, answer.sample_sequence_ids)
+            return
         if len(answer.items) != len(group):
             raise APIResponseValidationError(
                 message=f"{len(group)} samples were answered with {len(answer.items)} items"

@@ -1,8 +1,9 @@
 """One poll for all samples of a sampler, where the service offers it.
 
 Instead of a long poll for each sample there is one for the sampler: it says which samples ended,
-and takes note of which results have arrived, so that the service can drop them. Whoever waits is
-woken, and fetches its own result. The poll rests while nobody waits and nothing is left to report.
+and takes note of which results have arrived, so that the service can drop them. A sample that has
+ended is handed on, for its result to be fetched. The poll rests while nobody waits and nothing is
+left to report.
 
 If the service stops offering it, or fails for longer than the retry budget allows, the samples fall
 back to polls of their own.
@@ -17,9 +18,10 @@ from collections.abc import Awaitable, Callable
 
 from tinsmith.client.poller import LONGEST_PAUSE_S, SHORTEST_POLL_S
 from tinsmith.client.retry import may_pass
-from tinsmith.client.session import Session
+from tinsmith.client.samples.call import SampleCall
+from tinsmith.client.session import Session, death_of
 from tinsmith.errors import APIError, ClosedError, TinkerError
-from tinsmith.types.futures import FutureCompletion, FuturesRetrieveResponse
+from tinsmith.types.futures import FutureCompletion, FutureFinished, FuturesRetrieveResponse
 from tinsmith.types.requests import FuturesRetrieveRequest, SamplingSessionFuturesTarget
 
 _log = logging.getLogger(__name__)
@@ -37,54 +39,74 @@ class SessionPoller:
         sampling_session_id: str,
         clone_id: int,
         *,
+        fetch: Callable[[SampleCall, int | None], object],
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
+        """Make one.
+
+        Args:
+            session: What carries the polls.
+            sampling_session_id: Whose samples.
+            clone_id: Under which clone's numbers.
+            fetch: Takes over a sample that has ended, with its result's size, or one that needs a
+                poll of its own.
+            clock: A monotonic one.
+            sleep: Waits between polls.
+        """
         self._session = session
         self._target = SamplingSessionFuturesTarget(
             sampling_session_id=sampling_session_id, cloned_sampler_id=clone_id
         )
+        self._fetch = fetch
         self._clock = clock
         self._sleep = sleep
         self._cursor = 0
-        self._waiting: dict[str, asyncio.Future[FutureCompletion | None]] = {}
+        self._waiting: dict[str, SampleCall] = {}
         self._unclaimed: dict[str, FutureCompletion] = {}
         self._retrieved: set[str] = set()
         self._is_polling = False
-        self._is_broken = False
+        self.is_broken = False
+        """Whether samples have to be polled for one by one."""
 
-    async def wait(self, request_id: str) -> FutureCompletion | None:
-        """Return when a sample has ended; None if a poll of its own has to find out."""
-        if self._is_broken:
-            return None
-        if request_id in self._unclaimed:
-            return self._unclaimed.pop(request_id)
-        ended: asyncio.Future[FutureCompletion | None] = asyncio.get_running_loop().create_future()
-        self._waiting[request_id] = ended
+    def wait(self, call: SampleCall) -> None:
+        """Hand a sample on when it has ended."""
+        assert call.request_id is not None
+        if self.is_broken:
+            self._fetch(call, None)
+            return
+        known = self._unclaimed.pop(call.request_id, None)
+        if known is not None:
+            self._fetch(call, _size_of(known))
+            return
+        self._waiting[call.request_id] = call
         self._ensure_polling()
-        try:
-            return await ended
-        finally:
-            self._waiting.pop(request_id, None)
+
+    def forget(self, request_id: str) -> None:
+        """Nobody waits for a sample any more."""
+        self._waiting.pop(request_id, None)
 
     def report_retrieved(self, request_id: str) -> None:
         """Tell the service, with the next poll, that a result has arrived."""
-        if not self._is_broken:
+        if not self.is_broken:
             self._retrieved.add(request_id)
             self._ensure_polling()
 
     def _ensure_polling(self) -> None:
         if not self._is_polling:
             self._is_polling = True
-            self._session.spawn(self._poll())
+            self._session.spawn(self._poll(), self._poll_ended)
+
+    def _poll_ended(self, task: asyncio.Task[None]) -> None:
+        self._is_polling = False
+        if (error := death_of(task)) is not None:
+            for call in list(self._waiting.values()):
+                call.fail(error)
+            self._retrieved.clear()  # a closed client has nobody to report to
+        if self._waiting or self._retrieved:
+            self._ensure_polling()  # for what came after it had looked for the last time
 
     async def _poll(self) -> None:
-        try:
-            await self._poll_while_wanted()
-        finally:
-            self._is_polling = False
-
-    async def _poll_while_wanted(self) -> None:
         quick_answers = 0
         failing_since: float | None = None
         while self._waiting or self._retrieved:
@@ -120,14 +142,14 @@ class SessionPoller:
         return answer
 
     def _deliver(self, completion: FutureCompletion) -> None:
-        ended = self._waiting.pop(completion.request_id, None)
-        if ended is None:
+        call = self._waiting.pop(completion.request_id, None)
+        if call is None:
             # Its submission may still be on its way back to us.
             if len(self._unclaimed) >= MOST_UNCLAIMED:
                 self._unclaimed.pop(next(iter(self._unclaimed)))
             self._unclaimed[completion.request_id] = completion
-        elif not ended.done():
-            ended.set_result(completion)
+        else:
+            self._fetch(call, _size_of(completion))
 
     def _is_worth_waiting(self, error: TinkerError, failing_s: float) -> bool:
         is_passing = isinstance(error, APIError) and may_pass(error)
@@ -136,7 +158,13 @@ class SessionPoller:
     def _give_up(self, error: TinkerError) -> None:
         if not isinstance(error, ClosedError):
             _log.warning("samples are polled for one by one from now on: %s", error)
-        self._is_broken = True
-        for ended in self._waiting.values():
-            if not ended.done():
-                ended.set_result(None)
+        self.is_broken = True
+        waiting, self._waiting = list(self._waiting.values()), {}
+        for call in waiting:
+            self._fetch(call, None)
+
+
+def _size_of(completion: FutureCompletion) -> int | None:
+    if isinstance(completion, FutureFinished):
+        return completion.response_payload_uncompressed_size
+    return None

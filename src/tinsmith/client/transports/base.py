@@ -59,8 +59,40 @@ class StreamReply(msgspec.Struct, frozen=True):
     """Raises as `Transport.send` does where the body breaks off or falls silent."""
 
 
+class Begun(Protocol):
+    """A request that was sent at once, and whose reply is on its way."""
+
+    def when_over(self, fn: Callable[[], object]) -> None:
+        """Have `fn` called once, from the event loop, when the reply is there or will not come."""
+        ...
+
+    def whole_reply(self) -> ExchangeReply | None:
+        """The reply, once it is over; None if none came, or none that can be read."""
+        ...
+
+    async def reply(self) -> ExchangeReply:
+        """Wait for the reply; raises and tries again as `Transport.send`."""
+        ...
+
+    def cancel(self) -> None:
+        """Give it up."""
+        ...
+
+
 class Transport(Protocol):
     """Carries requests to a service."""
+
+    def begin(
+        self, request: HttpRequest, *, pool: Pool, timeout_s: float, idempotency_key: str
+    ) -> Begun | None:
+        """Send a request, if that can be done here and now; it is over when its reply is there.
+
+        For those who make thousands of small calls: a task for each costs more than the call.
+
+        Returns:
+            None if it could not be sent at once, and `send` has to.
+        """
+        ...
 
     async def send(
         self,

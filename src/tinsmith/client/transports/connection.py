@@ -31,6 +31,11 @@ class RawReply(msgspec.Struct, frozen=True):
     body: Memory
 
 
+def is_small(parts: Parts) -> bool:
+    """Whether a body is written as one piece, so that writing it needs no waiting."""
+    return sum(map(len, parts)) <= JOINED_BYTES
+
+
 class Connection(ReplyProtocol):
     """A connection that carries one exchange at a time. For one event loop."""
 
@@ -66,27 +71,44 @@ class Connection(ReplyProtocol):
             ConnectionLostError: There was no whole reply.
             BodyTooLargeError: The reply is larger than any may be.
         """
-        self._is_touched = False
-        self.check_writable()
-        reply: asyncio.Future[RawReply] = self._loop.create_future()
-        self._reply = reply
-        self._watch(deadline)
+        is_large = not is_small(parts)
+        reply = self._expect(deadline) if is_large else self.begin(head, parts, deadline)
         try:
-            if sum(map(len, parts)) <= JOINED_BYTES:
-                self._transport.write(b"".join((head, *parts)))
-            else:
+            if is_large:
                 await self._write_large(head, parts, reply)
-            raw = await reply
-            if self._transport.get_write_buffer_size():
-                self.is_open = False  # answered early: the rest may never be read
-            return raw
+            return await reply
         except BaseException:
-            if not reply.cancel() and not reply.cancelled():
-                reply.exception()  # it has been looked at, even if we were cancelled meanwhile
+            reply.cancel()
             self.close()
             raise
         finally:
-            self._reply = None
+            self.end()
+
+    def begin(self, head: bytes, parts: Parts, deadline: float) -> asyncio.Future[RawReply]:
+        """Write a request whose body `is_small`; as `exchange`, without waiting.
+
+        Returns:
+            The reply. Once it is there, has failed or was cancelled, call `end`.
+        """
+        reply = self._expect(deadline)
+        self._transport.write(b"".join((head, *parts)))
+        return reply
+
+    def end(self) -> None:
+        """The exchange is over."""
+        reply, self._reply = self._reply, None
+        assert reply is not None
+        if reply.cancelled() or reply.exception() is not None:
+            self.close()
+        elif self._transport.get_write_buffer_size():
+            self.is_open = False  # answered early: the rest may never be read
+
+    def _expect(self, deadline: float) -> asyncio.Future[RawReply]:
+        self._is_touched = False
+        self.check_writable()
+        self._reply = reply = self._loop.create_future()
+        self._watch(deadline)
+        return reply
 
     def _watch(self, deadline: float) -> None:
         """See that the exchange ends in time.

@@ -14,11 +14,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from urllib.parse import urlencode, urlsplit
 
 from tinsmith.client.transports.address import Address
 from tinsmith.client.transports.base import (
+    Begun,
     Credentials,
     ExchangeReply,
     StreamReply,
@@ -29,11 +30,11 @@ from tinsmith.client.transports.base import (
     silent_error,
     unpacked,
 )
-from tinsmith.client.transports.connection import RawReply
+from tinsmith.client.transports.connection import Connection, RawReply, is_small
 from tinsmith.client.transports.connection_pool import ConnectionPool
 from tinsmith.client.transports.reply_protocol import ConnectionLostError
 from tinsmith.client.transports.stream_connection import StreamConnection
-from tinsmith.errors import APIConnectionError, ValidationError
+from tinsmith.errors import APIConnectionError, DecodeError, ValidationError
 from tinsmith.wire.endpoints import Pool
 from tinsmith.wire.exchange import HttpRequest
 
@@ -65,22 +66,52 @@ class DirectTransport:
         if self._is_closed:
             raise APIConnectionError("the client is closed; make a new one")
         head = self._head(request, idempotency_key, credential)
-        connections = self._pool(pool)
         deadline = asyncio.get_running_loop().time() + timeout_s
+        exchange = _Exchange(self._pool(pool), head, request, deadline)
+        return await self.reply_of(exchange, exchange.run(), timeout_s)
+
+    def begin(
+        self, request: HttpRequest, *, pool: Pool, timeout_s: float, idempotency_key: str
+    ) -> Begun | None:
+        """As `Transport.begin`: if a connection is free and the body is small."""
+        connections = self._pool(pool)
+        if self._is_closed or not is_small(request.parts):
+            return None
+        head = self._head(request, idempotency_key, None)
+        connection = connections.free()
+        if connection is None:
+            return None
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        exchange = _Exchange(connections, head, request, deadline)
+        try:
+            return _BegunExchange(self, exchange, connection, timeout_s)
+        except ConnectionLostError:  # it has just ended, and nothing was sent
+            connections.give_back(connection)
+            return None
+
+    async def reply_of(
+        self, exchange: _Exchange, raw: Awaitable[RawReply], timeout_s: float
+    ) -> ExchangeReply:
+        """What an exchange gives, which runs as `raw`; it is run once more where that may help."""
+        request = exchange.request
         try:
             try:
-                raw = await _exchange(connections, head, request, deadline)
+                found = await raw
             except ConnectionLostError as exc:
                 if not exc.is_untouched or self._is_closed:
                     raise
                 _log.debug("%s: %s; sending it once more", request.path, exc)
-                connections.close_free()
-                raw = await _exchange(connections, head, request, deadline)
+                exchange.connections.close_free()
+                found = await exchange.run()
         except TimeoutError as exc:
             raise late_error(self._settings, request, timeout_s) from exc
         except OSError as exc:
             is_unreached = not isinstance(exc, ConnectionLostError)
             raise connection_error(self._settings, request, exc, is_unreached) from exc
+        return self.unpacked(found)
+
+    def unpacked(self, raw: RawReply) -> ExchangeReply:
+        """A reply with its body decompressed; raises `DecodeError`."""
         return unpacked(raw.status, raw.headers, raw.body, self._settings.limits)
 
     @contextlib.asynccontextmanager
@@ -172,11 +203,68 @@ class DirectTransport:
             await connections.close()
 
 
-async def _exchange(
-    connections: ConnectionPool, head: bytes, request: HttpRequest, deadline: float
-) -> RawReply:
-    connection = connections.free() or await connections.next_free(deadline)
-    try:
-        return await connection.exchange(head, request.parts, deadline)
-    finally:
-        connections.give_back(connection)
+class _Exchange:
+    """A request as it is sent, however often."""
+
+    __slots__ = ("connections", "deadline", "head", "request")
+
+    def __init__(
+        self, connections: ConnectionPool, head: bytes, request: HttpRequest, deadline: float
+    ) -> None:
+        self.connections = connections
+        self.head = head
+        self.request = request
+        self.deadline = deadline
+
+    async def run(self) -> RawReply:
+        connections = self.connections
+        connection = connections.free() or await connections.next_free(self.deadline)
+        try:
+            return await connection.exchange(self.head, self.request.parts, self.deadline)
+        finally:
+            connections.give_back(connection)
+
+
+class _BegunExchange:
+    """As `Begun`."""
+
+    __slots__ = ("_connection", "_exchange", "_fn", "_raw", "_timeout_s", "_transport")
+
+    def __init__(
+        self,
+        transport: DirectTransport,
+        exchange: _Exchange,
+        connection: Connection,
+        timeout_s: float,
+    ) -> None:
+        self._transport = transport
+        self._exchange = exchange
+        self._connection = connection
+        self._timeout_s = timeout_s
+        self._fn: Callable[[], object] | None = None
+        self._raw = connection.begin(exchange.head, exchange.request.parts, exchange.deadline)
+        self._raw.add_done_callback(self._over)
+
+    def when_over(self, fn: Callable[[], object]) -> None:
+        self._fn = fn
+
+    def _over(self, _: object) -> None:
+        self._connection.end()
+        self._exchange.connections.give_back(self._connection)
+        fn, self._fn = self._fn, None  # it may hold whoever holds us: a circle
+        if fn is not None:
+            fn()
+
+    def whole_reply(self) -> ExchangeReply | None:
+        if self._raw.cancelled() or self._raw.exception() is not None:
+            return None
+        try:
+            return self._transport.unpacked(self._raw.result())
+        except DecodeError:
+            return None
+
+    async def reply(self) -> ExchangeReply:
+        return await self._transport.reply_of(self._exchange, self._raw, self._timeout_s)
+
+    def cancel(self) -> None:
+        self._raw.cancel()

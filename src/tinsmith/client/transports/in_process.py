@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 from urllib.parse import unquote, urlencode, urlsplit
 
 from tinsmith.client.transports.base import (
+    Begun,
     Credentials,
     ExchangeReply,
     StreamReply,
@@ -56,6 +57,13 @@ class InProcessTransport:
         self._prefix = urlsplit(settings.base_url).path.rstrip("/")
         self._under_way: set[asyncio.Task[Any]] = set()
         self._is_closed = False
+
+    def begin(
+        self, request: HttpRequest, *, pool: Pool, timeout_s: float, idempotency_key: str
+    ) -> Begun | None:
+        """As `Transport.begin`: never at once."""
+        del request, pool, timeout_s, idempotency_key
+        return None
 
     async def send(
         self,

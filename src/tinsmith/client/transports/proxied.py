@@ -21,6 +21,7 @@ import aiohttp
 from tinsmith.client.transports.base import (
     CONNECT_TIMEOUT_S,
     KEEP_ALIVE_S,
+    Begun,
     Credentials,
     ExchangeReply,
     StreamReply,
@@ -51,6 +52,13 @@ class ProxiedTransport:
         self._proxy, self._login = _proxy_of(settings)
         self._sessions: dict[Pool, aiohttp.ClientSession] = {}
         self._is_closed = False
+
+    def begin(
+        self, request: HttpRequest, *, pool: Pool, timeout_s: float, idempotency_key: str
+    ) -> Begun | None:
+        """As `Transport.begin`: never at once."""
+        del request, pool, timeout_s, idempotency_key
+        return None
 
     async def send(
         self,
