@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -33,19 +33,29 @@ class Ticket:
     """One wait for news of a topic, from when it was taken."""
 
     def __init__(self) -> None:
-        self._news = asyncio.Event()
+        self._is_told = False
+        self._waiting: asyncio.Future[None] | None = None
 
     def tell(self) -> None:
         """There is news."""
-        self._news.set()
+        self._is_told = True
+        self._wake()
 
     async def wait(self, timeout_s: float) -> bool:
         """Whether there was news, within the time."""
-        if not self._news.is_set():
-            with suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
-                    await self._news.wait()
-        return self._news.is_set()
+        if not self._is_told and timeout_s > 0:
+            loop = asyncio.get_running_loop()
+            self._waiting = loop.create_future()
+            timer = loop.call_later(timeout_s, self._wake)
+            try:
+                await self._waiting
+            finally:
+                timer.cancel()
+        return self._is_told
+
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
 
 class Wakeups:

@@ -161,7 +161,7 @@ class App:
                 format=_format(headers),
                 call_id=report.call_id,
                 base_url=self._base_url(scope, headers),
-                left=lambda: _wait_left(receive),
+                left=lambda: asyncio.ensure_future(_wait_left(receive)),
             )
             answer = await self._handlers[endpoint.name](call)
             return await self._written(answer, headers)

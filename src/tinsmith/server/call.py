@@ -64,8 +64,9 @@ class Call:
     """What logs and the `X-Request-Id` header call this exchange."""
     base_url: str = ""
     """Where the client found the service: scheme, host and prefix, before `/api/v1`."""
-    left: Callable[[], Awaitable[None]] = lambda: asyncio.get_running_loop().create_future()
-    """Returns when the client has left. To be awaited once, by whoever waits for long."""
+    left: Callable[[], asyncio.Future[None]] = lambda: asyncio.get_running_loop().create_future()
+    """A future that is done when the client has left. Whoever waits for long asks for it, once,
+    and cancels it in the end."""
 
     @property
     def parts(self) -> Parts:

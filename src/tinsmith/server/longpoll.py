@@ -21,18 +21,19 @@ class Waits:
     """All waits of one server. For one event loop."""
 
     def __init__(self) -> None:
+        self._waits: set[_Wait] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_closed = False
 
     def __len__(self) -> int:
         """How many wait now."""
-        return len(self._tasks)
+        return len(self._waits) + len(self._tasks)
 
     def close(self) -> None:
         """End all waits, and every later one at once."""
         self._is_closed = True
-        for task in list(self._tasks):
-            task.cancel()
+        for ending in [*self._waits, *self._tasks]:
+            ending.cancel()
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """A wait that its caller ends; `close` cancels it too."""
@@ -52,15 +53,39 @@ class Waits:
         if self._is_closed:
             work.close()
             return None
-        task = asyncio.create_task(work)
-        left = asyncio.ensure_future(call.left())
-        self._tasks.add(task)
+        wait, left = _Wait(), call.left()
+        self._waits.add(wait)
+        left.add_done_callback(wait.cancel)
         try:
-            await asyncio.wait((task, left), return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return None if task.cancelled() else task.result()
-            raise ClientLeftError
+            return await work
+        except asyncio.CancelledError:
+            if not wait.is_ours():
+                raise
+            if self._is_closed:
+                return None
+            raise ClientLeftError from None
         finally:
-            self._tasks.discard(task)
-            task.cancel()
+            self._waits.discard(wait)
+            wait.is_over = True
             left.cancel()
+
+
+class _Wait:
+    """A wait in the task that answers a request; a task of its own would cost as much again."""
+
+    def __init__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "waits are made in coroutines"
+        self._task = task
+        self._is_cancelled = False
+        self.is_over = False
+
+    def cancel(self, _: object = None) -> None:
+        """End it, if it goes on."""
+        if not self._is_cancelled and not self.is_over:
+            self._is_cancelled = True
+            self._task.cancel()
+
+    def is_ours(self) -> bool:
+        """Whether a cancellation that arrived came from here, and from nobody else too."""
+        return self._is_cancelled and self._task.uncancel() == 0
