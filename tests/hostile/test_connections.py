@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.e2e.service.served import Served, serving
-from tinsmith.serve.http_protocol import MOST_HEAD_BYTES, BoundedHttp
+from tinsmith.serve.http_connection import MOST_HEAD_BYTES, HttpConnection
+from tinsmith.serve.http_server import HttpServer
+from tinsmith.server.incoming import Incoming
 
 MEGABYTE = 1024 * 1024
 
@@ -68,37 +70,30 @@ def test_a_head_without_an_end_is_cut_off(served: Served, start: bytes, piece: b
     assert served.is_ready()
 
 
-async def _serve_alone(app: Any) -> tuple[asyncio.Server, int]:
-    import uvicorn
-    from uvicorn.server import ServerState
-
-    config = uvicorn.Config(app, http=BoundedHttp, lifespan="off", log_config=None)
-    config.load()
-    state = ServerState()
-    server = await asyncio.get_running_loop().create_server(
-        lambda: BoundedHttp(config=config, server_state=state, app_state={}),
-        "127.0.0.1",
-        0,
-    )
-    return server, server.sockets[0].getsockname()[1]
+@contextlib.asynccontextmanager
+async def _serving_alone() -> AsyncIterator[int]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = HttpServer(_answer)
+    await server.open(listener)
+    yield listener.getsockname()[1]
+    await server.close(5.0)
 
 
-async def _answer(_: Any, receive: Any, send: Any) -> None:
-    while (await receive()).get("more_body"):
-        pass
-    await send({"type": "http.response.start", "status": 204, "headers": []})
-    await send({"type": "http.response.body", "body": b""})
+async def _answer(incoming: Incoming) -> None:
+    if incoming.body is None:
+        while (await incoming.receive()).get("more_body"):
+            pass
+    await incoming.answer(204, {}, b"")
 
 
 @pytest.mark.parametrize("sent", [b"", b"G", b"GET / HTTP/1.1\r\nHost: x\r\n"])
 def test_a_head_that_does_not_come_is_not_waited_for(
     sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(BoundedHttp, "head_s", 0.05)
+    monkeypatch.setattr(HttpConnection, "head_s", 0.05)
 
     async def connect() -> bytes:
-        server, port = await _serve_alone(_answer)
-        async with server:
+        async with _serving_alone() as port:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(sent)
             answer = await asyncio.wait_for(reader.read(), 30)
@@ -111,11 +106,10 @@ def test_a_head_that_does_not_come_is_not_waited_for(
 def test_a_head_that_stops_after_a_whole_request_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(BoundedHttp, "head_s", 0.05)
+    monkeypatch.setattr(HttpConnection, "head_s", 0.05)
 
     async def connect() -> bytes:
-        server, port = await _serve_alone(_answer)
-        async with server:
+        async with _serving_alone() as port:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
             answered = await reader.readuntil(b"\r\n\r\n")
@@ -130,12 +124,11 @@ def test_a_head_that_stops_after_a_whole_request_is_not_waited_for(
 def test_large_bodies_and_many_requests_of_one_connection_are_not_taken_for_heads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(BoundedHttp, "head_s", 0.2)
+    monkeypatch.setattr(HttpConnection, "head_s", 0.2)
     whole = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (8 * MOST_HEAD_BYTES)
 
     async def connect() -> int:
-        server, port = await _serve_alone(_answer)
-        async with server:
+        async with _serving_alone() as port:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             for _ in range(3):
                 writer.write(whole)

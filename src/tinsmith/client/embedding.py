@@ -30,7 +30,7 @@ from tinsmith.errors import ClosedError, ValidationError
 
 PROVIDER = "tinsmith.serve.embedded"
 """The module that has `place`, as `Provider` describes it."""
-NEEDED = ("numpy", "uvicorn")
+NEEDED = ("numpy", "pyrage")
 """Packages of the `server` extra without which there is no service."""
 NEEDED_UNASKED = (*NEEDED, "torch")
 """Those of the engine too: whoever has not all of them has more likely forgotten a key."""

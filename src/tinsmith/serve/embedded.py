@@ -181,7 +181,7 @@ class _Stay:
                 )
                 async with (
                     await Service.open(settings, is_private=True) as service,
-                    listening(service.app, path) as self._socket,
+                    listening(service.app.answer, path) as self._socket,
                 ):
                     held.tell(path)
                     self.found.set_result(HerePlace(service.app, self._loop))

@@ -12,16 +12,15 @@ import contextlib
 import logging
 import signal
 import socket
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import uvicorn
-
 from tinsmith.errors import ValidationError
 from tinsmith.observe.log_fields import configure_logging
 from tinsmith.serve.assemble import Service
-from tinsmith.serve.http_protocol import http_options
+from tinsmith.serve.http_server import BACKLOG, HttpServer
 from tinsmith.serve.loading import check_certificate
 from tinsmith.serve.operator_pages import OperatorPages
 from tinsmith.serve.settings import ServiceSettings, masked
@@ -29,7 +28,6 @@ from tinsmith.server.keys import KeyRing
 
 _log = logging.getLogger(__name__)
 
-BACKLOG = 2048
 ANSWER_S = 5.0
 """How long a stop waits for the answers that are being written."""
 
@@ -62,10 +60,11 @@ async def _serve(settings: ServiceSettings) -> int:
     listener = _listen(settings)
     with contextlib.closing(listener):
         pages = OperatorPages(has_metrics=settings.metrics)
-        server = _Server(_config(settings, pages), pages)
-        with server.ended_by_signals():
+        server, ending = HttpServer(pages), _Ending(pages)
+        with ending.begun_by_signals():
             # Health can be asked for from now on; a model may take minutes to be fetched.
-            serving = asyncio.create_task(server.serve(sockets=[listener]))
+            await server.open(listener, _tls(settings))
+            serving = asyncio.create_task(_serve_until(ending, server))
             try:
                 service = await _opened(settings, pages, serving)
                 if service is None:
@@ -80,12 +79,17 @@ async def _serve(settings: ServiceSettings) -> int:
                         masked(settings.checkpoints),
                         settings.engine,
                     )
-                    await _until_it_ends(server, serving, service, settings)
+                    await _until_it_ends(ending, serving, service, settings)
             finally:
-                server.should_exit = True
+                ending.begin()
                 await asyncio.gather(serving, return_exceptions=True)
         _log.info("closed")
     return 0
+
+
+async def _serve_until(ending: _Ending, server: HttpServer) -> None:
+    await ending.wait()
+    await server.close(ANSWER_S)
 
 
 async def _opened(
@@ -107,7 +111,7 @@ async def _opened(
 
 
 async def _until_it_ends(
-    server: _Server, serving: asyncio.Task[None], service: Service, settings: ServiceSettings
+    ending: _Ending, serving: asyncio.Task[None], service: Service, settings: ServiceSettings
 ) -> None:
     """Serve until a signal comes.
 
@@ -117,7 +121,7 @@ async def _until_it_ends(
     losing = asyncio.create_task(service.wait_lost())
     try:
         await asyncio.wait([serving, losing], return_when=asyncio.FIRST_COMPLETED)
-        server.end()
+        ending.begin()
         await serving
         if losing.done():
             raise losing.result()
@@ -179,44 +183,42 @@ async def _check_reach(settings: ServiceSettings, service: Service) -> None:
     )
 
 
-def _config(settings: ServiceSettings, pages: OperatorPages) -> uvicorn.Config:
+def _tls(settings: ServiceSettings) -> ssl.SSLContext | None:
+    if settings.tls.cert is None:
+        return None
     check_certificate(settings.tls)
-    return uvicorn.Config(
-        pages,
-        **http_options(),
-        timeout_graceful_shutdown=int(ANSWER_S),
-        ssl_certfile=settings.tls.cert,
-        ssl_keyfile=settings.tls.key,
-    )
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(settings.tls.cert, settings.tls.key)
+    return context
 
 
-class _Server(uvicorn.Server):
-    """Uvicorn, ended by our handlers: its own would end the process as killed by the signal."""
+class _Ending:
+    """The end of the service in order: no new connections, and whoever waits is answered."""
 
-    def __init__(self, config: uvicorn.Config, pages: OperatorPages) -> None:
-        super().__init__(config)
+    def __init__(self, pages: OperatorPages) -> None:
         self._pages = pages
+        self._begun = asyncio.Event()
 
-    def end(self) -> None:
-        """End it in order: no new connections, and whoever waits is answered."""
-        self.should_exit = True
+    def begin(self) -> None:
+        """Begin to end. May be called again."""
+        self._begun.set()
         if self._pages.service is not None:
             self._pages.service.end_waits()
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+    async def wait(self) -> None:
+        """Return when it has begun."""
+        await self._begun.wait()
 
     @contextlib.contextmanager
-    def ended_by_signals(self) -> Iterator[None]:
-        """Have the first signal end the server in order, and the second one the process."""
+    def begun_by_signals(self) -> Iterator[None]:
+        """Have the first signal begin it, and the second one end the process."""
         loop = asyncio.get_running_loop()
 
         def end(number: signal.Signals) -> None:
-            if self.should_exit:
+            if self._begun.is_set():
                 raise SystemExit(128 + number)
             _log.info("%s: stopping; once more ends it at once", number.name)
-            self.end()
+            self.begin()
 
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, end, number)

@@ -7,22 +7,20 @@ the models are loaded; until then it is answered with 503, and clients come agai
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 from tinsmith.ledger.board import SchedulerReport
 from tinsmith.observe.instruments import CONTENT_TYPE
 from tinsmith.serve.assemble import Service
+from tinsmith.server.incoming import Incoming
 
-METRICS_TYPE = CONTENT_TYPE.encode()
-JSON_TYPE = b"application/json"
+JSON_TYPE = "application/json"
 UNAVAILABLE = 503
 RECOVERING = "models are being brought back to where they were"
 
 
 class OperatorPages:
-    """An ASGI application: these pages, and the service's own for all other paths.
+    """These pages, and the service's own for all other paths.
 
     Attributes:
         service: Once it is open.
@@ -34,39 +32,26 @@ class OperatorPages:
         self.waits_for = "the service is starting"
         self._has_metrics = has_metrics
 
-    async def __call__(
-        self,
-        scope: MutableMapping[str, Any],
-        receive: Callable[[], Awaitable[MutableMapping[str, Any]]],
-        send: Callable[[MutableMapping[str, Any]], Awaitable[None]],
-    ) -> None:
-        """As ASGI has it."""
-        page = self._page(scope) if scope["type"] == "http" else None
+    async def __call__(self, incoming: Incoming) -> None:
+        """Answer a request."""
+        page = self._page(incoming)
         if page is None:
             assert self.service is not None
-            with self._span(self.service, scope):
-                await self.service.app(scope, receive, send)
+            with self._span(self.service, incoming):
+                await self.service.app.answer(incoming)
             return
         status, content_type, body = page
-        headers = [(b"content-type", content_type), (b"content-length", b"%d" % len(body))]
+        headers = {"Content-Type": content_type, "Content-Length": str(len(body))}
         if self.service is None and status == UNAVAILABLE:
-            headers.append((b"retry-after", b"1"))
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+            headers["Retry-After"] = "1"
+        await incoming.answer(status, headers, body)
 
-    def _span(
-        self, service: Service, scope: MutableMapping[str, Any]
-    ) -> AbstractContextManager[None]:
+    def _span(self, service: Service, incoming: Incoming) -> AbstractContextManager[None]:
         spans = service.spans
-        if not spans.is_on or scope["type"] != "http":
-            return nullcontext()
-        headers = {
-            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
-        }
-        return spans.span("http", carrier=headers)
+        return spans.span("http", carrier=incoming.headers) if spans.is_on else nullcontext()
 
-    def _page(self, scope: MutableMapping[str, Any]) -> tuple[int, bytes, bytes] | None:
-        path = scope["path"] if scope["method"] in ("GET", "HEAD") else None
+    def _page(self, incoming: Incoming) -> tuple[int, str, bytes] | None:
+        path = incoming.path if incoming.method in ("GET", "HEAD") else None
         if path == "/healthz":
             return 200, JSON_TYPE, b'{"status":"ok"}'
         if path == "/readyz":
@@ -75,10 +60,10 @@ class OperatorPages:
             detail = f"the service is not ready yet: {self.waits_for}"
             return UNAVAILABLE, JSON_TYPE, json.dumps({"detail": detail}).encode()
         if path == "/metrics" and self._has_metrics:
-            return 200, METRICS_TYPE, self.service.metrics.exposition().encode()
+            return 200, CONTENT_TYPE, self.service.metrics.exposition().encode()
         return None
 
-    def _readiness(self) -> tuple[int, bytes, bytes]:
+    def _readiness(self) -> tuple[int, str, bytes]:
         """Whether commands are run: 503 while the service starts, recovers, and is troubled."""
         if self.service is None:
             report = SchedulerReport(problem=self.waits_for)

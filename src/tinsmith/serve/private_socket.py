@@ -1,12 +1,7 @@
-"""An ASGI application at a Unix socket that only its owner can connect to.
-
-Uvicorn's protocol without its server: that one logs its own start and end, and ends on signals,
-which are the program's that the service is embedded in.
-"""
+"""The service at a Unix socket that only its owner can connect to."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import shutil
@@ -14,13 +9,10 @@ import socket
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
-import uvicorn
-from uvicorn.server import ServerState
-
-from tinsmith.serve.http_protocol import http_options
+from tinsmith.serve.http_connection import App
+from tinsmith.serve.http_server import HttpServer
 
 NAME = "embedded.sock"
 LONGEST_PATH = 100
@@ -37,10 +29,10 @@ class PrivateSocket:
         path: Where it is.
     """
 
-    def __init__(self, listener: socket.socket, path: str, state: ServerState) -> None:
+    def __init__(self, listener: socket.socket, path: str, server: HttpServer) -> None:
         self.path = path
         self._listener = listener
-        self._state = state
+        self._server = server
 
     def forget(self) -> None:
         """In a forked child: close what is the parent's, so that it ends with the parent.
@@ -48,24 +40,12 @@ class PrivateSocket:
         By number: the objects are in use by an event loop that nobody runs here.
         """
         numbers = [self._listener.fileno()]
-        for connection in self._state.connections:
+        for connection in self._server.connections:
             its_socket = connection.transport.get_extra_info("socket")
             numbers.append(-1 if its_socket is None else its_socket.fileno())
         for number in numbers:
             with contextlib.suppress(OSError):
                 os.close(number)
-
-    async def end(self) -> None:
-        """Let the answers that are being written end, and close every connection."""
-        for connection in list(self._state.connections):
-            connection.shutdown()
-        tasks = list(self._state.tasks)
-        if tasks:
-            _, late = await asyncio.wait(tasks, timeout=ANSWER_S)
-            for task in late:
-                task.cancel()
-        for connection in list(self._state.connections):
-            connection.transport.close()
 
 
 @contextlib.contextmanager
@@ -90,25 +70,15 @@ def socket_url(path: str) -> str:
 
 
 @contextlib.asynccontextmanager
-async def listening(application: Any, path: str) -> AsyncIterator[PrivateSocket]:
+async def listening(app: App, path: str) -> AsyncIterator[PrivateSocket]:
     """Answer requests at a socket, where there is nothing yet, while the block lasts."""
-    config = uvicorn.Config(application, **http_options())
-    config.load()
-    state = ServerState()
-
-    def connection() -> Any:
-        return config.http_protocol_class(  # type: ignore[call-arg]
-            config=config, server_state=state, app_state={}
-        )
-
     with _bound(path) as listener:
-        server = await asyncio.get_running_loop().create_server(connection, sock=listener)
-        private = PrivateSocket(listener, path, state)
+        server = HttpServer(app)
+        await server.open(listener)
         try:
-            yield private
+            yield PrivateSocket(listener, path, server)
         finally:
-            server.close()
-            await private.end()
+            await server.close(ANSWER_S)
 
 
 def _bound(path: str) -> socket.socket:

@@ -17,9 +17,9 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeAlias
-from urllib.parse import parse_qsl, quote
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import parse_qsl
 
 from tinsmith.errors import (
     APIStatusError,
@@ -30,17 +30,18 @@ from tinsmith.errors import (
     TinkerError,
 )
 from tinsmith.ledger.records import TenantId
-from tinsmith.observe.log_fields import bind, unbind
-from tinsmith.server.bodies import (
-    BodyBudget,
-    ClientLeftError,
-    HeldBody,
-    Message,
-    Receive,
-    packed,
-)
+from tinsmith.observe.log_fields import bind
+from tinsmith.server.bodies import BodyBudget, HeldBody, packed
 from tinsmith.server.call import Answer, Call, StreamedReply
 from tinsmith.server.exchanges import ExchangeReport, Observer, log_exchange
+from tinsmith.server.incoming import (
+    AsgiRequest,
+    ClientLeftError,
+    Incoming,
+    Message,
+    Receive,
+    Send,
+)
 from tinsmith.server.local_only import check_local
 from tinsmith.server.parts import Parts
 from tinsmith.server.routes import collect
@@ -54,8 +55,6 @@ from tinsmith.wire.limits import DecodeLimits
 from tinsmith.wire.routes import Router
 
 _log = logging.getLogger(__name__)
-
-Send: TypeAlias = Callable[[Message], Awaitable[None]]
 
 _PROCESS, _NUMBERS = secrets.token_hex(4), itertools.count()
 """Of which the names of exchanges are made: a random one for each would ask the system."""
@@ -105,7 +104,7 @@ class App:
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """`scope`, `receive` and `send` as ASGI has them."""
         if scope["type"] == "http":
-            await self._http(scope, receive, send)
+            await self.answer(AsgiRequest(scope, receive, send))
         elif scope["type"] == "lifespan":
             await _lifespan(receive, send)
         else:
@@ -113,41 +112,45 @@ class App:
 
     # One exchange
 
-    async def _http(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def answer(self, incoming: Incoming) -> None:
+        """Answer a request, in a task of its own: log lines have its fields until that ends."""
         report = ExchangeReport(
             call_id=f"{_PROCESS}{next(_NUMBERS):x}",
-            method=scope["method"],
+            method=incoming.method,
+            path=incoming.path,
             started_s=time.perf_counter(),
         )
-        fields = bind(request=report.call_id)
         try:
-            reply = await self._reply(scope, receive, report)
+            reply = await self._reply(incoming, report)
             report.status = reply.status
+            headers = {**reply.headers, "X-Request-Id": report.call_id}
             if isinstance(reply, StreamedReply):
-                await _send_stream(reply, report, receive, send)
+                await _send_stream(reply, headers, report, incoming)
             else:
-                report.reply_bytes = await _send_whole(reply, report, send)
+                body = b"".join(reply.parts)
+                report.reply_bytes = len(body)
+                if reply.status != 204:
+                    headers["Content-Length"] = str(len(body))
+                await incoming.answer(reply.status, headers, body)
         except ClientLeftError:
             report.client_left = True
         finally:
             report.ended_s = time.perf_counter()
             self._observer(report)
-            unbind(fields)
 
-    async def _reply(
-        self, scope: Message, receive: Receive, report: ExchangeReport
-    ) -> HttpReply | StreamedReply:
+    async def _reply(self, incoming: Incoming, report: ExchangeReport) -> HttpReply | StreamedReply:
         """What to answer; whatever goes wrong is made a reply here."""
+        headers = incoming.headers
         held = HeldBody(self._bodies)
         try:
-            headers = _headers(scope)
-            endpoint, fields = self._find(scope, report)
+            _check_headers(headers)
+            endpoint, fields = self._find(incoming)
             report.endpoint = endpoint.name
             tenant_id = await self._tenant(endpoint, headers, report)
-            bind(endpoint=endpoint.name, tenant=tenant_id or None)
-            raw = await held.read(receive, headers)
+            bind(request=report.call_id, endpoint=endpoint.name, tenant=tenant_id or None)
+            raw = await held.read(incoming.receive, headers, incoming.body)
             report.body_bytes = len(raw)
-            request, body = await self._decode(endpoint, fields, scope, headers, raw, held)
+            request, body = await self._decode(endpoint, fields, incoming, raw, held)
             if endpoint.name in _POLLS:  # it waits for long, and needs nothing of its body
                 raw = body = b""
                 held.release()
@@ -160,8 +163,8 @@ class App:
                 body=body,
                 format=_format(headers),
                 call_id=report.call_id,
-                base_url=self._base_url(scope, headers),
-                left=lambda: asyncio.ensure_future(_wait_left(receive)),
+                base_url=self._base_url(incoming),
+                left=incoming.left,
             )
             answer = await self._handlers[endpoint.name](call)
             return await self._written(answer, headers)
@@ -183,20 +186,17 @@ class App:
         finally:
             held.release()
 
-    def _find(self, scope: Message, report: ExchangeReport) -> tuple[Endpoint, dict[str, str]]:
-        raw = scope.get("raw_path")
-        path = quote(scope["path"], safe="/:~%") if raw is None else raw.decode("latin-1")
-        path = path.partition("?")[0]
-        report.path = path
+    def _find(self, incoming: Incoming) -> tuple[Endpoint, dict[str, str]]:
+        method, path = incoming.method, incoming.path
         if self._prefix and not path.startswith(self._prefix + "/"):
-            raise NotFoundError(f"there is no {scope['method']} {path[:200]}")
+            raise NotFoundError(f"there is no {method} {path[:200]}")
         path = path[len(self._prefix) :]
-        found = self._router.find(scope["method"], path)
+        found = self._router.find(method, path)
         if found is None:
             methods = self._router.methods(path)
             if methods:
-                raise _WrongMethodError(scope["method"], path, methods)
-            raise NotFoundError(f"there is no {scope['method']} {path[:200]}")
+                raise _WrongMethodError(method, path, methods)
+            raise NotFoundError(f"there is no {method} {path[:200]}")
         return found
 
     async def _tenant(
@@ -214,14 +214,14 @@ class App:
         self,
         endpoint: Endpoint,
         fields: dict[str, str],
-        scope: Message,
-        headers: Mapping[str, str],
+        incoming: Incoming,
         raw: Memory,
         held: HeldBody,
     ) -> tuple[Any, Memory]:
         if endpoint.name in _UNREAD:
             return None, b""
-        query, encoding, aside = _query(scope), headers.get("content-encoding"), True
+        headers, query, aside = incoming.headers, _query(incoming.query), True
+        encoding = headers.get("content-encoding")
         if len(raw) < _DECODE_ASIDE_BYTES:
             # A few bytes may unpack to very many: here to no more than is decoded here.
             with contextlib.suppress(BodyTooLargeError):
@@ -274,12 +274,12 @@ class App:
         reply = answer if isinstance(answer, HttpReply) else to_reply(answer)
         return await packed(reply, headers.get("accept-encoding", ""), self.service.parts.settings)
 
-    def _base_url(self, scope: Message, headers: Mapping[str, str]) -> str:
+    def _base_url(self, incoming: Incoming) -> str:
         given = self.service.parts.settings.public_url
         if given is not None:
             return given.rstrip("/")
-        host = headers.get("host", "localhost")
-        return f"{scope.get('scheme', 'http')}://{host}{self._prefix}"
+        host = incoming.headers.get("host", "localhost")
+        return f"{incoming.scheme}://{host}{self._prefix}"
 
 
 class _WrongMethodError(APIStatusError):
@@ -300,28 +300,19 @@ def _refusal(error: TinkerError) -> HttpReply:
     return HttpReply(reply.status, headers, reply.parts)
 
 
-def _headers(scope: Message) -> dict[str, str]:
-    headers: dict[str, str] = {}
-    size = 0
-    for name, value in scope["headers"]:
-        size += len(name) + len(value)
-        headers[name.decode("latin-1")] = value.decode("latin-1")  # ASGI has names in lower case
-    if size > _MOST_HEADER_BYTES:
+def _check_headers(headers: Mapping[str, str]) -> None:
+    if sum(map(len, headers)) + sum(map(len, headers.values())) > _MOST_HEADER_BYTES:
         raise APIStatusError(
             f"the headers are larger than {_MOST_HEADER_BYTES} bytes",
             status_code=_HEADERS_TOO_LARGE,
         )
-    return headers
 
 
-def _query(scope: Message) -> dict[str, str]:
-    text = scope.get("query_string", b"")
+def _query(text: str) -> dict[str, str]:
     if not text:
         return {}
     try:
-        pairs = parse_qsl(
-            text.decode("latin-1"), keep_blank_values=True, max_num_fields=_MOST_QUERY_FIELDS
-        )
+        pairs = parse_qsl(text, keep_blank_values=True, max_num_fields=_MOST_QUERY_FIELDS)
     except ValueError as exc:
         raise BadRequestError(f"the query has more than {_MOST_QUERY_FIELDS} fields") from exc
     return dict(pairs)
@@ -331,36 +322,15 @@ def _format(headers: Mapping[str, str]) -> Format:
     return Format.PROTOBUF if is_protobuf(headers.get("content-type")) else Format.JSON
 
 
-async def _wait_left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 # Sending
 
 
-def _start(reply: HttpReply | StreamedReply, report: ExchangeReport) -> Message:
-    headers = [(name.lower().encode(), value.encode()) for name, value in reply.headers.items()]
-    headers.append((b"x-request-id", report.call_id.encode()))
-    return {"type": "http.response.start", "status": reply.status, "headers": headers}
-
-
-async def _send_whole(reply: HttpReply, report: ExchangeReport, send: Send) -> int:
-    body = b"".join(reply.parts)
-    if reply.status != 204 and "Content-Length" not in reply.headers:
-        headers = {**reply.headers, "Content-Length": str(len(body))}
-        reply = HttpReply(reply.status, headers, reply.parts)
-    await send(_start(reply, report))
-    await send({"type": "http.response.body", "body": body})
-    return len(body)
-
-
 async def _send_stream(
-    reply: StreamedReply, report: ExchangeReport, receive: Receive, send: Send
+    reply: StreamedReply, headers: dict[str, str], report: ExchangeReport, incoming: Incoming
 ) -> None:
     """Send the pieces as they come, until the last or until the client leaves."""
-    sending = asyncio.create_task(_send_pieces(reply, report, send))
-    left = asyncio.create_task(_wait_left(receive))
+    sending = asyncio.create_task(_send_pieces(reply, headers, report, incoming))
+    left = incoming.left()
     try:
         await asyncio.wait((sending, left), return_when=asyncio.FIRST_COMPLETED)
         report.client_left = not sending.done()
@@ -371,13 +341,15 @@ async def _send_stream(
             await sending
 
 
-async def _send_pieces(reply: StreamedReply, report: ExchangeReport, send: Send) -> None:
+async def _send_pieces(
+    reply: StreamedReply, headers: dict[str, str], report: ExchangeReport, incoming: Incoming
+) -> None:
     try:
-        await send(_start(reply, report))
+        await incoming.start(reply.status, headers)
         async for piece in reply.pieces:
             report.reply_bytes += len(piece)
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
+            await incoming.write(piece)
+        await incoming.end()
     finally:
         close = getattr(reply.pieces, "aclose", None)
         if close is not None:

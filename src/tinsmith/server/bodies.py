@@ -10,25 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from typing import Any, TypeAlias
+from collections.abc import Mapping
+from typing import Any
 
 from tinsmith.errors import APIStatusError, BadRequestError, BodyTooLargeError, RateLimitError
+from tinsmith.server.incoming import ClientLeftError, Receive
 from tinsmith.server.settings import ServerSettings
 from tinsmith.types.buffers import Memory
 from tinsmith.wire.content import compress
 from tinsmith.wire.exchange import HttpReply
 
-Message: TypeAlias = MutableMapping[str, Any]
-Receive: TypeAlias = Callable[[], Awaitable[Message]]
-
 _REQUEST_TIMEOUT = 408
 _PACK_ASIDE_BYTES = 1024 * 1024  # larger ones are packed on a thread
 _PACKED_TYPES = ("application/json", "application/x-protobuf", "text/")
-
-
-class ClientLeftError(Exception):
-    """The client closed the connection; there is nobody to answer."""
 
 
 class BodyBudget:
@@ -48,8 +42,10 @@ class HeldBody:
         self._budget = budget
         self._held_bytes = 0
 
-    async def read(self, receive: Receive, headers: Mapping[str, str]) -> Memory:
-        """The whole body, as it was sent.
+    async def read(
+        self, receive: Receive, headers: Mapping[str, str], whole: bytes | None = None
+    ) -> Memory:
+        """The whole body, as it was sent; `whole` if it is here already.
 
         Raises:
             BodyTooLargeError: It is larger than is allowed.
@@ -60,6 +56,10 @@ class HeldBody:
         announced = self._announced(headers)
         if announced == 0 and "transfer-encoding" not in headers:
             return b""
+        if whole is not None:
+            self._check(len(whole))
+            self.hold(len(whole))
+            return whole
         self.hold(announced)
         try:
             return await self._gather(receive)

@@ -11,8 +11,8 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from tinsmith.server.bodies import ClientLeftError
 from tinsmith.server.call import Call
+from tinsmith.server.incoming import ClientLeftError
 
 T = TypeVar("T")
 

@@ -275,7 +275,7 @@ def test_without_the_server_extra_the_command_that_installs_it_is_named(tmp_path
     """Whoever forgot a key is told that as well, as ever."""
     ended = run(
         """
-sys.modules["uvicorn"] = None  # as if it were not installed
+sys.modules["pyrage"] = None  # as if it were not installed
 try:
     tinsmith.ServiceClient()
 except tinsmith.AuthenticationError as error:

@@ -6,23 +6,22 @@ import socket
 import stat
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tinsmith.serve.http_connection import App
 from tinsmith.serve.private_socket import NAME, PrivateSocket, listening, socket_path
+from tinsmith.server.incoming import Incoming
 
 
-async def say_hello(_scope: Any, _receive: Any, send: Any) -> None:
-    headers = [(b"content-length", b"5")]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": b"hello"})
+async def say_hello(incoming: Incoming) -> None:
+    await incoming.answer(200, {"Content-Length": "5"}, b"hello")
 
 
 @contextlib.asynccontextmanager
-async def listening_in(application: Any, folder: Path) -> AsyncIterator[PrivateSocket]:
+async def listening_in(app: App, folder: Path) -> AsyncIterator[PrivateSocket]:
     with socket_path(folder) as path:
-        async with listening(application, path) as private:
+        async with listening(app, path) as private:
             yield private
 
 
@@ -73,12 +72,13 @@ def test_a_socket_that_a_killed_process_left_is_replaced(tmp_path: Path) -> None
 def test_an_answer_that_is_being_written_is_whole_when_it_ends(tmp_path: Path) -> None:
     begun, may_end = asyncio.Event(), asyncio.Event()
 
-    async def say_slowly(_scope: Any, _receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"hel", "more_body": True})
+    async def say_slowly(incoming: Incoming) -> None:
+        await incoming.start(200, {})
+        await incoming.write(b"hel")
         begun.set()
         await may_end.wait()
-        await send({"type": "http.response.body", "body": b"lo"})
+        await incoming.write(b"lo")
+        await incoming.end()
 
     async def ask() -> None:
         async with listening_in(say_slowly, tmp_path) as private:

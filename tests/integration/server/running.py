@@ -7,12 +7,12 @@ Kinds in `held` are left alone until `release`.
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Self, TypeVar
 
 import httpx
-import uvicorn
 
 from tinsmith.checkpoints.base import CheckpointStore
 from tinsmith.engines.base import BaseModel
@@ -20,6 +20,7 @@ from tinsmith.ledger.base import Ledger
 from tinsmith.ledger.board import SchedulerReport
 from tinsmith.ledger.memory import MemoryLedger
 from tinsmith.ledger.records import ApiKey, Command, Settlement, Tenant, TenantId
+from tinsmith.serve.http_server import HttpServer
 from tinsmith.server.app import App, make_app
 from tinsmith.server.exchanges import ExchangeReport
 from tinsmith.server.keys import digest_of
@@ -124,15 +125,11 @@ class RunningServer:
             secret=b"s" * 32,
         )
         self.app = make_app(parts, observer=self._observe)
-        config = uvicorn.Config(
-            self.app, port=0, lifespan="off", log_config=None, timeout_graceful_shutdown=2
-        )
-        self._server = uvicorn.Server(config)
-        self._serving = asyncio.create_task(self._server.serve())
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.port = listener.getsockname()[1]
+        self._server = HttpServer(self.app.answer)
+        await self._server.open(listener)
         self._settling = asyncio.create_task(self._settle())
-        while not self._server.started:  # noqa: ASYNC110 - uvicorn has no event for it
-            await asyncio.sleep(0.005)
-        self.port = self._server.servers[0].sockets[0].getsockname()[1]
 
     async def _open_ledger(self) -> Ledger:
         return MemoryLedger()
@@ -142,8 +139,7 @@ class RunningServer:
 
     async def _close(self) -> None:
         self.app.service.end_waits()
-        self._server.should_exit = True
-        await self._serving
+        await self._server.close(2.0)
         self._settling.cancel()
         await asyncio.gather(self._settling, return_exceptions=True)
         await self.ledger.close()

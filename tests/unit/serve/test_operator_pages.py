@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tinsmith.serve.operator_pages import OperatorPages
+from tinsmith.server.incoming import AsgiRequest
 
 
 def _ask(pages: OperatorPages, path: str, method: str = "GET") -> tuple[int, dict[str, str], Any]:
@@ -22,7 +23,7 @@ def _ask(pages: OperatorPages, path: str, method: str = "GET") -> tuple[int, dic
         return {"type": "http.disconnect"}
 
     scope = {"type": "http", "method": method, "path": path, "headers": []}
-    asyncio.run(pages(scope, receive, send))
+    asyncio.run(pages(AsgiRequest(scope, receive, send)))
     headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
     return sent[0]["status"], headers, json.loads(sent[1]["body"])
 

@@ -15,7 +15,8 @@ from tinsmith.errors import (
     RateLimitError,
     TinkerError,
 )
-from tinsmith.server.bodies import BodyBudget, ClientLeftError, HeldBody, packed
+from tinsmith.server.bodies import BodyBudget, HeldBody, packed
+from tinsmith.server.incoming import ClientLeftError
 from tinsmith.server.settings import ServerSettings
 from tinsmith.wire.content import decompress
 from tinsmith.wire.exchange import HttpReply
@@ -46,6 +47,23 @@ def read(pieces: Pieces, headers: dict[str, str], **settings: Any) -> bytes:
 
 
 CHUNKED = {"transfer-encoding": "chunked"}
+
+
+def test_a_body_that_came_with_its_head_has_the_same_bounds() -> None:
+    """It is not waited for."""
+
+    async def work() -> None:
+        budget = BodyBudget(ServerSettings(bodies_bytes=10, body_bytes=8))
+        first, second = HeldBody(budget), HeldBody(budget)
+        assert await first.read(Pieces(), {"content-length": "3"}, b"abc") == b"abc"
+        assert await second.read(Pieces(), CHUNKED, b"1234567") == b"1234567"
+        assert budget.held_bytes == 10
+        with pytest.raises(RateLimitError):
+            await HeldBody(budget).read(Pieces(), {"content-length": "1"}, b"a")
+        with pytest.raises(BodyTooLargeError):
+            await HeldBody(budget).read(Pieces(), CHUNKED, b"123456789")
+
+    asyncio.run(work())
 
 
 def test_a_body_is_read_in_one_piece_or_many() -> None:

@@ -1,0 +1,83 @@
+"""Listens for connections, and closes them in order; `http_connection.py` is one of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+import time
+from collections.abc import Coroutine
+from email.utils import formatdate
+from typing import Any
+
+from tinsmith.serve.http_connection import App, HttpConnection
+
+_log = logging.getLogger(__name__)
+
+BACKLOG = 2048
+
+
+class HttpServer:
+    """Hands the requests of all connections to an app. For one event loop."""
+
+    def __init__(self, app: App, connection: type[HttpConnection] = HttpConnection) -> None:
+        self.app = app
+        self.connections: set[HttpConnection] = set()
+        self._connection = connection
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_empty = asyncio.Event()
+        self._dated_at = 0
+        self._date_line = ""
+
+    async def open(self, listener: socket.socket, tls: ssl.SSLContext | None = None) -> None:
+        """Take connections from now on, from a socket that listens; it is closed by `close`."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(
+            lambda: self._connection(self), sock=listener, ssl=tls, backlog=BACKLOG
+        )
+
+    async def close(self, answer_s: float) -> None:
+        """Take no more, and give what is being answered so many seconds."""
+        self._server.close()
+        for connection in list(self.connections):
+            connection.stop()
+        try:
+            async with asyncio.timeout(answer_s):
+                while self.connections or self._tasks:
+                    self._is_empty.clear()
+                    await self._is_empty.wait()
+        except TimeoutError:
+            _log.warning("%d requests are given up unanswered", len(self._tasks))
+        for connection in list(self.connections):
+            connection.transport.abort()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # For connections
+
+    def start(self, answering: Coroutine[Any, Any, None]) -> None:
+        """Answer a request in a task of its own."""
+        task = asyncio.get_running_loop().create_task(answering)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not self._tasks:
+            self._is_empty.set()
+
+    def forget(self, connection: HttpConnection) -> None:
+        """A connection has ended."""
+        self.connections.discard(connection)
+        if not self.connections:
+            self._is_empty.set()
+
+    def date_line(self) -> str:
+        """The header that says what time it is, made once a second."""
+        now = int(time.time())
+        if now != self._dated_at:
+            self._dated_at = now
+            self._date_line = f"Date: {formatdate(now, usegmt=True)}\r\n"
+        return self._date_line

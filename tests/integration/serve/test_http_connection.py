@@ -1,0 +1,349 @@
+"""One connection: what may be sent on it, in which order it is answered, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from tinsmith.serve.http_connection import LARGE_BYTES, MOST_HEAD_BYTES, HttpConnection
+from tinsmith.serve.http_server import HttpServer
+from tinsmith.server.incoming import Incoming
+from tinsmith.testing.running import ServiceThread
+
+
+class Impatient(HttpConnection):
+    """Gives up early."""
+
+    head_s = 0.2
+
+
+async def app(incoming: Incoming) -> None:
+    """Answers with the length of the body, or as the path says."""
+    if incoming.path == "/broken":
+        raise RuntimeError("on purpose")
+    if incoming.path == "/unread":
+        await incoming.answer(401, {"Content-Length": "0"}, b"")
+    elif incoming.path == "/two-lines":
+        await incoming.answer(200, {"X-Bad": "a\r\nb: c", "Content-Length": "0"}, b"")
+    elif incoming.path == "/large":
+        await incoming.answer(200, {"Content-Length": str(4 * LARGE_BYTES)}, b"l" * 4 * LARGE_BYTES)
+    elif incoming.path.startswith("/pieces"):
+        headers = {"Content-Length": incoming.query} if incoming.query else {}
+        await incoming.start(200, headers)
+        for piece in (b"one", b"", b"two"):
+            await incoming.write(piece)
+        await incoming.end()
+    else:
+        length = str(len(await whole(incoming))).encode()
+        await incoming.answer(200, {"Content-Length": str(len(length))}, length)
+
+
+async def whole(incoming: Incoming) -> bytes:
+    """The body."""
+    if incoming.body is not None:
+        return incoming.body
+    found, more = b"", True
+    while more:
+        message = await incoming.receive()
+        found += message["body"]
+        more = message["more_body"]
+    return found
+
+
+@pytest.fixture(params=[HttpConnection, Impatient])
+def port(request: pytest.FixtureRequest) -> Iterator[int]:
+    """A server that speaks this HTTP."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    servers: list[HttpServer] = []
+
+    async def start() -> None:
+        servers.append(HttpServer(app, request.param))
+        await servers[0].open(listener)
+
+    async def stop() -> None:
+        await servers[0].close(5.0)
+
+    thread = ServiceThread(start, stop)
+    thread.start()
+    yield listener.getsockname()[1]
+    thread.stop()
+
+
+def read(connection: socket.socket) -> bytes:
+    """All that comes until the server closes."""
+    whole = b""
+    while piece := connection.recv(65536):
+        whole += piece
+    return whole
+
+
+@pytest.mark.parametrize("port", [HttpConnection], indirect=True)
+@pytest.mark.parametrize("line", [b"x: " + b"y" * 5000 + b"\r\n", b"z" * 5000])
+def test_a_head_without_end_is_refused(port: int, line: bytes) -> None:
+    """Many headers, and one that goes on and on."""
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nhost: x\r\nlong: ")
+        sent = 0
+        try:
+            while sent < 10 * MOST_HEAD_BYTES:
+                connection.sendall(line)
+                sent += len(line)
+        except OSError:
+            pass  # it was closed while we sent
+        try:
+            answer = read(connection)
+        except ConnectionResetError:
+            answer = b"HTTP/1.1 431 "
+
+    assert answer.startswith(b"HTTP/1.1 431 ")
+
+
+@pytest.mark.parametrize("port", [Impatient], indirect=True)
+@pytest.mark.parametrize("sent", [b"", b"GET / HTT", b"GET / HTTP/1.1\r\nhost: x\r\n"])
+def test_a_head_that_does_not_come_is_given_up(port: int, sent: bytes) -> None:
+    """The connection is closed."""
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        connection.sendall(sent)
+
+        assert read(connection) == b""
+
+
+@pytest.mark.parametrize("port", [Impatient], indirect=True)
+def test_a_second_head_that_does_not_come_is_given_up_too(port: int) -> None:
+    """After a whole request on the same connection."""
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        answer = b""
+        while not answer.endswith(b"\r\n\r\n0"):
+            answer += connection.recv(65536)
+        connection.sendall(b"GET / HT")
+
+        assert read(connection) == b""
+
+
+@pytest.mark.parametrize("port", [HttpConnection], indirect=True)
+def test_large_bodies_and_many_requests_are_not_heads(port: int) -> None:
+    """They are counted elsewhere; several requests on one connection, in one go too."""
+    body = b"b" * (8 * MOST_HEAD_BYTES)
+    head = f"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        for _ in range(3):
+            connection.sendall(head + body)
+            answer = b""
+            while not answer.endswith(str(len(body)).encode()):
+                answer += connection.recv(65536)
+            assert answer.startswith(b"HTTP/1.1 200 ")
+        last = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+        connection.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 50 + last)
+
+        assert read(connection).count(b"HTTP/1.1 200 ") == 51
+
+
+@pytest.mark.parametrize("port", [Impatient], indirect=True)
+def test_a_slow_answer_is_waited_for(port: int) -> None:
+    """The time for a head ends with the head: a body may take longer."""
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        connection.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\na")
+        connection.settimeout(3 * Impatient.head_s)
+        with pytest.raises(TimeoutError):
+            connection.recv(1)
+        connection.settimeout(20)
+        connection.sendall(b"bc")
+
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+
+
+def answered(port: int, *sent: bytes) -> bytes:
+    """What comes back until the server closes."""
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        for piece in sent:
+            connection.sendall(piece)
+        return read(connection)
+
+
+plain = pytest.mark.parametrize("port", [HttpConnection], indirect=True)
+LAST = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+
+
+@plain
+@pytest.mark.parametrize(
+    "sent",
+    [b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/9.9\r\n\r\n", b"GET http:// HTTP/1.1\r\n\r\n"],
+)
+def test_what_is_not_http_is_refused_with_a_reason(port: int, sent: bytes) -> None:
+    """And nothing more is read."""
+    answer = answered(port, sent)
+
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"Connection: close" in answer
+
+
+@plain
+def test_pieces_are_sent_in_chunks_or_as_announced(port: int) -> None:
+    """The next answer follows where the client expects it."""
+    chunked = answered(port, b"GET /pieces HTTP/1.1\r\nhost: x\r\n\r\n", LAST)
+    announced = answered(port, b"GET /pieces?6 HTTP/1.1\r\nhost: x\r\n\r\n", LAST)
+
+    assert b"\r\n\r\n3\r\none\r\n3\r\ntwo\r\n0\r\n\r\nHTTP/1.1 200 " in chunked
+    assert b"\r\n\r\nonetwoHTTP/1.1 200 " in announced
+
+
+@plain
+def test_an_answer_that_is_cut_short_ends_its_connection(port: int) -> None:
+    """Else the client would take the next answer for the rest of it."""
+    answer = answered(port, b"GET /pieces?7 HTTP/1.1\r\nhost: x\r\n\r\n", LAST)
+
+    assert answer.endswith(b"\r\n\r\nonetwo")
+
+
+@plain
+def test_an_old_client_gets_pieces_without_chunks(port: int) -> None:
+    """HTTP/1.0 knows the end by the end of the connection."""
+    answer = answered(port, b"GET /pieces HTTP/1.0\r\n\r\n")
+
+    assert answer.endswith(b"\r\n\r\nonetwo")
+    assert b"chunked" not in answer
+
+
+@plain
+def test_a_large_answer_comes_whole(port: int) -> None:
+    """Also if it is taken slowly, and others follow."""
+    answer = answered(port, b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n", LAST)
+
+    assert answer.count(b"l" * 4 * LARGE_BYTES + b"HTTP/1.1 200 ") == 1
+
+
+@plain
+def test_head_has_no_body(port: int) -> None:
+    """Only its length."""
+    answer = answered(port, b"HEAD /large HTTP/1.1\r\nhost: x\r\n\r\n", LAST)
+
+    assert b"Content-Length: 262144" in answer
+    assert b"lll" not in answer
+
+
+@plain
+def test_an_app_that_fails_is_a_500_and_others_are_answered(port: int) -> None:
+    """A header that would be two lines is such a failure: it could carry anything."""
+    for path in (b"/broken", b"/two-lines"):
+        answer = answered(port, b"GET " + path + b" HTTP/1.1\r\nhost: x\r\n\r\n", LAST)
+
+        assert answer.startswith(b"HTTP/1.1 500 ")
+        assert answer.count(b"HTTP/1.1 200 ") == 1
+        assert b"b: c" not in answer
+
+
+@plain
+def test_a_body_that_nobody_reads_is_passed_over(port: int) -> None:
+    """The request behind it is answered."""
+    head = b"POST /unread HTTP/1.1\r\nhost: x\r\ncontent-length: 300000\r\n\r\n"
+
+    answer = answered(port, head, b"b" * 300000, LAST)
+
+    assert [answer.count(b" 401 "), answer.count(b" 200 ")] == [1, 1]
+
+
+@plain
+def test_a_client_that_waits_for_leave_to_send_is_given_it(port: int) -> None:
+    """When its body is wanted; if it is not, nothing can follow on that connection."""
+    expecting = b" HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 3\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        connection.sendall(b"POST /" + expecting)
+        assert connection.recv(65536) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        connection.sendall(b"abc" + LAST)
+        assert read(connection).count(b"HTTP/1.1 200 ") == 2
+
+    answer = answered(port, b"POST /unread" + expecting)
+
+    assert answer.startswith(b"HTTP/1.1 401 ")
+
+
+@plain
+def test_a_request_to_become_another_protocol_is_answered_as_it_stands(port: int) -> None:
+    """And the connection is closed: what follows would not be HTTP."""
+    upgrade = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"
+
+    answer = answered(port, upgrade, b"\x81\x05hello")
+
+    assert answer.startswith(b"HTTP/1.1 200 ")
+
+
+def test_closing_answers_what_was_asked_and_closes_what_is_idle() -> None:
+    """Whoever takes too long is given up."""
+
+    async def work() -> tuple[bytes, bytes, bytes]:
+        asked, may_answer = asyncio.Semaphore(0), asyncio.Event()
+
+        async def slow(incoming: Incoming) -> None:
+            asked.release()
+            if incoming.path == "/never":
+                await asyncio.Event().wait()
+            await may_answer.wait()
+            await incoming.answer(200, {"Content-Length": "2"}, b"ok")
+
+        listener = socket.create_server(("127.0.0.1", 0))
+        server = HttpServer(slow)
+        await server.open(listener)
+        address = listener.getsockname()[:2]
+        idle, idle_writer = await asyncio.open_connection(*address)
+        busy, busy_writer = await asyncio.open_connection(*address)
+        stuck, stuck_writer = await asyncio.open_connection(*address)
+        busy_writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        stuck_writer.write(b"GET /never HTTP/1.1\r\nhost: x\r\n\r\n")
+        await asked.acquire()
+        await asked.acquire()
+        closing = asyncio.create_task(server.close(0.3))
+        ended = await idle.read()
+        may_answer.set()
+        answer = await busy.read()
+        await closing
+        try:
+            given_up = await stuck.read()
+        except ConnectionResetError:
+            given_up = b""
+        for writer in (idle_writer, busy_writer, stuck_writer):
+            writer.close()
+        return ended, answer, given_up
+
+    ended, answer, given_up = asyncio.run(work())
+
+    assert ended == b""
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert answer.endswith(b"ok")
+    assert given_up == b""
+
+
+def test_whoever_works_for_a_client_is_told_when_it_leaves() -> None:
+    """In the middle of a body, and while it waits for the answer."""
+
+    async def work() -> list[str]:
+        told: list[str] = []
+        seen = asyncio.Semaphore(0)
+
+        async def waiting(incoming: Incoming) -> None:
+            seen.release()
+            if incoming.body is None:
+                while (message := await incoming.receive())["type"] != "http.disconnect":
+                    pass
+                told.append(message["type"])
+            else:
+                await incoming.left()
+                told.append("left")
+            seen.release()
+
+        listener = socket.create_server(("127.0.0.1", 0))
+        server = HttpServer(waiting)
+        await server.open(listener)
+        for sent in (b"GET / HTTP/1.1\r\n\r\n", b"POST / HTTP/1.1\r\ncontent-length: 9\r\n\r\nab"):
+            _, writer = await asyncio.open_connection(*listener.getsockname()[:2])
+            writer.write(sent)
+            await seen.acquire()
+            writer.close()
+            await seen.acquire()
+        await server.close(5.0)
+        return told
+
+    assert asyncio.run(work()) == ["left", "http.disconnect"]
