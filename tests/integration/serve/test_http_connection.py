@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tinsmith.serve.http_connection import LARGE_BYTES, MOST_HEAD_BYTES, HttpConnection
+from tinsmith.serve.http_connection import MOST_HEAD_BYTES, HttpConnection
+from tinsmith.serve.http_request import LARGE_BYTES
 from tinsmith.serve.http_server import HttpServer
 from tinsmith.server.incoming import Incoming
 from tinsmith.testing.running import ServiceThread
