@@ -490,6 +490,62 @@ async def test_whoever_polls_a_feed_is_woken_by_its_news_alone(ledger: Ledger) -
 
 
 @story
+async def test_a_claim_that_waits_takes_what_comes(ledger: Ledger) -> None:
+    """What was there before, what comes, and nothing when the time is up."""
+    await ledger.append(training(1))
+
+    before = await ledger.wait_claim("s", limit=5, timeout_s=LONG_S)
+    waiting = asyncio.create_task(ledger.wait_claim("s", limit=5, timeout_s=LONG_S))
+    await asyncio.sleep(SHORT_S)
+    assert not waiting.done()
+    appended = (await ledger.append(training(2))).request_id
+    [came] = await waiting
+
+    assert numbers(before) == [1]
+    assert came == await ledger.command(appended)
+    assert came.claimed_by == "s"
+    assert await ledger.wait_claim("s", limit=5, timeout_s=SHORT_S) == []
+
+
+@story
+async def test_a_claim_that_waits_ends_with_a_cancelled_one(ledger: Ledger) -> None:
+    claimed = (await ledger.append(sampling(1))).request_id
+    await ledger.claim("s", limit=1)
+    waiting = asyncio.create_task(ledger.wait_claim("s", limit=5, timeout_s=LONG_S))
+    await asyncio.sleep(SHORT_S)
+
+    await ledger.cancel(ended(claimed, b"gone", fail=True))
+
+    assert await waiting == []
+    assert await ledger.take_cancelled("s") == [claimed]
+
+
+@story
+async def test_claims_that_wait_share_what_comes_and_nothing_is_claimed_by_one_that_gave_up(
+    ledger: Ledger,
+) -> None:
+    """However appends, claims and cancelled claims interleave, each command is claimed once."""
+    seen: list[int] = []
+
+    async def schedule(name: str) -> None:
+        while len(seen) < 200:
+            seen.extend(numbers(await ledger.wait_claim(name, limit=7, timeout_s=SHORT_S)))
+
+    async def submit() -> None:
+        for number in range(200):
+            await ledger.append(training(number))
+
+    given_up = asyncio.create_task(ledger.wait_claim("gone", limit=5, timeout_s=LONG_S))
+    await asyncio.sleep(SHORT_S)
+    given_up.cancel()
+    await asyncio.gather(given_up, return_exceptions=True)
+    await asyncio.gather(schedule("a"), schedule("b"), submit())
+
+    assert sorted(seen) == list(range(200))
+    assert await ledger.release_claims("gone") == 0
+
+
+@story
 async def test_a_cancelled_claim_is_told_to_its_claimer_once(ledger: Ledger) -> None:
     claimed = (await ledger.append(sampling(1))).request_id
     await ledger.claim("s", limit=1)

@@ -285,6 +285,14 @@ class Ledger(abc.ABC):
         Returns at once if there is, otherwise as soon as there is.
         """
 
+    async def wait_claim(self, claimer: str, *, limit: int, timeout_s: float) -> list[Command]:
+        """As `claim`, as soon as there is something to claim.
+
+        Empty if a claimed command was cancelled meanwhile, or when the time is up.
+        """
+        await self.wait_for_commands(claimer, timeout_s=timeout_s)
+        return await self.claim(claimer, limit=limit)
+
     @abc.abstractmethod
     async def take_cancelled(self, claimer: str) -> list[RequestId]:
         """The claimed commands that were cancelled since this was last asked; each is told once."""

@@ -8,6 +8,9 @@ Each write is an operation (`steps.py`). One that refuses leaves its neighbours 
 transaction fails as a whole, each of its writes is tried again by itself, so that the error reaches
 the one that caused it.
 
+A write may also stand by for news that others write, and is then part of their transaction: so is
+the claim of a scheduler that waits for commands.
+
 A write that nobody misses after a power cut, such as a claim, need not wait for the disk. A group
 of nothing but such writes is committed without a sync; it is on the disk with the next one that
 has it, and survives the end of the process in any case.
@@ -22,8 +25,8 @@ import contextlib
 import queue
 import sqlite3
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
 
 from tinsmith.errors import LedgerUnavailableError, TinkerError
 from tinsmith.ledger.statements import sqlite_queries
@@ -54,6 +57,19 @@ class _Write:
         self.effects = Effects()
 
 
+class _StandBy(_Write, Generic[T]):
+    """A write that waits for news of a topic."""
+
+    __slots__ = ("is_taken", "topic")
+
+    def __init__(
+        self, operation: Operation[T], future: asyncio.Future[T], topic: str, *, is_soft: bool
+    ) -> None:
+        super().__init__(operation, future, is_soft=is_soft)
+        self.topic = topic
+        self.is_taken = False
+
+
 class GroupWriter:
     """The only one that writes; it owns its connection and its thread."""
 
@@ -70,6 +86,7 @@ class GroupWriter:
         self._started = self._loop.create_future()
         self._ended = self._loop.create_future()
         self._thread = threading.Thread(target=self._run, name="tinsmith-ledger", daemon=True)
+        self._standing: list[_StandBy[Any]] = []
         self._moved_at = 0
         self._is_soft = False
         self.commits = 0
@@ -93,11 +110,30 @@ class GroupWriter:
         self._queue.put(_Write(operation, future, is_soft=is_soft))
         return await future
 
+    @contextlib.contextmanager
+    def standing_by(self, topic: str, operation: Operation[T]) -> Iterator[_StandBy[T]]:
+        """Have an operation run at the end of the next transaction that has news of a topic.
+
+        If it was not taken into one by the end of the block, it never will be.
+        """
+        if self._is_closed:
+            raise LedgerUnavailableError("the ledger is closed")
+        future: asyncio.Future[T] = self._loop.create_future()
+        standing = _StandBy(operation, future, topic, is_soft=True)
+        self._standing.append(standing)
+        try:
+            yield standing
+        finally:
+            with contextlib.suppress(ValueError):  # the thread was quicker
+                self._standing.remove(standing)
+
     async def close(self) -> None:
         """Write what is queued, and end. May be called again."""
         if not self._is_closed:
             self._is_closed = True
             self._queue.put(None)
+            for standing in self._standing:
+                _set_error(standing.future, LedgerUnavailableError("the ledger is closed"))
         if self._thread.ident is not None:
             await asyncio.shield(self._ended)
             self._thread.join()
@@ -166,14 +202,16 @@ class GroupWriter:
                 group[0].effects = Effects()
                 group[0].error = unavailable(exc) if isinstance(exc, sqlite3.Error) else exc
                 return
-            for write in group:
-                self._commit([write])
+            for write in list(group):
+                alone = [write]
+                self._commit(alone)
+                group += alone[1:]  # what stood by for it
 
     def _transaction(self, group: list[_Write]) -> None:
         self._set_sync(is_soft=all(write.is_soft for write in group))
         self._connection.execute("BEGIN IMMEDIATE")
         try:
-            for write in group:
+            for write in self._joined_by_standing(group):
                 write.effects, write.error = Effects(), None
                 try:
                     write.value = run_steps(write.operation(write.effects), self._ask)
@@ -186,6 +224,17 @@ class GroupWriter:
             raise
         self.commits += 1
         self.writes += sum(write.effects.writes for write in group)
+
+    def _joined_by_standing(self, group: list[_Write]) -> Iterator[_Write]:
+        """The writes of a group, and then, as members of it, those that waited for its news."""
+        yield from list(group)
+        topics = {topic for write in group for topic in write.effects.topics}
+        for standing in [one for one in self._standing if one.topic in topics]:
+            with contextlib.suppress(ValueError):  # it was just taken back
+                self._standing.remove(standing)
+                standing.is_taken = True
+                group.append(standing)
+                yield standing
 
     def _set_sync(self, *, is_soft: bool) -> None:
         """Say whether commits are synced from now on, which only goes between transactions."""

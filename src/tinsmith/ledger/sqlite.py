@@ -27,15 +27,16 @@ from pathlib import Path
 from typing import IO, Self, TypeVar
 
 from tinsmith.errors import LedgerUnavailableError, LedgerVersionError
-from tinsmith.ledger import keeping_steps, migrations
+from tinsmith.ledger import command_steps, keeping_steps, migrations
 from tinsmith.ledger.clock import SteadyClock
 from tinsmith.ledger.group_commit import GroupWriter, unavailable
 from tinsmith.ledger.payloads import INLINE_BYTES, Kept, PayloadFiles
-from tinsmith.ledger.records import Retention
+from tinsmith.ledger.records import Command, Retention
 from tinsmith.ledger.sql_ledger import SqlLedger
 from tinsmith.ledger.statements import migrations as known_migrations
 from tinsmith.ledger.statements import sqlite_queries
-from tinsmith.ledger.steps import Effects, Operation, Row, Values, run_steps
+from tinsmith.ledger.steps import Effects, Operation, Row, Steps, Values, run_steps
+from tinsmith.ledger.wakeups import NEW_WORK
 
 T = TypeVar("T")
 
@@ -169,6 +170,19 @@ class SqliteLedger(SqlLedger):
             return run_steps(operation(Effects()), partial(_ask, self._looking))
         except sqlite3.Error:
             return await self._read(operation)
+
+    async def wait_claim(self, claimer: str, *, limit: int, timeout_s: float) -> list[Command]:
+        """`Ledger.wait_claim`, in the transaction that brings the work: a commit less for each."""
+
+        def operation(effects: Effects) -> Steps[list[Command]]:
+            return command_steps.claim(effects, claimer, limit, self.now())
+
+        with self._writer.standing_by(NEW_WORK, operation) as standing:
+            if not await self._look(partial(command_steps.has_work, claimer=claimer)):
+                await asyncio.wait([standing.future], timeout=timeout_s)
+        if standing.is_taken:
+            return await standing.future
+        return await self.claim(claimer, limit=limit)  # of what was there, or the time is up
 
     async def _on_reader(self, work: Callable[..., T], *values: object) -> T:
         if self._is_closed:

@@ -49,7 +49,9 @@ class Intake:
             if room <= 0:
                 await changed.wait()
                 continue
-            claimed = await parts.ask(lambda: parts.ledger.claim(claimer, limit=room))  # noqa: B023 - called at once
+            claimed = await parts.ask(
+                lambda: parts.ledger.wait_claim(claimer, limit=room, timeout_s=IDLE_WAIT_S)  # noqa: B023 - called at once
+            )
             if claimed:
                 parts.held += len(claimed)
                 for command in claimed:
@@ -59,10 +61,6 @@ class Intake:
                 await self._take_cancelled()
             elif time.monotonic() - self._looked_at > CANCEL_LOOK_S:
                 self._look_beside()
-            if len(claimed) < room:
-                await parts.ask(
-                    lambda: parts.ledger.wait_for_commands(claimer, timeout_s=IDLE_WAIT_S)
-                )
 
     async def _add(self, command: Command) -> None:
         parts = self._parts

@@ -129,7 +129,7 @@ class App:
             else:
                 body = b"".join(reply.parts)
                 report.reply_bytes = len(body)
-                if reply.status != 204:
+                if reply.status != 204 and "Content-Length" not in headers:
                     headers["Content-Length"] = str(len(body))
                 await incoming.answer(reply.status, headers, body)
         except ClientLeftError:

@@ -32,8 +32,10 @@ class Waits:
     def close(self) -> None:
         """End all waits, and every later one at once."""
         self._is_closed = True
-        for ending in [*self._waits, *self._tasks]:
-            ending.cancel()
+        for wait in list(self._waits):
+            wait.cancel()
+        for task in list(self._tasks):
+            task.cancel()
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """A wait that its caller ends; `close` cancels it too."""
@@ -61,9 +63,9 @@ class Waits:
         except asyncio.CancelledError:
             if not wait.is_ours():
                 raise
-            if self._is_closed:
-                return None
-            raise ClientLeftError from None
+            if left.done():
+                raise ClientLeftError from None
+            return None
         finally:
             self._waits.discard(wait)
             wait.is_over = True

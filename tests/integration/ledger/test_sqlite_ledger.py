@@ -336,6 +336,55 @@ def test_one_write_that_fails_does_not_take_its_group_with_it(tmp_path: Path) ->
     asyncio.run(tell())
 
 
+def test_a_claim_that_waits_is_part_of_the_commit_that_brings_its_work(tmp_path: Path) -> None:
+    """It costs no commit of its own."""
+
+    async def tell() -> None:
+        async with await opened(tmp_path) as ledger:
+            await ledger.append(training(0))
+            await ledger.claim("s", limit=1)
+            before = (await ledger.statistics()).commits
+            waiting = asyncio.create_task(ledger.wait_claim("s", limit=5, timeout_s=60))
+            await asyncio.sleep(0)
+            await ledger.append(training(1))
+            assert [command.seq_id for command in await waiting] == [1]
+            assert (await ledger.statistics()).commits == before + 1
+
+    asyncio.run(tell())
+
+
+def test_a_claim_that_waits_survives_the_failure_of_what_it_joined(tmp_path: Path) -> None:
+    """The write that failed is told so; the claim has what the others brought."""
+
+    def broken(_: Effects) -> Steps[None]:
+        yield ("add_use", ("tenant", 1, "kind", "s", "l", "m", 1.0))
+        yield ("add_use", (None,) * 7)
+
+    async def tell() -> None:
+        async with await opened(tmp_path) as ledger:
+            waiting = asyncio.create_task(ledger.wait_claim("s", limit=50, timeout_s=60))
+            await asyncio.sleep(0)
+            told = await asyncio.gather(
+                ledger.append(training(0)), ledger._write(broken), return_exceptions=True
+            )
+            assert isinstance(told[1], LedgerUnavailableError)
+            assert [command.seq_id for command in await waiting] == [0]
+
+    asyncio.run(tell())
+
+
+def test_a_ledger_that_closes_ends_claims_that_wait(tmp_path: Path) -> None:
+    async def tell() -> None:
+        ledger = await opened(tmp_path)
+        waiting = asyncio.create_task(ledger.wait_claim("s", limit=5, timeout_s=60))
+        await asyncio.sleep(0)
+        await ledger.close()
+        with pytest.raises(LedgerUnavailableError):
+            await asyncio.wait_for(waiting, 30)
+
+    asyncio.run(tell())
+
+
 def test_the_log_is_moved_into_the_database_at_a_quiet_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -260,7 +260,7 @@ class Flaky:
 
     def __getattr__(self, name: str) -> object:
         found = getattr(self._ledger, name)
-        if name not in ("settle", "claim", "payload", "take_cancelled", "wait_for_commands"):
+        if name not in ("settle", "wait_claim", "payload", "take_cancelled"):
             return found
 
         async def call(*args: object, **kwargs: object) -> object:
