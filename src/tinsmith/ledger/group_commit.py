@@ -61,6 +61,7 @@ class _StandBy(_Write, Generic[T]):
     """A write that waits for news of a topic."""
 
     __slots__ = ("is_taken", "topic")
+    future: asyncio.Future[T]
 
     def __init__(
         self, operation: Operation[T], future: asyncio.Future[T], topic: str, *, is_soft: bool
