@@ -79,14 +79,14 @@ class Bench:
 
     async def kill(self) -> None:
         """End it as a crash would: nothing is finished, given back or said."""
-        tasks = [
+        while tasks := [
             task
             for task in asyncio.all_tasks()
             if task is not asyncio.current_task() and _is_schedulers(task)
-        ]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        ]:  # the end of one may begin another
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     # Submitting
 
