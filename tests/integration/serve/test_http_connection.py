@@ -195,7 +195,7 @@ def test_pieces_are_sent_in_chunks_or_as_announced(port: int) -> None:
 @plain
 def test_an_answer_that_is_cut_short_ends_its_connection(port: int) -> None:
     """Else the client would take the next answer for the rest of it."""
-    answer = answered(port, b"GET /pieces?7 HTTP/1.1\r\nhost: x\r\n\r\n", LAST)
+    answer = answered(port, b"GET /pieces?7 HTTP/1.1\r\nhost: x\r\n\r\n")
 
     assert answer.endswith(b"\r\n\r\nonetwo")
 
@@ -267,7 +267,7 @@ def test_a_request_to_become_another_protocol_is_answered_as_it_stands(port: int
     """And the connection is closed: what follows would not be HTTP."""
     upgrade = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"
 
-    answer = answered(port, upgrade, b"\x81\x05hello")
+    answer = answered(port, upgrade + b"\x81\x05hello")
 
     assert answer.startswith(b"HTTP/1.1 200 ")
 
