@@ -93,7 +93,7 @@ def find_files(source: TokenizerSource) -> Path:
     local = directory_of(source.id)
     if local is None and source.id.startswith(("/", ".", "~")):
         raise TokenizerError(f"there is no tokenizer in the directory {source.id!r}")
-    directory = local or in_hub_cache(source) or _from_hub(source)
+    directory = local or in_hub_cache(source) or in_model_cache(source) or _from_hub(source)
     if not (directory / TOKENIZER_FILE).is_file():
         raise TokenizerError(
             f"tokenizer {source.id!r} has no {TOKENIZER_FILE} in {directory}",
@@ -112,6 +112,19 @@ def in_hub_cache(source: TokenizerSource) -> Path | None:
         commit = revision
     snapshot = repository / "snapshots" / commit
     return snapshot if (snapshot / TOKENIZER_FILE).is_file() else None
+
+
+def in_model_cache(source: TokenizerSource) -> Path | None:
+    """The folder of a base model that a service of this machine has fetched, with its tokenizer.
+
+    Such a model may have come from elsewhere because the hub cannot be reached from here.
+    """
+    parts = source.id.split("/")
+    if source.revision is not None or not all(part.strip(".") for part in parts):
+        return None
+    home = Path(os.environ.get("TINSMITH_HOME") or "~/.tinsmith").expanduser()
+    folder = home.joinpath("models", *parts)
+    return folder if (folder / TOKENIZER_FILE).is_file() else None
 
 
 def hub_cache() -> Path:

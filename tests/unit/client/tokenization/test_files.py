@@ -10,7 +10,13 @@ import pytest
 
 from tests.unit.client.small_tokenizer import BOS, CHAT_TEMPLATE, CONFIG, EOS, write_tokenizer
 from tinsmith.client.tokenization import files as tokenizer_files
-from tinsmith.client.tokenization.files import TokenizerParts, find_files, hub_cache, read_parts
+from tinsmith.client.tokenization.files import (
+    TokenizerParts,
+    find_files,
+    hub_cache,
+    in_model_cache,
+    read_parts,
+)
 from tinsmith.client.tokenization.names import TokenizerSource
 from tinsmith.errors import TokenizerError
 
@@ -52,6 +58,20 @@ def test_the_hubs_cache_is_read_without_the_hub(hub: Path) -> None:
     assert find_files(TokenizerSource("org/model")) == main
     assert find_files(TokenizerSource("org/model", "v2")) == tagged
     assert find_files(TokenizerSource("org/model", "beef")) == tagged
+
+
+def test_the_tokenizer_of_a_base_model_on_this_machine_is_read_without_the_hub(
+    hub: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TINSMITH_HOME", str(tmp_path / "home"))
+    kept = write_tokenizer(tmp_path / "home" / "models" / "org" / "model")
+    write_tokenizer(tmp_path / "home" / "outside")
+
+    assert find_files(TokenizerSource("org/model")) == kept
+    assert in_model_cache(TokenizerSource("org/model", "v2")) is None
+    assert in_model_cache(TokenizerSource("org/../../../outside")) is None
+    newer = cached(hub, "org/model")
+    assert find_files(TokenizerSource("org/model")) == newer
 
 
 @pytest.mark.parametrize(
