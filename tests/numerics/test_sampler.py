@@ -13,7 +13,7 @@ import torch
 
 from tests.numerics.sample_works import lora, prompt_of, run, work
 from tests.numerics.small_models import VOCABULARY, make_model
-from tinsmith.engines.base import SampleWork, WeightsId
+from tinsmith.engines.base import SampleOutcome, SampleWork, WeightsId
 from tinsmith.engines.embedded.prefix_cache import CHUNK_TOKENS
 from tinsmith.engines.embedded.sampler import Sampler, SamplerSettings
 from tinsmith.model.attention import PackAttention, Stretch
@@ -240,6 +240,42 @@ def test_a_sample_is_the_same_with_a_warm_cache(
     _assert_same(again, alone[kind])
     if kind != "asking":
         assert again.prompt_cache_hit_tokens == len(prompt)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_course_of_events_gives_the_same_samples(
+    llama: Transformer, adapters: dict[str, FusedLora], seed: int
+) -> None:
+    """Samples that come, are cancelled and wait for memory, in an order that chance makes."""
+    chance = random.Random(seed)
+    works = {one.work_id: one for one in _crowd(14, seed)}
+    limit = 900 * 512  # a token takes 512 bytes; the largest needs about 300
+    sampler = _sampler(
+        llama,
+        adapters,
+        kv_bytes=limit,
+        most_sequences=9,
+        prefill_tokens=chance.choice([1, 300]),
+        busy_prefill_tokens=chance.choice([1, 300]),
+    )
+    coming, found, gone = list(works.values()), dict[str, SampleResponse](), set[str]()
+    while coming or sampler.samples:
+        if coming and chance.random() < 0.3:
+            sampler.admit(coming.pop())
+        if chance.random() < 0.04:
+            name = chance.choice(list(works))
+            gone |= {name} - found.keys() - {one.work_id for one in coming}
+            sampler.cancel(name)
+        for event in sampler.step():
+            assert isinstance(event, SampleOutcome) and event.result is not None
+            found[event.work_id] = event.result
+        held = sampler.statistics()
+        assert 0 <= held.taken_bytes <= limit - held.cached_bytes
+
+    assert held.taken_bytes == held.running == held.reading == held.waiting == 0
+    assert found.keys() == works.keys() - gone
+    for name, response in found.items():
+        _assert_same(response, run(_sampler(llama, adapters), works[name])[name])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

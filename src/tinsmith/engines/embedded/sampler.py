@@ -137,6 +137,10 @@ class Sampler:
 
     def _most_tokens(self, work: SampleWork) -> int:
         """How many tokens a sequence may have: by the request, the context and the memory."""
+        if work.request.num_samples < 1:
+            raise ValidationError(
+                f"num_samples is {work.request.num_samples}; it must be 1 or more"
+            )
         length, asked = work.request.prompt.length, work.request.sampling_params.max_tokens
         room = self._shape.max_context - length
         if room < 1:

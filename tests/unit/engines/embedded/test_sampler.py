@@ -232,6 +232,7 @@ def test_what_cannot_be_sampled_is_refused(model: Transformer) -> None:
         sampler.admit(work(weights="unknown"))
     for bad in (
         work(stop="text"),
+        work(num_samples=0),
         work(prompt=prompt_of(512)),
         work(prompt=[1, 300]),
         work(prompt=[-1]),
