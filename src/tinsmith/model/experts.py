@@ -18,6 +18,9 @@ from tinsmith.model.layers import gated
 from tinsmith.model.linear import Linear
 from tinsmith.model.lora_linear import lora_linear
 
+_LEAST_GATE = -80.0
+"""What is below counts for nothing, and its exponential would be no number."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ExpertWeights:
@@ -49,5 +52,7 @@ def mix_experts(
     if shared_TD is None:
         return mixed_TD
     if weights.shared_gate is not None:
-        shared_TD = shared_TD * lora_linear(x_TD, weights.shared_gate, []).sigmoid()
+        # Not by `sigmoid`, which computes the last numbers of a tensor in another way than others.
+        gate_T1 = lora_linear(x_TD, weights.shared_gate, []).clamp(min=_LEAST_GATE)
+        shared_TD = shared_TD / (1 + torch.exp(-gate_T1))
     return mixed_TD + shared_TD

@@ -3,8 +3,8 @@
 On a CPU the weights are also kept in the order in which oneDNN reads them. That is faster for few
 rows, and each row then comes out the same, bit for bit, whatever rows are beside it: the library
 chooses its kernel by the weights and not by the number of rows. Samples and training passes rest
-on that. Without it, `F.linear` takes other kernels for fewer than `FEWEST_ROWS` rows, so these are
-padded.
+on that. Without it, products take other kernels where a thread has fewer than `FEWEST_ROWS` rows,
+so few rows are padded.
 """
 
 # I input, O output, T row of the pack
@@ -57,5 +57,7 @@ def can_pack(weight: Tensor) -> bool:
 
 
 def _padded(rows: Tensor) -> Tensor:
-    missing = FEWEST_ROWS - rows.shape[0]
-    return F.pad(rows, (0, 0, 0, missing)) if missing > 0 else rows
+    """Few rows become more, so that the share of each thread is one that kernels treat alike."""
+    step = FEWEST_ROWS * torch.get_num_threads()
+    missing = -rows.shape[0] % step if rows.shape[0] < 4 * step else 0
+    return F.pad(rows, (0, 0, 0, missing)) if missing else rows

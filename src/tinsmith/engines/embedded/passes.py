@@ -11,6 +11,7 @@ by nobody but the caller, who adds a pass's gradients when all of it went well.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -82,7 +83,7 @@ class Pass:
             raise self.error
         self._check_logprobs()
         evaluation = self.loss.evaluate(self.lp_C)
-        if self.work.with_gradients and not bool(self.lora.gradients().isfinite().all()):
+        if self.work.with_gradients and not _is_finite(self.lora.gradients()):
             raise ValidationError(
                 "the gradients are not finite; nothing was added to those gathered before",
                 remedy="look for huge values in loss_fn_inputs, or take a lower learning rate",
@@ -104,6 +105,11 @@ class Pass:
                     "nothing was added to the gradients",
                     remedy="go back to a checkpoint and take a lower learning rate",
                 )
+
+
+def _is_finite(vector: Tensor) -> bool:
+    # A sum is one look at each number; that it overflows by itself is possible, and then looked at.
+    return math.isfinite(float(vector.sum())) or bool(vector.isfinite().all())
 
 
 def _loss(work: PassWork, lengths: Sequence[int]) -> Loss:

@@ -67,6 +67,9 @@ def free_threads() -> int:
 
     Training and sampling run beside each other. Threads of one computation wait for each other by
     spinning: on a core that has other work, that costs many times what the thread is worth.
+
+    A power of two: the threads' shares of a tensor then end where its rows' vectors of numbers do,
+    and each number is computed in the same way whatever is beside it.
     """
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -75,4 +78,5 @@ def free_threads() -> int:
         busy = os.getloadavg()[0]
     except OSError:
         busy = 0.0
-    return max(1, int(cores - busy) // 2)
+    half = max(1, int(cores - busy) // 2)
+    return 1 << (half.bit_length() - 1)
