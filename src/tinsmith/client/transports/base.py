@@ -143,6 +143,17 @@ class Transport(Protocol):
         ...
 
 
+class NeverAtOnce:
+    """For transports whose every request has to be waited for."""
+
+    def begin(
+        self, request: HttpRequest, *, pool: Pool, timeout_s: float, idempotency_key: str
+    ) -> Begun | None:
+        """As `Transport.begin`."""
+        del request, pool, timeout_s, idempotency_key
+        return None
+
+
 _OWN_HEADERS = frozenset({"x-api-key", "host", "content-length", "transfer-encoding"})
 """What nobody else may set: the credential (S12), and what says where a request ends."""
 

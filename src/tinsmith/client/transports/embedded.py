@@ -21,6 +21,7 @@ from tinsmith.client.embedding import HerePlace, Place, find_place
 from tinsmith.client.transports.base import (
     Credentials,
     ExchangeReply,
+    NeverAtOnce,
     StreamReply,
     Transport,
     TransportSettings,
@@ -38,7 +39,7 @@ LOCAL_URL = "http://localhost"
 """A service without keys answers to no other name."""
 
 
-class EmbeddedTransport:
+class EmbeddedTransport(NeverAtOnce):
     """Carries requests to the embedded service, wherever it runs. To be used on one event loop."""
 
     def __init__(self, settings: TransportSettings, credentials: Credentials) -> None:
@@ -131,7 +132,7 @@ class EmbeddedTransport:
             await self._carrier.close()
 
 
-class _OtherLoopTransport:
+class _OtherLoopTransport(NeverAtOnce):
     """A transport that is used on one event loop and does its work on another."""
 
     def __init__(self, inner: InProcessTransport, loop: asyncio.AbstractEventLoop) -> None:

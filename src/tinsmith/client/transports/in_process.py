@@ -16,9 +16,9 @@ from typing import Any, TypeAlias
 from urllib.parse import unquote, urlencode, urlsplit
 
 from tinsmith.client.transports.base import (
-    Begun,
     Credentials,
     ExchangeReply,
+    NeverAtOnce,
     StreamReply,
     TransportSettings,
     connection_error,
@@ -45,7 +45,7 @@ Application: TypeAlias = Callable[
 ]
 
 
-class InProcessTransport:
+class InProcessTransport(NeverAtOnce):
     """Carries requests to an ASGI application. To be used on one event loop."""
 
     def __init__(
@@ -57,13 +57,6 @@ class InProcessTransport:
         self._prefix = urlsplit(settings.base_url).path.rstrip("/")
         self._under_way: set[asyncio.Task[Any]] = set()
         self._is_closed = False
-
-    def begin(
-        self, request: HttpRequest, *, pool: Pool, timeout_s: float, idempotency_key: str
-    ) -> Begun | None:
-        """As `Transport.begin`: never at once."""
-        del request, pool, timeout_s, idempotency_key
-        return None
 
     async def send(
         self,

@@ -21,9 +21,9 @@ import aiohttp
 from tinsmith.client.transports.base import (
     CONNECT_TIMEOUT_S,
     KEEP_ALIVE_S,
-    Begun,
     Credentials,
     ExchangeReply,
+    NeverAtOnce,
     StreamReply,
     TransportSettings,
     connection_error,
@@ -43,7 +43,7 @@ from tinsmith.wire.protobuf import Parts
 _log = logging.getLogger(__name__)
 
 
-class ProxiedTransport:
+class ProxiedTransport(NeverAtOnce):
     """Carries requests over HTTP/1.1, through a proxy. To be used on one event loop."""
 
     def __init__(self, settings: TransportSettings, credentials: Credentials) -> None:
@@ -52,13 +52,6 @@ class ProxiedTransport:
         self._proxy, self._login = _proxy_of(settings)
         self._sessions: dict[Pool, aiohttp.ClientSession] = {}
         self._is_closed = False
-
-    def begin(
-        self, request: HttpRequest, *, pool: Pool, timeout_s: float, idempotency_key: str
-    ) -> Begun | None:
-        """As `Transport.begin`: never at once."""
-        del request, pool, timeout_s, idempotency_key
-        return None
 
     async def send(
         self,
