@@ -20,7 +20,7 @@ import msgspec
 
 from tinsmith.engines.base import Engine
 from tinsmith.engines.child import ChildEngine
-from tinsmith.engines.embedded.settings import EmbeddedModel, EmbeddedSettings
+from tinsmith.engines.embedded.settings import EmbeddedModel, EmbeddedSettings, free_threads
 from tinsmith.errors import ValidationError, shown
 from tinsmith.model_files.base import Tell
 from tinsmith.model_files.cache import ModelCache, tell_nobody
@@ -137,6 +137,10 @@ def make_engine(
             f"there is no engine {name!r}", remedy=f"known are {', '.join(ENGINES)}"
         )
     check_installed(name)
+    settings = settings or EmbeddedSettings()
+    if name == "embedded" and not settings.threads:
+        # Chosen once: an engine that is opened anew must give the same numbers to the last bit.
+        settings = msgspec.structs.replace(settings, threads=free_threads())
     make = functools.partial(_MAKERS[name], sources, settings)
     return ChildEngine(make, name) if has_own_process else make()
 
@@ -155,7 +159,7 @@ def check_installed(name: str) -> None:
         )
 
 
-def _embedded(sources: Sequence[ModelSource], settings: EmbeddedSettings | None) -> Engine:
+def _embedded(sources: Sequence[ModelSource], settings: EmbeddedSettings) -> Engine:
     from tinsmith.engines.embedded.engine import EmbeddedEngine
 
     models = [
@@ -170,7 +174,7 @@ def _embedded(sources: Sequence[ModelSource], settings: EmbeddedSettings | None)
     return EmbeddedEngine(models, settings)
 
 
-def _fake(sources: Sequence[ModelSource], _: EmbeddedSettings | None) -> Engine:
+def _fake(sources: Sequence[ModelSource], _: EmbeddedSettings) -> Engine:
     from tinsmith.engines.fake.engine import FakeEngine, fake_model
 
     return FakeEngine([fake_model(one.name, one.tokenizer_id, one.alias_of) for one in sources])

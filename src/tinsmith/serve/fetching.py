@@ -67,8 +67,8 @@ class _Report:
             self._logged_at = float("-inf")
         else:
             self._bar.add(done - self._bar.done)
-        text = label if not done else f"{label}, {size_text(done)}"
-        text = text if not total else f"{text} of {size_text(total)}"
+        text = f"{label}, {size_text(done)}" if done or total else label
+        text = f"{text} of {size_text(total)}" if total else text
         self._tell(text)
         if not self._is_seen and time.monotonic() - self._logged_at >= TOLD_EVERY_S:
             self._logged_at = time.monotonic()

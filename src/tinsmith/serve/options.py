@@ -120,7 +120,9 @@ OPTIONS = (
         "where it computes; auto: a GPU if there is one",
         choices=DEVICES,
     ),
-    Option("threads", "N", "0", "threads that compute; 0: as many as there are free cores"),
+    Option(
+        "threads", "N", "0", "threads that train, and again that sample; 0: half of the free cores"
+    ),
     Option(
         "models",
         "NAME=PATH_OR_ID",
