@@ -41,12 +41,13 @@ def claim(effects: Effects, claimer: str, limit: int, now: float) -> Steps[list[
     yield "claim_until", (claimer, now, taken[-1].ordinal)
     if len(taken) == limit:
         effects.topics.append(NEW_WORK)  # there may be more, for another claimer
-    return [
+    effects.claimed = [
         msgspec.structs.replace(
             command, state=CommandState.CLAIMED, claimed_by=claimer, claimed_at=now
         )
         for command in taken
     ]
+    return effects.claimed
 
 
 def release_claims(effects: Effects, claimer: str) -> Steps[int]:

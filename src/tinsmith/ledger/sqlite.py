@@ -31,7 +31,8 @@ from tinsmith.ledger import command_steps, keeping_steps, migrations
 from tinsmith.ledger.clock import SteadyClock
 from tinsmith.ledger.group_commit import GroupWriter, unavailable
 from tinsmith.ledger.payloads import INLINE_BYTES, Kept, PayloadFiles
-from tinsmith.ledger.records import Command, Retention
+from tinsmith.ledger.records import Command, Retention, Swept
+from tinsmith.ledger.remembered import Remembered
 from tinsmith.ledger.sql_ledger import SqlLedger
 from tinsmith.ledger.statements import migrations as known_migrations
 from tinsmith.ledger.statements import sqlite_queries
@@ -76,6 +77,7 @@ class SqliteLedger(SqlLedger):
         self._looking: sqlite3.Connection | None = None
         self._opened: list[sqlite3.Connection] = []
         self._writer = GroupWriter(self._connect_writer, self._follow)
+        self._claimed: Remembered[Command] = Remembered()
         self._is_closed = False
         self._is_beside = False
 
@@ -215,7 +217,27 @@ class SqliteLedger(SqlLedger):
         self._opened.append(connection)
         return connection
 
+    async def command(self, request_id: str) -> Command:
+        """`Ledger.command`. Nobody else can change what this process has claimed."""
+        return self._claimed.see(request_id) or await super().command(request_id)
+
+    async def release_claims(self, claimer: str) -> int:
+        """`Ledger.release_claims`."""
+        try:
+            return await super().release_claims(claimer)
+        finally:
+            self._claimed.forget_all()
+
+    async def sweep(self) -> Swept:
+        """`Ledger.sweep`."""
+        self._claimed.forget_all()
+        return await super().sweep()
+
     def _follow(self, effects: Effects) -> None:
+        for command in effects.claimed:
+            self._claimed.keep(command.request_id, command)
+        for ended in effects.ended:
+            self._claimed.take(ended.request_id)
         self._tell(effects)
         if effects.files and not self._is_closed:
             self._readers.submit(self._files.delete, effects.files)

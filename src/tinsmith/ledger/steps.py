@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
-from tinsmith.ledger.records import RequestId
+from tinsmith.ledger.records import Command, RequestId
 from tinsmith.ledger.remembered import Ended
 
 T = TypeVar("T")
@@ -30,13 +30,15 @@ Steps: TypeAlias = Generator[Query, Sequence[Row], T]
 class Effects:
     """What follows from an operation when it is durable."""
 
-    __slots__ = ("appended", "ended", "files", "topics", "writes")
+    __slots__ = ("appended", "claimed", "ended", "files", "topics", "writes")
 
     def __init__(self) -> None:
         self.topics: list[str] = []
         """Who is woken."""
         self.appended: list[tuple[RequestId, bytes]] = []
         """New commands with a small payload."""
+        self.claimed: list[Command] = []
+        """Commands that were claimed, as they are now."""
         self.ended: list[Ended] = []
         """Commands that were settled."""
         self.files: list[str] = []
