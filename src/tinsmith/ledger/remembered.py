@@ -3,8 +3,8 @@
 A small payload is remembered from its append until the scheduler of this process has read it, a
 small result from its settlement, if somebody waits for it, until that one has read it. Each is
 given out once, so that nothing here outlives what the database holds for long. Where no other
-process can change them, claimed commands are remembered until they are settled: polls ask for those.
-Whatever is not here is looked up.
+process can change them, claimed commands are remembered until they are settled: polls ask for
+those. Whatever is not here is looked up.
 
 Only what is durable is put in. Knows nothing of databases.
 """
