@@ -33,6 +33,7 @@ NOUNS = {
     "billing": "show what was used and what is stored",
     "demo": "train a real model on this machine in five minutes",
     "serve": "run the service on this machine",
+    "workshop": "make a folder in which Tinker programs run with no hub",
     "key": "make, list and revoke keys of your own service",
     "completion": "print a script that completes commands in your shell",
     "version": "show the versions of tinsmith and of what it runs on",
