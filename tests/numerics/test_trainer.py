@@ -387,6 +387,25 @@ def test_passes_whose_pack_has_no_room_run_alone(
         assert torch.equal(_gradients(one), _gradients(other))
 
 
+def test_gradients_of_many_passes_wait_for_memory(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They run in several goes, with the same numbers."""
+    works: list[TrainingWork] = [_pass(_data(5 + n, seed=n), work_id=str(n)) for n in range(5)]
+    together, parted = _adapter(model), _adapter(model)
+    expected = _train(model, works, together)
+    rows: list[int] = []
+    _count_rows(monkeypatch, rows)
+    most = 2 * parted.weights.nbytes
+    monkeypatch.setattr("tinsmith.engines.embedded.trainer.MOST_SCRATCH_BYTES", most)
+
+    found = _train(model, works, parted)
+
+    assert rows == [5 + 6, 7 + 8, 9]
+    assert found == expected
+    assert torch.equal(_gradients(parted), _gradients(together))
+
+
 def _broken(how: str) -> Callable[[Adapter], PassWork]:
     def infinite(adapter: Adapter) -> PassWork:
         adapter.weights = adapter.weights * 1e30

@@ -59,14 +59,26 @@ class Pass:
         self.pieces = cut(make_examples(tokens, targets, shape.vocabulary), budget)
         self.error: TinkerError | None = None
         """Why it failed, if it has; its rows in a pack then have no slopes."""
-        self.restart()
+        self.lp_C = torch.full((self.loss.targets.cells,), torch.nan)
+        self._lora: FusedLora | None = None
 
-    def restart(self) -> None:
-        """Forget what was computed."""
-        self.lora: FusedLora = self.adapter.layout.fused(
+    def start(self) -> None:
+        """Take the memory that it runs in, and forget what was computed before."""
+        self._lora = None
+        self._lora = self.adapter.layout.fused(
             self.adapter.weights, self.model.dtype, with_gradients=self.work.with_gradients
         )
-        self.lp_C = torch.full((self.loss.targets.cells,), torch.nan)
+        self.lp_C.fill_(torch.nan)
+
+    def release(self) -> None:
+        """Give that memory back."""
+        self._lora = None
+
+    @property
+    def lora(self) -> FusedLora:
+        """The adapter as packs use it, with the gradients that this pass gathers."""
+        assert self._lora is not None, "it has not started"
+        return self._lora
 
     @property
     def scratch_bytes(self) -> int:

@@ -111,11 +111,12 @@ class Trainer:
             try:
                 passes.append((place, self._read(work, adapters)))
             except Exception as exc:  # noqa: BLE001 - it is this work's outcome and no other's
-                ended[place] = TrainingOutcome(work_id=work.work_id, error=exc)
+                ended[place] = TrainingOutcome(work_id=work.work_id, error=_told(exc))
         for some in _by_scratch(passes):
             failed = self._run_together([one for _, one in some])
             for place, one in some:
                 ended[place] = _finished(one, failed.get(one))
+                one.release()
 
     def _read(self, work: PassWork, adapters: Mapping[AdapterId, Adapter]) -> Pass:
         adapter = _loaded(work, adapters)
@@ -126,7 +127,7 @@ class Trainer:
         """Run passes in shared packs, and alone those whose pack failed; why that failed too."""
         failed: dict[Pass, Exception] = {}
         for one in self._run(passes, is_shared=True):
-            one.restart()
+            one.release()
             failed |= self._run([one], is_shared=False)
         return failed
 
@@ -135,7 +136,8 @@ class Trainer:
         failed: dict[Pass, Exception] = {}
         for model, some in _by_model(passes):
             budget = self._budgets[id(model)] if is_shared else Budget(0, 0)
-            for pack in make_packs([(one, one.pieces) for one in some], budget):
+            started = [one for one in some if _is_started(one, failed)]
+            for pack in make_packs([(one, one.pieces) for one in started], budget):
                 self._run_pack(model, pack, failed, is_shared)
         return failed
 
@@ -186,6 +188,14 @@ def _by_model(passes: Sequence[Pass]) -> list[tuple[Transformer, list[Pass]]]:
     for one in passes:
         found.setdefault((id(one.model), one.work.with_gradients), []).append(one)
     return [(some[0].model, some) for some in found.values()]
+
+
+def _is_started(one: Pass, failed: dict[Pass, Exception]) -> bool:
+    try:
+        one.start()
+    except Exception as exc:  # noqa: BLE001 - no memory, which is told as an outcome
+        failed[one] = exc
+    return one not in failed
 
 
 def _finished(one: Pass, failure: Exception | None) -> TrainingOutcome:
