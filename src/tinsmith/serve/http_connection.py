@@ -40,6 +40,9 @@ KEEP_ALIVE_S = 90.0
 MOST_UNREAD_BYTES = 64 * 1024
 """Of a body that waits to be taken; more is not read from the socket."""
 
+MOST_AHEAD = 100
+"""Requests that may be sent before the first of them is answered."""
+
 _STATUS_LINES = {
     int(status): f"HTTP/1.1 {int(status)} {status.phrase}\r\n" for status in http.HTTPStatus
 }
@@ -96,7 +99,7 @@ class HttpConnection(asyncio.Protocol):
         except httptools.HttpParserUpgrade:
             self.stop()  # what follows may be anything
         except httptools.HttpParserError:
-            self._refuse(400, "this is not HTTP/1.1")
+            self._refuse(400, f"not HTTP/1.1, or more than {MOST_AHEAD} requests at once")
             return
         if self._head_bytes > MOST_HEAD_BYTES:
             self._refuse(431, f"the request's headers are larger than {MOST_HEAD_BYTES} bytes")
@@ -145,6 +148,8 @@ class HttpConnection(asyncio.Protocol):
         )
         request.is_last = version == "1.0" or not self._parser.should_keep_alive()
         request.is_chunkable = version != "1.0"
+        if len(self._requests) == MOST_AHEAD:
+            raise ValueError  # which the parser makes an error of its own
         self._requests.append(request)
         if len(self._requests) > 1:
             self._pause_reading()  # it was sent ahead of its turn

@@ -32,6 +32,7 @@ class HttpRequest(Incoming):
         "_left",
         "_missing_bytes",
         "_pieces",
+        "_unread_bytes",
         "_waits_to_go_on",
         "is_begun",
         "is_chunkable",
@@ -51,6 +52,7 @@ class HttpRequest(Incoming):
         super().__init__(method, path, query, headers, connection.scheme)
         self._connection = connection
         self._pieces: list[bytes] = []
+        self._unread_bytes = 0
         self._is_whole = False
         self._awaited: asyncio.Future[None] | None = None
         self._left: asyncio.Future[None] | None = None
@@ -75,8 +77,9 @@ class HttpRequest(Incoming):
         if self.is_ended:
             return 0  # nobody wants it
         self._pieces.append(piece)
+        self._unread_bytes += len(piece)  # not summed anew: pieces may be very many and tiny
         self._wake()
-        return sum(map(len, self._pieces))
+        return self._unread_bytes
 
     def end_body(self) -> None:
         """All of the body has come."""
@@ -111,7 +114,7 @@ class HttpRequest(Incoming):
         }
 
     def _taken(self) -> bytes:
-        pieces, self._pieces = self._pieces, []
+        pieces, self._pieces, self._unread_bytes = self._pieces, [], 0
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _wake(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tinsmith.serve.http_connection import MOST_HEAD_BYTES, HttpConnection
+from tinsmith.serve.http_connection import MOST_AHEAD, MOST_HEAD_BYTES, HttpConnection
 from tinsmith.serve.http_request import LARGE_BYTES
 from tinsmith.serve.http_server import HttpServer
 from tinsmith.server.incoming import Incoming
@@ -183,6 +183,15 @@ def test_what_is_not_http_is_refused_with_a_reason(port: int, sent: bytes) -> No
 
 
 @plain
+def test_requests_without_end_that_nobody_waits_for_are_refused(port: int) -> None:
+    """Else one read could bring ten thousand of them into the memory."""
+    answer = answered(port, b"GET / HTTP/1.1\r\n\r\n" * 10 * MOST_AHEAD)
+
+    assert b"HTTP/1.1 400 " in answer
+    assert answer.count(b"HTTP/1.1 200 ") <= MOST_AHEAD
+
+
+@plain
 def test_pieces_are_sent_in_chunks_or_as_announced(port: int) -> None:
     """The next answer follows where the client expects it."""
     chunked = answered(port, b"GET /pieces HTTP/1.1\r\nhost: x\r\n\r\n", LAST)
@@ -245,6 +254,16 @@ def test_a_body_that_nobody_reads_is_passed_over(port: int) -> None:
     answer = answered(port, head, b"b" * 300000, LAST)
 
     assert [answer.count(b" 401 "), answer.count(b" 200 ")] == [1, 1]
+
+
+@plain
+def test_a_body_of_very_many_tiny_chunks_is_read_whole(port: int) -> None:
+    """What each of them costs does not grow with those before it."""
+    head = b"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+
+    answer = answered(port, head + b"1\r\nx\r\n" * 300_000 + b"0\r\n\r\n")
+
+    assert answer.endswith(b"\r\n\r\n300000")
 
 
 @plain
