@@ -8,6 +8,7 @@ up, because most likely one of the commands kills it.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections import deque
@@ -35,6 +36,8 @@ class Working:
         self._board = board
         self._make = make
         self._scheduler = make()
+        self._ending: asyncio.Task[None] | None = None
+        """Of a scheduler whose engine was lost."""
         self._lost_at: deque[float] = deque(maxlen=MOST_LOSSES + 1)
 
     async def run(self) -> None:
@@ -58,7 +61,9 @@ class Working:
                 lost = exc
 
     async def close(self, drain_s: float) -> None:
-        """Let what runs end; see `Scheduler.close`."""
+        """Let what runs end; see `Scheduler.close`. `run` was cancelled before."""
+        if self._ending is not None:
+            await self._ending
         await self._scheduler.close(drain_s)
 
     def _check(self, lost: TinkerError) -> None:
@@ -71,7 +76,9 @@ class Working:
     async def _begin_anew(self, lost: TinkerError) -> None:
         problem = f"the engine is being started anew: {lost}"
         _log.warning("%s", problem)
-        await self._scheduler.close(SETTLE_S)
+        # Shielded: a close of the service meanwhile must find it ended, not halfway.
+        self._ending = asyncio.create_task(self._scheduler.close(SETTLE_S))
+        await asyncio.shield(self._ending)
         self._board.scheduler = SchedulerReport(problem=problem)
         self._board.hold(QueueReport("paused_capacity", "the engine is being started anew"))
         try:
