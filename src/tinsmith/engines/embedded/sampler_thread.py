@@ -7,6 +7,7 @@ weights. The event loop never waits for a step, and a step never waits for the e
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Mapping
@@ -119,7 +120,18 @@ class SamplerThread:
                 do()
             for sampler in self._stepped.values():
                 if sampler.samples:
-                    self._tell(_step(sampler))
+                    self._tell(self._step(sampler))
+
+    def _step(self, sampler: Sampler) -> list[SampleEvent]:
+        try:
+            return sampler.step()
+        except Exception as exc:  # noqa: BLE001 - told as the outcome of all
+            # Which sample it was cannot be told: none of them would ever end.
+            _log.exception("a step of the sampler failed with %d samples", sampler.samples)
+            lost = [one for one, (_, drawn_by) in self._running.items() if drawn_by is sampler]
+            with contextlib.suppress(Exception):  # whatever state it is in, they are told
+                sampler.fail_all(exc)
+            return [SampleOutcome(work_id=work_id, error=exc) for work_id in lost]
 
     def _admit(self, work: SampleWork, ticket: int) -> None:
         sampler = self._samplers[work.base_model]
@@ -152,15 +164,6 @@ class SamplerThread:
     def _take(self, told: list[tuple[int, SampleEvent]]) -> None:
         self._events += told
         self._news.set()
-
-
-def _step(sampler: Sampler) -> list[SampleEvent]:
-    try:
-        return sampler.step()
-    except Exception as exc:  # noqa: BLE001 - told as the outcome of all
-        # Which sample it was cannot be told: none of them would ever end.
-        _log.exception("a step of the sampler failed with %d samples", sampler.samples)
-        return sampler.fail_all(exc)
 
 
 def closed() -> ClosedError:

@@ -232,9 +232,9 @@ def test_a_sampler_that_fails_ends_its_samples_and_goes_on(
     """The error is the outcome of those that were running."""
 
     async def test(engine: EmbeddedEngine) -> None:
-        sampler = engine._samplers["base"]
+        model = engine._transformers["base"]
         with monkeypatch.context() as patched:
-            patched.setattr(sampler, "_forward", _fail)
+            patched.setattr(model, "hidden", _fail)
             engine.admit(_sample("lost"))
             outcome = await _outcome(engine)
         assert outcome.work_id == "lost" and isinstance(outcome.error, RuntimeError)
