@@ -246,7 +246,7 @@ class MemoryLedger(Ledger):
         if kept is None or kept.command.is_settled:
             return False
         if kept.command.state is CommandState.CLAIMED:
-            kept.is_cancel_untold = True
+            self._commands.cancelled[kept.command.request_id] = kept
             self._wakeups.tell([NEW_WORK])
         self._end(kept, settlement)
         return True
@@ -283,15 +283,16 @@ class MemoryLedger(Ledger):
         return bool(self._commands.pending() or self._cancelled(claimer))
 
     def _cancelled(self, claimer: str) -> list[KeptCommand]:
-        kept = self._commands.all()
-        return [k for k in kept if k.is_cancel_untold and k.command.claimed_by == claimer]
+        cancelled = self._commands.cancelled.values()
+        held = [kept for kept in cancelled if kept.command.claimed_by == claimer]
+        return sorted(held, key=lambda kept: kept.command.ordinal)
 
     async def take_cancelled(self, claimer: str) -> list[RequestId]:
         """`Ledger.take_cancelled`."""
         await self._write()
         told = self._cancelled(claimer)
         for kept in told:
-            kept.is_cancel_untold = False
+            del self._commands.cancelled[kept.command.request_id]
         return [kept.command.request_id for kept in told]
 
     async def payload(self, request_id: str) -> bytes:

@@ -18,7 +18,6 @@ class KeptCommand:
         self.payload: bytes | None = payload
         self.result: bytes | None = None
         self.cursor = 0
-        self.is_cancel_untold = False
 
     def change(self, **fields: Any) -> None:
         """Set fields of the command."""
@@ -44,6 +43,8 @@ class MemoryCommands:
             CommandState.PENDING: {},
             CommandState.CLAIMED: {},
         }
+        self.cancelled: dict[str, KeptCommand] = {}
+        """Those that were cancelled while claimed, until their claimer is told."""
 
     def add(self, command: Command, payload: bytes) -> None:
         """Keep a pending command."""
@@ -96,5 +97,5 @@ class MemoryCommands:
         del self._by_line[line][request]
         if not self._by_line[line]:
             del self._by_line[line]
-        for known in self._open.values():
+        for known in (*self._open.values(), self.cancelled):
             known.pop(request, None)
