@@ -133,9 +133,7 @@ def test_a_preference_loop_with_a_loss_of_its_own_widens_the_margin(api: Any, se
         _datum(api, [*PROMPT, 30, 31, 32], len(PROMPT)),
     ]
 
-    def preference(
-        data: Any, logprobs: list[torch.Tensor]
-    ) -> tuple[torch.Tensor, dict[str, float]]:
+    def preference(_: Any, logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
         chosen, rejected = (one[-3:].sum() for one in logprobs)
         margin = chosen - rejected
         return -torch.nn.functional.logsigmoid(0.5 * margin), {"margin": margin.item()}
