@@ -17,7 +17,8 @@ _REDRAW_S = 0.1
 class Progress:
     """How far something is; may be told from any thread.
 
-    Shown while its `with` block lasts, if stderr is a terminal and tables were asked for.
+    Shown while its `with` block lasts, if stderr is a terminal or a notebook's cell, and tables
+    were asked for.
 
     Args:
         label: What is being done.
@@ -33,7 +34,8 @@ class Progress:
         self.total = total
         self.done = 0
         self._in_bytes = in_bytes
-        self._is_shown = format_ == "table" and sys.stderr.isatty()
+        self._is_shown = format_ == "table" and is_seen()
+        self._shown_length = 0
         self._lock = threading.Lock()
         self._began_at = time.monotonic()
         self._done_before = 0
@@ -79,8 +81,10 @@ class Progress:
             self._write(self.line(self._drawn_at - self._began_at))
 
     def _write(self, line: str) -> None:
-        """In the place of what is shown."""
-        sys.stderr.write(f"\r\x1b[K{line}")
+        """In the place of what is shown, which spaces cover: a notebook knows nothing else."""
+        covering = " " * max(0, self._shown_length - len(line))
+        self._shown_length = len(line)
+        sys.stderr.write(f"\r\x1b[K{line}" if sys.stderr.isatty() else f"\r{line}{covering}")
         sys.stderr.flush()
 
     def line(self, elapsed_s: float) -> str:
@@ -97,6 +101,11 @@ class Progress:
         if self.total and rate > 0 and self.done < self.total:
             shown += f", {_duration((self.total - self.done) / rate)} left"
         return shown
+
+
+def is_seen() -> bool:
+    """Whether somebody sees a line on stderr that is written over and over."""
+    return sys.stderr.isatty() or "ipykernel" in sys.modules
 
 
 def _duration(length_s: float) -> str:

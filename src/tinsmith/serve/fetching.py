@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from typing import TypeVar
 
 from tinsmith.engines.registry import ModelSource, find_models
 from tinsmith.model_files.cache import ModelCache
-from tinsmith.observe.progress import Progress
+from tinsmith.observe.progress import Progress, is_seen
 from tinsmith.observe.sizes import size_text
 from tinsmith.serve.settings import ServiceSettings
 
@@ -56,7 +55,7 @@ class _Report:
         self._name = bar.label
         self._tell = tell
         self._logged_at = float("-inf")
-        self._is_seen = sys.stderr.isatty()
+        self._is_seen = is_seen()
 
     def take(self, what: str, done: int, total: int | None) -> None:
         """As `model_files.base.Tell`."""

@@ -416,3 +416,32 @@ def command(home: Path, *words: str) -> Any:
     )
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout)
+
+
+def test_tokens_stream_and_samplers_go_to_other_processes(tmp_path: Path) -> None:
+    """A stream that is left early leaves nothing behind that keeps the program from ending."""
+    run(
+        """
+import pickle, subprocess
+client = tinsmith.ServiceClient()
+sampler = client.create_sampling_client(base_model=MODEL)
+params = tinsmith.SamplingParams(max_tokens=50, seed=1)
+with sampler.sample_stream(TOKENS, 1, params) as stream:
+    tokens = [token for event in stream for token in event.tokens]
+assert tokens == list(stream.result().sequences[0].tokens)
+with sampler.sample_stream(TOKENS, 1, params) as left:
+    next(iter(left))
+
+there = (
+    "import pickle, sys, tinsmith; sampler = pickle.load(sys.stdin.buffer);"
+    "params = tinsmith.SamplingParams(max_tokens=50, seed=1);"
+    "tokens = tinsmith.ModelInput.from_ints([1, 2, 3]);"
+    "print(list(sampler.sample(tokens, 1, params).result().sequences[0].tokens))"
+)
+ended = subprocess.run(
+    [sys.executable, "-c", there], input=pickle.dumps(sampler), capture_output=True, check=True
+)
+assert eval(ended.stdout) == tokens, ended
+""",
+        tmp_path,
+    )

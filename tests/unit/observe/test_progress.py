@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import sys
+import types
+
 import pytest
 
 from tinsmith.observe.progress import Progress
@@ -27,3 +30,18 @@ def test_nothing_is_drawn_where_nobody_looks(capsys: pytest.CaptureFixture[str])
         bar.add(1)
 
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_notebook_s_cell_shows_it_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the codes of terminals, which a cell would print."""
+    monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
+
+    with Progress("Fetching", 3) as bar:
+        pass
+
+    shown = capsys.readouterr().err
+    assert bar.line(0.0) in shown
+    assert "\x1b" not in shown
+    assert shown.endswith(f"\r{' ' * len(bar.line(0.0))}")
