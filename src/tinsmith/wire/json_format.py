@@ -52,23 +52,31 @@ def encode(value: Record | Frozen | dict[str, Any]) -> bytes:
     return b"".join(encode_parts(value))
 
 
-def encode_parts(value: Record | Frozen | dict[str, Any]) -> Parts:
-    """The JSON body that stands for `value`, in parts that need not be joined to be sent."""
-    writer = BodyWriter()
+def encode_parts(
+    value: Record | Frozen | dict[str, Any], *, array_text: Callable[[Numbers], Parts] | None = None
+) -> Parts:
+    """The JSON body that stands for `value`, in parts that need not be joined to be sent.
+
+    Args:
+        value: What to write.
+        array_text: Gives the text of a long array; the function of that name if None.
+    """
+    writer = BodyWriter(array_text)
     return writer.parts(to_plain(value, write_array=writer.write_array))
 
 
 class BodyWriter:
     """Makes one body: long arrays are set aside while the rest is encoded."""
 
-    def __init__(self) -> None:
+    def __init__(self, array_text_: Callable[[Numbers], Parts] | None = None) -> None:
         self._texts: list[Parts] = []
+        self._array_text = array_text_ or array_text
 
     def write_array(self, numbers: Numbers) -> Any:
         """What stands for an array in plain data, for `to_plain`."""
         if len(numbers) < _LONG_ARRAY:
             return _written(numbers)
-        self._texts.append(_array_text(numbers))
+        self._texts.append(self._array_text(numbers))
         return _SET_ASIDE
 
     def parts(self, plain: Any) -> Parts:
@@ -177,7 +185,7 @@ def array_writer() -> Callable[[Numbers], Any]:
     return write_raw
 
 
-def _array_text(numbers: Numbers) -> Parts:
+def array_text(numbers: Numbers) -> Parts:
     """A long array as JSON text, a block at a time, so that never a list of it all is made.
 
     Writing a block takes up to eight times its text for a moment: orjson alone sets aside five

@@ -13,11 +13,12 @@ from collections.abc import Callable
 from tinsmith.client import events
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.lease import SessionLease
+from tinsmith.client.samples.prompt_texts import PromptTexts
 from tinsmith.errors import APIResponseValidationError, APITimeoutError, DecodeError
 from tinsmith.types.inputs import DmelChunk, ImageChunk, ModelInputChunk
 from tinsmith.types.requests import SampleRequest
 from tinsmith.types.sampling import SampleResponse
-from tinsmith.wire import json_format, packed_format, proto_format
+from tinsmith.wire import packed_format, proto_format
 from tinsmith.wire.packed_format import PackedText
 
 _ABOUT_BYTES = 512
@@ -103,10 +104,11 @@ class SampleCall:
     # The request as it is sent. It is written when it leaves and dropped when it has arrived:
     # thousands that wait for their turn or for their results would take gigabytes.
 
-    def write(self, *, packs: bool) -> None:
+    def write(self, texts: PromptTexts, *, packs: bool) -> None:
         """Write the request, under its number.
 
         Args:
+            texts: Of prompts that were written before.
             packs: Whether token ids may be sent as memory.
 
         Raises:
@@ -116,7 +118,7 @@ class SampleCall:
         if packs:
             made = packed_format.encode(self.request)
         else:
-            made = PackedText(json_format.encode_parts(self.request), [])
+            made = PackedText(texts.encode(self.request), [])
         first, *rest = made.text
         numbered = [b'{"seq_id":%d,' % self.seq_id, memoryview(first)[1:], *rest]
         self.written = PackedText(numbered, made.arrays)

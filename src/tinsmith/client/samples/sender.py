@@ -23,6 +23,7 @@ from tinsmith.client.calls import BegunCall
 from tinsmith.client.retry import BILLING_PAUSE_S, Retrier, may_pass
 from tinsmith.client.samples.call import SampleCall
 from tinsmith.client.samples.group import WRAP_BYTES, error_of, joined, pause_s
+from tinsmith.client.samples.prompt_texts import PromptTexts
 from tinsmith.client.session import Session, death_of
 from tinsmith.client.waits import Wait
 from tinsmith.errors import (
@@ -100,6 +101,7 @@ class SampleSender:
         self._changed: asyncio.Future[None] | None = None
         self._takes_many = True
         self._takes_packed = True
+        self._texts = PromptTexts()
 
     @property
     def in_flight(self) -> int:
@@ -272,7 +274,7 @@ class SampleSender:
             call.seq_id = self._next_seq_id()
         packs = self._session.flags.tinsmith_packed_prompts and self._takes_packed
         try:
-            call.write(packs=packs and not call.goes_alone)
+            call.write(self._texts, packs=packs and not call.goes_alone)
         except TinkerError as error:
             call.fail(error)
             return False

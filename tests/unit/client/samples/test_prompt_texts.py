@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import pytest
+
+from tinsmith.client.samples.prompt_texts import PromptTexts
+from tinsmith.types import ModelInput, SampleRequest, SamplingParams, TensorData
+from tinsmith.wire import json_format
+
+TOKENS = 8192
+
+
+def a_request(prompt: ModelInput) -> SampleRequest:
+    return SampleRequest(
+        prompt=prompt, sampling_params=SamplingParams(max_tokens=1), sampling_session_id="s"
+    )
+
+
+def a_prompt(first: int = 1000) -> ModelInput:
+    return ModelInput.from_ints(range(first, first + TOKENS))
+
+
+def count_writing(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The lengths of the long arrays that are written from now on."""
+    written: list[int] = []
+    write = json_format.array_text
+    monkeypatch.setattr(
+        json_format, "array_text", lambda numbers: (written.append(len(numbers)), write(numbers))[1]
+    )
+    return written
+
+
+def test_a_prompt_is_written_once_for_all_samples_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts, request = PromptTexts(), a_request(a_prompt())
+    written = count_writing(monkeypatch)
+
+    bodies = {b"".join(texts.encode(request)) for _ in range(3)}
+
+    assert bodies == {json_format.encode(request)}
+    assert written == [TOKENS, TOKENS]  # once for the three, and once to compare with
+
+
+def test_another_prompt_has_its_own_text() -> None:
+    texts = PromptTexts()
+
+    for first in (1000, 2000, 1000):
+        request = a_request(a_prompt(first))
+        assert b"".join(texts.encode(request)) == json_format.encode(request)
+
+
+def test_what_is_kept_is_bounded_and_the_oldest_goes_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompts = [a_request(a_prompt(first)) for first in (1000, 2000, 1500)]
+    size = max(len(json_format.encode(prompt)) for prompt in prompts)
+    texts = PromptTexts(most_bytes=2 * size)
+    for index in (0, 1, 0, 2):
+        texts.encode(prompts[index])
+    written = count_writing(monkeypatch)
+
+    texts.encode(prompts[0])
+    texts.encode(prompts[2])
+    assert written == []
+    texts.encode(prompts[1])
+
+    assert written == [TOKENS]
+    assert texts._kept_bytes <= 2 * size
+
+
+def test_a_prompt_that_is_too_long_is_not_kept() -> None:
+    texts, request = PromptTexts(most_bytes=1000), a_request(a_prompt())
+
+    assert b"".join(texts.encode(request)) == json_format.encode(request)
+
+    assert texts._kept == {}
+
+
+def test_tensors_are_written_as_they_are_now() -> None:
+    numpy = pytest.importorskip("numpy")
+    texts, targets = PromptTexts(), numpy.zeros((TOKENS - 1, 1), dtype="int64")
+    request = a_request(a_prompt()).model_copy(
+        update={"target_prompt_logprobs": TensorData.from_numpy(targets)}
+    )
+    texts.encode(request)
+
+    targets[:] = 7
+
+    assert b"".join(texts.encode(request)) == json_format.encode(request)
+    assert b"7,7,7" in json_format.encode(request)
