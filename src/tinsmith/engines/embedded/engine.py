@@ -42,6 +42,8 @@ from tinsmith.model.lora import FusedLora
 from tinsmith.model.transformer import Transformer
 
 OPTIMIZERS = ("adamw", "dimuon")
+PACKS_AT_A_TIME = 4
+"""How many packs one call of `train` should fill at most."""
 
 R = TypeVar("R")
 
@@ -144,8 +146,13 @@ class EmbeddedEngine(Engine):
             adapters=len(self._adapters),
             most_samples=self._settings.most_samples,
             samples=0 if self._sampling is None else self._sampling.samples,
-            batch_tokens=self._settings.batch_tokens,
+            batch_tokens=self._batch_tokens(),
         )
+
+    def _batch_tokens(self) -> int:
+        """More than a few packs gain nothing together, and others would wait for all of them."""
+        most = self._settings.batch_tokens
+        return most if self._trainer is None else min(most, PACKS_AT_A_TIME * self._trainer.rows)
 
     # Adapters
 

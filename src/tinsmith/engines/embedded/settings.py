@@ -44,7 +44,7 @@ class EmbeddedSettings(msgspec.Struct, frozen=True, kw_only=True):
     most_adapters: int = 64
     most_samples: int = 1024
     batch_tokens: int = 65_536
-    """How many tokens one call of `train` should have at most."""
+    """How many tokens one call of `train` should have at most; large models take fewer."""
 
     def __post_init__(self) -> None:
         least = {

@@ -76,6 +76,11 @@ class Trainer:
         }
         self._is_closing = False
 
+    @property
+    def rows(self) -> int:
+        """How many rows a pack has at most, on the model where these are most."""
+        return max(budget.rows for budget in self._budgets.values())
+
     def close(self) -> None:
         """What runs ends at the next pack. From any thread."""
         self._is_closing = True

@@ -127,6 +127,16 @@ def test_names_of_one_folder_are_one_model(folder: Path) -> None:
     _run(folder, test)
 
 
+@pytest.mark.parametrize(("pass_bytes", "tokens"), [(1 << 20, 4 * 141), (1 << 40, 5000)])
+def test_a_batch_is_a_few_packs_at_most(folder: Path, pass_bytes: int, tokens: int) -> None:
+    """So that who comes next does not wait for long; and never more than is set."""
+
+    async def test(engine: EmbeddedEngine) -> None:
+        assert engine.capacity().batch_tokens == tokens
+
+    _run(folder, test, pass_bytes=pass_bytes, batch_tokens=5000)
+
+
 def test_samples_go_on_while_a_batch_trains(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither waits for the other."""
     held = Held(monkeypatch)
