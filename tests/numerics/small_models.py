@@ -46,6 +46,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Gemma3": {"sliding_window": 7, "sliding_window_pattern": 2, "query_pre_attn_scalar": 24},
 }
 """By name, what each is made with; a suffix after `-` is ours."""
+OTHERS: dict[str, dict[str, Any]] = {
+    "Phi3": {"head_dim": 12, "sliding_window": 7},
+    "Olmo2": {},
+    "GPTNeoX": {},
+    "Starcoder2": {"head_dim": 12, "sliding_window": 7},
+    "Granite": {
+        "head_dim": 12,
+        "logits_scaling": 3.0,
+        "embedding_multiplier": 5.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.7,
+    },
+    "Cohere2": {"sliding_window": 7, "sliding_window_pattern": 2, "logit_scale": 0.3},
+    "GPT2": {},
+    "Olmoe": {"head_dim": 12, "num_experts": 4, "num_experts_per_tok": 2},
+}
+"""Those that `transformers` computes."""
 
 
 def make_model(folder: Path, family: str = "Llama", **settings: Any) -> Any:
@@ -54,11 +71,11 @@ def make_model(folder: Path, family: str = "Llama", **settings: Any) -> Any:
 
     name = family.partition("-")[0]
     config_class = getattr(transformers, _CONFIGS.get(name, f"{name}Config"))
-    model_class = getattr(transformers, f"{name}ForCausalLM")
+    model_class = getattr(transformers, _MODELS.get(name, f"{name}ForCausalLM"))
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        config = config_class(**{**_SIZES, **FAMILIES[family], **settings})
+        config = config_class(**{**_SIZES, **{**FAMILIES, **OTHERS}.get(family, {}), **settings})
         model = model_class(config).eval()
         with torch.no_grad():
             for parameter in model.parameters():  # norms and biases begin as ones and zeros
@@ -68,3 +85,4 @@ def make_model(folder: Path, family: str = "Llama", **settings: Any) -> Any:
 
 
 _CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+_MODELS = {"GPT2": "GPT2LMHeadModel"}

@@ -75,13 +75,19 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
 
     def lora_config(self) -> LoraConfig:
         """Which layers it trains, in the words of the API, as far as their names tell."""
-        kinds = {module.rpartition(".")[2] for module in self.layers}
+        attention = {module for module in self.layers if _is_attention(module)}
         return LoraConfig(
             rank=self.rank,
-            train_unembed=OUTPUT_LAYER in kinds,
-            train_attn=bool(kinds & _ATTENTION),
-            train_mlp=bool(kinds - _ATTENTION - {OUTPUT_LAYER}),
+            train_unembed=OUTPUT_LAYER in self.layers,
+            train_attn=bool(attention),
+            train_mlp=bool(self.layers.keys() - attention - {OUTPUT_LAYER}),
         )
+
+
+def _is_attention(module: str) -> bool:
+    place, _, kind = module.rpartition(".")
+    owner = place.rpartition(".")[2]
+    return kind in _ATTENTION or "attn" in owner or "attention" in owner
 
 
 class TrainingState(msgspec.Struct, frozen=True, kw_only=True):

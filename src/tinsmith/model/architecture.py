@@ -10,14 +10,15 @@ Knows no tensors.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
 Activation = Literal["silu", "gelu_tanh"]
 Group = Literal["attention", "mlp", "unembed"]
 """What a user switches on or off as a whole."""
-LinearKind = Literal["qkv", "o", "gate_up", "down", "head"]
+LinearKind: TypeAlias = str
+"""`qkv`, `o`, `gate_up`, `down`, `head`; or a layer's own name, in `transformers_model.py`."""
 
 OUTPUT_LAYER = "lm_head"
 
@@ -96,6 +97,8 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     logits_softcap: float | None = None
     ties_embeddings: bool = False
     eos_tokens: tuple[int, ...] = ()
+    found_linears: tuple[LinearShape, ...] = ()
+    """For models that `transformers` computes: those that were found in the model itself."""
 
     @property
     def query_outputs(self) -> int:
@@ -109,6 +112,8 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
 
     def linears(self) -> tuple[LinearShape, ...]:
         """Every linear layer that an adapter can sit on, from the first to the last."""
+        if self.found_linears:
+            return self.found_linears
         shapes: list[LinearShape] = []
         for index, layer in enumerate(self.layers):
             shapes += self._attention(index)

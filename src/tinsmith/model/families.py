@@ -23,6 +23,17 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 
 
+def is_known(config: Config) -> bool:
+    """Whether the model is of a family that `transformer.py` computes."""
+    return architecture_name(config) in _FAMILIES
+
+
+def architecture_name(config: Config) -> str:
+    """What `transformers` calls the model's class; `?` if the configuration does not tell."""
+    names = config.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else "?"
+
+
 def read_architecture(config: Config) -> Architecture:
     """What a configuration describes.
 
@@ -30,7 +41,7 @@ def read_architecture(config: Config) -> Architecture:
         BaseModelFormatError: It is of a family that we do not compute, or of one that we do with
             a setting that we do not.
     """
-    name = (config.get("architectures") or ["?"])[0]
+    name = architecture_name(config)
     family = _FAMILIES.get(name)
     if family is None:
         raise BaseModelFormatError(

@@ -16,9 +16,10 @@ from torch import Tensor
 from tinsmith.errors import BaseModelFormatError
 from tinsmith.model.architecture import Architecture, Experts
 from tinsmith.model.experts import ExpertWeights
-from tinsmith.model.families import read_architecture
+from tinsmith.model.families import is_known, read_architecture
 from tinsmith.model.head import Head
 from tinsmith.model.linear import Linear
+from tinsmith.model.load_by_transformers import load_by_transformers
 from tinsmith.model.transformer import LayerWeights, Transformer
 
 
@@ -47,9 +48,12 @@ def load_transformer(
         device: Where they go.
 
     Raises:
-        BaseModelFormatError: The folder holds no model that we compute.
+        BaseModelFormatError: The folder holds no model that we compute, or can have computed.
     """
-    architecture = read_architecture(read_config(folder))
+    config = read_config(folder)
+    if not is_known(config):
+        return load_by_transformers(folder, config, dtype=dtype, device=device)
+    architecture = read_architecture(config)
     with torch.no_grad():
         return _Reader(architecture, _tensors_in(folder), dtype, device).transformer()
 

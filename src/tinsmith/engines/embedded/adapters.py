@@ -157,7 +157,18 @@ def load_weights(architecture: Architecture, folder: Path) -> tuple[LoraLayout, 
     """
     with _fitting():
         found = files.read_adapter(folder)
-        layout = layout_of(architecture, found.lora_config())
+        groups = {
+            shape.group
+            for shape in architecture.linears()
+            if any(name in found.layers for name, _ in shape.parts)
+        }
+        layout = LoraLayout(
+            architecture,
+            found.rank,
+            attention="attention" in groups,
+            mlp="mlp" in groups,
+            unembed="unembed" in groups,
+        )
         return layout, _flat(layout, _scaled(found), is_whole=False)
 
 

@@ -1,0 +1,345 @@
+"""Models of families that we do not compute ourselves, loaded and computed by `transformers`.
+
+Nothing is assumed of such a model that is not tried. It is first run as its own code has it, then
+with our attention and linear layers in it, on a pack and from a cache; unless the logits are equal
+it is refused. So models with other kinds of attention, or with state beside it, are found out
+whatever they are called.
+
+`transformers` is imported when such a model is loaded, and by nothing else.
+"""
+
+# T row of the pack, V vocabulary
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from tinsmith.errors import BaseModelFormatError
+from tinsmith.model.architecture import Architecture, Group, LayerShape, LinearShape
+from tinsmith.model.attention import CachedAttention, CachedStretch, PackAttention, Stretch
+from tinsmith.model.families import architecture_name
+from tinsmith.model.head import Head
+from tinsmith.model.kv_cache import Run, SequenceKeys
+from tinsmith.model.linear import Linear
+from tinsmith.model.transformers_model import (
+    ATTENTION_NAME,
+    AdaptedLinear,
+    Observer,
+    TransformersModel,
+    attend,
+    saving_memory,
+)
+
+LENGTHS = (13, 6)
+"""Of the sequences that a model is tried on."""
+CHUNKS = (8, 1, 4)
+"""How the first of them is read when it is cached."""
+TOLERANCE = {torch.float32: 1e-3}
+OTHER_TOLERANCE = 0.1
+"""How far logits may be off, of their norm. Half precision has under three digits."""
+_ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+"""What layers are called that choose experts; adapters leave them alone."""
+
+_log = logging.getLogger(__name__)
+
+
+def load_by_transformers(
+    folder: Path, config: Mapping[str, Any], *, dtype: torch.dtype, device: str
+) -> TransformersModel:
+    """Read a base model of any family that `transformers` has code for.
+
+    Args:
+        folder: `config.json` and safetensors beside it. No code of its own is run.
+        config: What `read_config` found.
+        dtype: What the weights become.
+        device: Where they go.
+
+    Raises:
+        BaseModelFormatError: There is no such code, or it is not plain causal attention.
+    """
+    name = architecture_name(config)
+    model = _loaded(folder, name, dtype, device)
+    with torch.no_grad():
+        return _Conversion(name, config, model, dtype).model()
+
+
+def _loaded(folder: Path, name: str, dtype: torch.dtype, device: str) -> Any:
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError as exc:
+        raise BaseModelFormatError(
+            f"models of the kind {name} are computed by transformers, which is not installed",
+            remedy="pip install 'tinsmith[server]'",
+        ) from exc
+    transformers.AttentionInterface.register(ATTENTION_NAME, attend)
+    shows_bars = transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation="eager",
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+        )
+    except Exception as exc:  # its errors are of many kinds
+        raise BaseModelFormatError(f"transformers cannot load this {name}: {exc!s:.500}") from exc
+    finally:
+        if shows_bars:
+            transformers.utils.logging.enable_progress_bar()
+    if type(model).__name__ != name:
+        raise BaseModelFormatError(f"a {name} is not a causal language model")
+    return model.to(device).eval().requires_grad_(False)
+
+
+class _Conversion:
+    """One model on its way to be ours; see the top of the module."""
+
+    def __init__(
+        self, name: str, config: Mapping[str, Any], model: Any, dtype: torch.dtype
+    ) -> None:
+        self._name = name
+        self._config = config
+        self._model = model
+        self._dtype = dtype
+        self._embedding = model.get_input_embeddings()
+        self._device = self._embedding.weight.device
+
+    def model(self) -> TransformersModel:
+        sequences = self._sequences()
+        wanted = self._own_logits(sequences)
+        output, output_name = self._output()
+        self._replace(output)
+        scale = self._logits_scale(output)
+        head = Head(_linear_of(output), getattr(self._settings, "final_logit_softcapping", None))
+        found = self._first_architecture(output.weight.shape[0])
+        made = self._made(found, head, scale)
+        observer, rows = self._read_pack(made, sequences)
+        made = self._made(self._architecture(observer, found, output, output_name), head, scale)
+        self._compare(head.logits(rows), torch.cat(wanted))
+        self._compare(head.logits(self._read_cached(made, sequences[0])), wanted[0])
+        _log.info("%s: computed by transformers", self._name)
+        return made
+
+    @property
+    def _settings(self) -> Any:
+        return self._model.config.get_text_config()
+
+    @property
+    def _layers(self) -> int:
+        return int(self._settings.num_hidden_layers)
+
+    def _made(self, architecture: Architecture, head: Head, scale: float) -> TransformersModel:
+        return TransformersModel(
+            architecture,
+            self._embedding,
+            self._model.base_model,
+            head,
+            dtype=self._dtype,
+            device=self._device,
+            logits_scale=scale,
+        )
+
+    def _refuse(self, why: str) -> BaseModelFormatError:
+        return BaseModelFormatError(
+            f"models of the kind {self._name} cannot be run: {why}",
+            remedy="docs/models.md says which can",
+        )
+
+    # What is put in
+
+    def _output(self) -> tuple[nn.Linear, str]:
+        """The layer that makes logits, and its name."""
+        output = self._model.get_output_embeddings()
+        if not isinstance(output, nn.Linear):
+            raise self._refuse("its output layer is not linear")
+        if output.weight.shape[0] != self._embedding.weight.shape[0]:
+            raise self._refuse("it has more tokens at one end than at the other")
+        names = [name for name, module in self._model.named_modules() if module is output]
+        return output, names[0]
+
+    def _logits_scale(self, output: nn.Linear) -> float:
+        """What logits are multiplied with, under the names that models have for it."""
+        scale = float(getattr(self._settings, "logit_scale", None) or 1.0)
+        scale /= float(getattr(self._settings, "logits_scaling", None) or 1.0)
+        if scale != 1.0 and output.bias is not None:
+            raise self._refuse("its logits are scaled and have a bias")
+        return scale
+
+    def _replace(self, output: nn.Linear) -> None:
+        """Put our attention and linear layers in the place of its own."""
+        self._model.set_attn_implementation(ATTENTION_NAME)
+        if self._model.config._attn_implementation != ATTENTION_NAME:
+            raise self._refuse("its code does not let its attention be replaced")
+        for name, module in list(self._model.named_modules()):
+            if _is_linear(module) and module is not output:
+                parent, _, last = name.rpartition(".")
+                made = AdaptedLinear(name, _linear_of(module))
+                setattr(self._model.get_submodule(parent), last, made)
+
+        for module in self._model.modules():
+            if isinstance(module, nn.ModuleList) and all(map(_has_attention, module)):
+                for layer in module:
+                    layer.forward = saving_memory(layer.forward)
+
+    # What is found out
+
+    def _first_architecture(self, vocabulary: int) -> Architecture:
+        """What the settings tell; the rest is seen in the first pass."""
+        settings = self._settings
+        context = getattr(settings, "max_position_embeddings", None)
+        if not isinstance(context, int):
+            raise self._refuse("it does not tell how long its context is")
+        rope = getattr(settings, "rope_parameters", None) or {}
+        if rope.get("rope_type") == "longrope":
+            # Beyond, all positions are turned in another way, those before too.
+            context = rope.get("original_max_position_embeddings") or context
+        eos = self._config.get("eos_token_id")
+        return Architecture(
+            name=self._name,
+            vocabulary=vocabulary,
+            hidden=settings.hidden_size,
+            inner=0,
+            heads=0,
+            kv_heads=0,
+            head_size=0,
+            max_context=context,
+            layers=(),
+            ropes=(),
+            norm_epsilon=0.0,
+            eos_tokens=(eos,) if isinstance(eos, int) else tuple(eos or ()),
+        )
+
+    def _architecture(
+        self, observer: Observer, found: Architecture, output: nn.Linear, output_name: str
+    ) -> Architecture:
+        calls = observer.attentions
+        indices = [getattr(call[0], "layer_idx", None) for call in calls]
+        if not calls or indices != list(range(self._layers)):
+            raise self._refuse("not all of its layers are attention")
+        shapes = {(q.shape[1:], k.shape[1:], v.shape[1:]) for _, _, q, k, v in calls}
+        if len(shapes) != 1:
+            raise self._refuse("its layers have heads of several sizes")
+        ((q_HD, k_GD, v_GD),) = shapes
+        if k_GD != v_GD or q_HD[1] != k_GD[1]:
+            raise self._refuse("its keys and values are not of one size")
+        layers = tuple(LayerShape(window=rule.window, rope=None) for _, rule, *_ in calls)
+        self._check_windows(layers)
+        linears = self._linears(observer, output_name, output)
+        mlp = [shape.parts[0][1] for shape in linears if shape.group == "mlp"]
+        values: dict[str, Any] = {
+            "inner": max(mlp, default=found.hidden),
+            "heads": q_HD[0],
+            "kv_heads": k_GD[0],
+            "head_size": k_GD[1],
+            "layers": layers,
+            "ties_embeddings": output.weight is self._embedding.weight,
+            "found_linears": linears,
+        }
+        return msgspec.structs.replace(found, **values)
+
+    def _check_windows(self, layers: tuple[LayerShape, ...]) -> None:
+        """What our attention is told has to be what masks would have been made by."""
+        window = getattr(self._settings, "sliding_window", None)
+        kinds = getattr(self._settings, "layer_types", None)
+        if kinds is None:
+            return
+        wanted = {"full_attention": None, "sliding_attention": window}
+        for kind, layer in zip(kinds, layers, strict=False):
+            if kind not in wanted or layer.window != wanted[kind]:
+                raise self._refuse(f"a layer has {kind} with a window of {layer.window}")
+
+    def _linears(
+        self, observer: Observer, output_name: str, output: nn.Linear
+    ) -> tuple[LinearShape, ...]:
+        """Where adapters can sit: layers that each token goes through once."""
+        attentions = {id(call[0]) for call in observer.attentions}
+        places = tuple(
+            f"{name}." for name, one in self._model.named_modules() if id(one) in attentions
+        )
+        called = [name for name, _ in observer.linears]
+        shapes: list[LinearShape] = []
+        for name, rows in observer.linears:
+            is_router = name.rpartition(".")[2] in _ROUTERS
+            if rows != sum(LENGTHS) or called.count(name) != 1 or is_router:
+                continue
+            weight = self._model.get_submodule(name).weight
+            group: Group = "attention" if name.startswith(places) else "mlp"
+            part = (name, weight.shape[0])
+            shapes.append(LinearShape(0, name, group, weight.shape[1], (part,)))
+        vocabulary, hidden = output.weight.shape
+        head = LinearShape(-1, "head", "unembed", hidden, ((output_name, vocabulary),))
+        return (*shapes, head)
+
+    # Trying it
+
+    def _sequences(self) -> list[Tensor]:
+        vocabulary = self._embedding.weight.shape[0]
+        tokens_T = (torch.arange(sum(LENGTHS), device=self._device) * 7919 + 17) % vocabulary
+        return list(tokens_T.split(list(LENGTHS)))
+
+    def _own_logits(self, sequences: list[Tensor]) -> list[Tensor]:
+        try:
+            return [self._model(one.unsqueeze(0), use_cache=False).logits[0] for one in sequences]
+        except Exception as exc:  # code of models that nobody here has read
+            raise self._refuse(f"its own code fails: {exc!s:.300}") from exc
+
+    def _read_pack(
+        self, model: TransformersModel, sequences: list[Tensor]
+    ) -> tuple[Observer, Tensor]:
+        observer = Observer()
+        ends = torch.tensor(LENGTHS).cumsum(0).tolist()
+        stretches = [Stretch(end - len(one), end) for one, end in zip(sequences, ends, strict=True)]
+        positions_T = torch.cat([torch.arange(length) for length in LENGTHS]).to(self._device)
+        attention = PackAttention(stretches)
+        try:
+            rows = model.hidden(torch.cat(sequences), positions_T, attention, observer=observer)
+        except BaseModelFormatError as exc:
+            raise self._refuse(str(exc)) from exc
+        except Exception as exc:  # as above
+            raise self._refuse(f"its code fails on a pack: {exc!s:.300}") from exc
+        return observer, rows
+
+    def _read_cached(self, model: TransformersModel, tokens_T: Tensor) -> Tensor:
+        run = Run(model.architecture, model.dtype, model.device)
+        keys = SequenceKeys(None, run)
+        positions_T = torch.arange(len(tokens_T), device=self._device)
+        rows: list[Tensor] = []
+        for tokens, positions in zip(
+            tokens_T.split(list(CHUNKS)), positions_T.split(list(CHUNKS)), strict=True
+        ):
+            attention = CachedAttention([CachedStretch(0, len(tokens), keys)])
+            rows.append(model.hidden(tokens, positions, attention))
+        return torch.cat(rows)
+
+    def _compare(self, found_TV: Tensor, wanted_TV: Tensor) -> None:
+        wanted_TV = wanted_TV.float()
+        off = float((found_TV - wanted_TV).norm() / wanted_TV.norm())
+        if not off <= TOLERANCE.get(self._dtype, OTHER_TOLERANCE):
+            raise self._refuse(
+                f"it is not plain causal attention, or its logits are made in another way "
+                f"(they are off by {off:.1%})"
+            )
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def _has_attention(layer: nn.Module) -> bool:
+    return any(hasattr(module, "layer_idx") for module in layer.modules())
+
+
+def _linear_of(module: Any) -> Linear:
+    weight_OI = module.weight if isinstance(module, nn.Linear) else module.weight.T.contiguous()
+    bias_O = module.bias
+    return Linear(weight_OI.detach(), None if bias_O is None else bias_O.detach())
