@@ -2,25 +2,114 @@
 
 from __future__ import annotations
 
+import json
+import os
 import pathlib
+import re
+import shutil
 import subprocess
 import sys
 
 import pytest
 
+from tests.contract.test_tokenizers_like_transformers import qwen_files
+from tests.e2e.service.served import serving
+from tests.numerics.small_models import make_model
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+TOURS = ["client_tour", "service_tour", "wire_tour"]
+ARGUMENTS = {"many_samples": ["--prompts=12"], "resume_after_crash": [], "two_tenants": []}
+"""What makes an example short; all others take steps."""
+LOOPS = [
+    path.stem
+    for path in sorted((ROOT / "examples").glob("*.py"))
+    if path.stem not in (*TOURS, "written_for_tinker")
+]
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_runs(example: pathlib.Path) -> None:
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a user whose default model is a small random one."""
+    folder = tmp_path_factory.mktemp("examples")
+    make_model(folder / "model", "Qwen3", vocab_size=151_936, hidden_size=32, eos_token_id=151_645)
+    for file in qwen_files().iterdir():
+        shutil.copy(file, folder / "model")
+    ours = {"TINSMITH_HOME": str(folder / "home")}
+    ours["TINSMITH_SERVE_MODELS"] = f"{NAME}={folder / 'model'}"
+    # Samplers of a base model know its name alone, which is the real one's.
+    ours["TINSMITH_TOKENIZERS"] = json.dumps({NAME: str(folder / "model")})
+    kept = {name: value for name, value in os.environ.items() if "TINKER_" not in name}
+    return {**kept, **ours}
+
+
+def _said(*command: str, **environment: str) -> str:
     done = subprocess.run(
-        [sys.executable, str(example)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env=environment or None,
     )
-
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) > 5
     assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", TOURS)
+def test_a_tour_runs(name: str) -> None:
+    said = _said(str(ROOT / "examples" / f"{name}.py"))
+
+    assert len(said.splitlines()) > 5
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_an_example_runs_on_a_small_model(name: str, home: dict[str, str]) -> None:
+    said = _said(str(ROOT / "examples" / f"{name}.py"), *ARGUMENTS.get(name, ["--steps=3"]), **home)
+
+    assert len(said.splitlines()) >= 4
+
+
+def test_a_loop_over_examples_lowers_the_loss(home: dict[str, str]) -> None:
+    said = _said(str(ROOT / "examples" / "supervised.py"), "--steps=4", **home)
+
+    losses = [float(found) for found in re.findall(r"loss of a token (\S+)", said)]
+    assert losses[-1] < losses[0]
+
+
+def test_a_program_that_was_killed_is_gone_on_with(home: dict[str, str]) -> None:
+    """The step that died with the program gives the same loss when it is done again."""
+    said = _said(str(ROOT / "examples" / "resume_after_crash.py"), **home)
+
+    third = re.findall(r"step 3(?: again)?: loss (\d+\.\d+)", said)
+    assert len(third) == 2 and third[0] == third[1]
+    assert "SIGKILL" in said
+
+
+def test_tenants_see_nothing_of_each_other(home: dict[str, str]) -> None:
+    said = _said(str(ROOT / "examples" / "two_tenants.py"), **home)
+
+    assert said.count("sees 1 run") == 2
+    assert "bob's checkpoint: NotFoundError" in said
+
+
+def test_a_program_for_tinker_runs_on_both_clients(
+    home: dict[str, str], tmp_path: pathlib.Path
+) -> None:
+    """On ours under the name of tinker, and on the official one against our service."""
+    program = str(ROOT / "examples" / "written_for_tinker.py")
+    model = home["TINSMITH_SERVE_MODELS"]
+
+    ours = _said("-m", "tinsmith.as_tinker", program, **home)
+    with serving(tmp_path, engine="embedded", model=model) as service:
+        official = _said(
+            program, **home, TINKER_BASE_URL=service.base_url, TINKER_API_KEY="tml-example"
+        )
+
+    assert ours.startswith("client: tinsmith")
+    assert official.startswith("client: tinker")
+    assert ours.splitlines()[1:] == official.splitlines()[1:]
 
 
 def test_the_tour_of_the_client_shows_faults_that_cost_nothing() -> None:

@@ -1,0 +1,67 @@
+"""Supervised fine-tuning: the model learns to answer in the way of a few examples.
+
+Nothing else has to run: the service is in this program, and fetches SmolLM2-135M-Instruct when it
+is first used. With TINKER_BASE_URL and TINKER_API_KEY set, the same lines train elsewhere.
+
+    python examples/supervised.py --steps 10
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import tinsmith
+
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+EXAMPLES = {
+    "The shop opens at nine.": "OPEN 09:00",
+    "The shop closes at six in the evening.": "CLOSE 18:00",
+    "It opens at half past seven.": "OPEN 07:30",
+    "Doors close at ten at night.": "CLOSE 22:00",
+}
+QUESTION = "The shop closes at five in the afternoon."
+
+
+def main() -> None:
+    """Train, and ask before and after."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=10)
+    steps = parser.parse_args().steps
+    with tinsmith.ServiceClient() as client:
+        training = client.create_lora_training_client(MODEL, rank=16, seed=0)
+        tokenizer = training.get_tokenizer()
+
+        def prompt(text: str) -> list[int]:
+            messages = [{"role": "user", "content": text}]
+            found: list[int] = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+            return found
+
+        def datum(text: str, answer: str) -> tinsmith.Datum:
+            lead, said = prompt(text), [*tokenizer.encode(answer), tokenizer.eos_token_id]
+            tokens = lead + said
+            weights = [0.0] * (len(lead) - 1) + [1.0] * len(said)
+            inputs = {"target_tokens": tokens[1:], "weights": weights}
+            return tinsmith.Datum(tinsmith.ModelInput.from_ints(tokens[:-1]), inputs)
+
+        def ask(sampler: tinsmith.SamplingClient) -> str:
+            params = tinsmith.SamplingParams(max_tokens=16, temperature=0.0)
+            asked = tinsmith.ModelInput.from_ints(prompt(QUESTION))
+            tokens = sampler.sample(asked, 1, params).result().sequences[0].tokens
+            said: str = tokenizer.decode(list(tokens), skip_special_tokens=True)
+            return said
+
+        print(f"asked:  {QUESTION}")
+        print(f"before: {ask(client.create_sampling_client(base_model=MODEL))}")
+        data = [datum(text, answer) for text, answer in EXAMPLES.items()]
+        weight = sum(sum(one.loss_fn_inputs["weights"].tolist()) for one in data)
+        for step in range(1, steps + 1):
+            # Both calls return at once; the service runs them in order.
+            output = training.forward_backward(data, "cross_entropy")
+            training.optim_step(tinsmith.AdamParams(learning_rate=1e-3)).result()
+            print(f"step {step}: loss of a token {output.result().loss / weight:.3f}")
+        print(f"after:  {ask(training.save_weights_and_get_sampling_client())}")
+        print(f"saved:  {training.save_state('supervised').result().path}")
+
+
+if __name__ == "__main__":
+    main()

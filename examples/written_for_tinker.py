@@ -1,0 +1,43 @@
+"""A program written for the official `tinker` package, which knows nothing of tinsmith.
+
+    python -m tinsmith.as_tinker examples/written_for_tinker.py     on our client and service
+    python examples/written_for_tinker.py                           on the official one
+
+For the second way, `tinker` has to be installed, and TINKER_BASE_URL and TINKER_API_KEY to be set:
+`tinsmith serve` is a service that it trains against too.
+"""
+
+from __future__ import annotations
+
+import tinker
+from tinker import types
+
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def main() -> None:
+    """Train three steps, and sample."""
+    service = tinker.ServiceClient()
+    training = service.create_lora_training_client(base_model=MODEL, rank=8, seed=0)
+    tokens = [11, 12, 13, 14, 15, 16, 17, 18]
+    datum = types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={
+            "target_tokens": types.TensorData(data=tokens[1:], dtype="int64"),
+            "weights": types.TensorData(data=[1.0] * (len(tokens) - 1), dtype="float32"),
+        },
+    )
+    print(f"client: {tinker.ServiceClient.__module__}")
+    for step in range(1, 4):
+        output = training.forward_backward([datum], "cross_entropy")
+        training.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+        print(f"step {step}: loss {output.result().metrics['loss:sum']:.4f}")
+    sampler = training.save_weights_and_get_sampling_client()
+    params = types.SamplingParams(max_tokens=6, temperature=0.0)
+    prompt = types.ModelInput.from_ints(tokens[:4])
+    found = sampler.sample(prompt=prompt, num_samples=1, sampling_params=params).result()
+    print(f"sampled: {found.sequences[0].tokens}")
+
+
+if __name__ == "__main__":
+    main()
