@@ -307,7 +307,8 @@ _CLIENT_NOTE = (
     "its ratio is that of the rates, turned over. Both SDKs use the session poll. *Extensions* are "
     "what our client and our server agree on (docs/extensions.md). *Core install* has neither "
     "uvloop nor orjson. Where the server's share is near 1, the server is the limit and not the "
-    "client."
+    "client. The samples share one prompt, as those of a group do; on the plain protocol we write "
+    "a long one once. Where each has its own, it is made from a list within the time, and written."
 )
 
 
@@ -316,8 +317,9 @@ def _client(package: str, function: str, **parameters: str) -> Figures:
     return Figures(f"benchmarks.workloads.client:{function}", told)
 
 
-def _samples(tokens: int, in_flight: int, count: int) -> Benchmark:
+def _samples(tokens: int, in_flight: int, count: int, *, own: bool = False) -> Benchmark:
     sizes = {"tokens": str(tokens), "in_flight": str(in_flight), "count": str(count)}
+    sizes |= {"prompts": "own"} if own else {}
     ours = _client("tinsmith", "samples", **sizes)
     aims: list[Aim] = []
     if in_flight > 1:  # one after another, most of the CPU goes into waking up, and time is 20 ms
@@ -330,9 +332,10 @@ def _samples(tokens: int, in_flight: int, count: int) -> Benchmark:
     if in_flight == 2000:
         aims += [Aim("resident_bytes", 1 / 3, of=OURS), Aim("threads", 1 / 3, of=OURS)]
     return Benchmark(
-        name=f"client-{tokens // 1000}k-{in_flight}",
+        name=f"client-{tokens // 1000}k-{in_flight}{'-own' if own else ''}",
         group=_CLIENT,
-        title=f"samples of {tokens:,} tokens, {in_flight:,} in flight",
+        title=f"samples of {tokens:,} tokens, {in_flight:,} in flight"
+        + (", each of its own prompt" if own else ""),
         contestants=(
             _ours(OURS, ours),
             _ours(EXTENDED, _client("tinsmith", "samples", extensions="yes", **sizes)),
@@ -357,6 +360,8 @@ def _samples(tokens: int, in_flight: int, count: int) -> Benchmark:
 CLIENT = [
     *(_samples(1000, in_flight, count) for in_flight, count in _LOADS),
     *(_samples(32_768, in_flight, max(50, count // 4)) for in_flight, count in _LOADS),
+    _samples(1000, 400, 1000, own=True),
+    _samples(32_768, 400, 250, own=True),
     Benchmark(
         name="client-busy-thread",
         group=_CLIENT,

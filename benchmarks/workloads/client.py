@@ -81,11 +81,16 @@ def samples(
     in_flight: str,
     count: str,
     extensions: str = "no",
+    prompts: str = "one",
 ) -> dict[str, float]:
-    """So many samples of one prompt, so many of them at a time, from coroutines."""
+    """So many samples, so many of them at a time, from coroutines.
+
+    Of one prompt, or with `prompts="own"` each of its own, which is made from a list as it is sent.
+    """
     with running(server_python, is_plain=extensions != "yes") as server:
         client, sampler = _sampler(package, server.url)
-        prompt = client.ModelInput.from_ints(list(range(1000, 1000 + int(tokens))))
+        ids = list(range(1000, 1000 + int(tokens)))
+        prompt = ids if prompts == "own" else client.ModelInput.from_ints(ids)
         _burst(client, sampler, server, prompt, 1, 1)
         _burst(client, sampler, server, prompt, WARM_UP_SAMPLES, int(in_flight))
         found = _burst(client, sampler, server, prompt, int(count), int(in_flight))
@@ -162,13 +167,16 @@ def _sampler(package: str, url: str) -> tuple[Any, Any]:
 def _burst(
     client: Any, sampler: Any, server: Server, prompt: Any, count: int, in_flight: int
 ) -> Burst:
+    """Draw samples of a prompt, or where it is a list of token ids each of a prompt of its own."""
     params = client.SamplingParams(max_tokens=64, temperature=1.0)
     latencies: list[float] = []
 
     async def worker(numbers: Iterator[int]) -> None:
         for _ in numbers:  # shared: each takes the next one when it is free
             began = time.perf_counter()
-            await sampler.sample_async(prompt, 1, params)
+            is_own = isinstance(prompt, list)
+            asked = client.ModelInput.from_ints(prompt) if is_own else prompt
+            await sampler.sample_async(asked, 1, params)
             latencies.append(time.perf_counter() - began)
 
     async def whole() -> None:
