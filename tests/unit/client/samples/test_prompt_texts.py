@@ -4,7 +4,9 @@ import pytest
 
 from tinsmith.client.samples.prompt_texts import PromptTexts
 from tinsmith.types import ModelInput, SampleRequest, SamplingParams, TensorData
+from tinsmith.types.buffers import Numbers
 from tinsmith.wire import json_format
+from tinsmith.wire.protobuf import Parts
 
 TOKENS = 8192
 
@@ -23,9 +25,12 @@ def count_writing(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The lengths of the long arrays that are written from now on."""
     written: list[int] = []
     write = json_format.array_text
-    monkeypatch.setattr(
-        json_format, "array_text", lambda numbers: (written.append(len(numbers)), write(numbers))[1]
-    )
+
+    def counted(numbers: Numbers) -> Parts:
+        written.append(len(numbers))
+        return write(numbers)
+
+    monkeypatch.setattr(json_format, "array_text", counted)
     return written
 
 
