@@ -179,3 +179,15 @@ def test_nothing_else_of_the_base_is_touched(tmp_path: Path) -> None:
     assert before.keys() == after.keys()
     changed = [name for name in before if not np.array_equal(before[name], after[name])]
     assert changed == ["model.layers.0.mlp.up_proj.weight"]
+
+
+def test_a_model_with_transposed_weights_is_not_merged(tmp_path: Path) -> None:
+    """A square one would come out wrong without a word."""
+    make_model(tmp_path / "base", "GPT2")
+    (tmp_path / "merged").mkdir()
+    adapter = an_adapter(tmp_path / "base", ["transformer.h.0.attn.c_proj"])
+
+    with pytest.raises(BaseModelFormatError, match="gpt2"):
+        merge_adapter(tmp_path / "base", adapter, tmp_path / "merged")
+
+    assert not list((tmp_path / "merged").iterdir())

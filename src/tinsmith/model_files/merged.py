@@ -45,6 +45,8 @@ EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = f"{OUTPUT_LAYER}.weight"
 _FLOATS = frozenset({"F32", "F16", "BF16"})
 _WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack"})
+_TRANSPOSED = frozenset({"gpt2", "openai-gpt"})
+"""Models whose linear layers are of inputs × outputs."""
 _COPIED_BYTES = 16 << 20
 
 
@@ -78,6 +80,7 @@ def merge_adapter(
         OSError: A file could not be read or written.
     """
     files = _weight_files(base)
+    _refuse_transposed(base / "config.json")
     headers = {file: read_header(base / file) for file in files}
     is_untied = _fit(adapter, headers)
     total, done = sum(header.data_bytes for header in headers.values()), 0
@@ -115,6 +118,16 @@ def _weight_files(base: Path) -> list[str]:
     if not files or not all((base / file).is_file() for file in files):
         raise BaseModelFormatError(f"the weights in {base} are not there, or not safetensors")
     return files
+
+
+def _refuse_transposed(config: Path) -> None:
+    fields = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    if fields.get("model_type") in _TRANSPOSED:
+        # Square ones would be merged wrongly, and nothing in the file tells.
+        raise BaseModelFormatError(
+            f"models of the kind {fields['model_type']} have their weights the other way round",
+            remedy="use the adapter beside the base model, or merge with peft",
+        )
 
 
 def _fit(adapter: Adapter, headers: dict[str, Header]) -> bool:
