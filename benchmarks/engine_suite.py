@@ -70,8 +70,8 @@ _TRAINING_NOTE = (
     "longest; a group is 16 samples of 32 tokens behind one prompt of 512, which the loop computes "
     "in full for each, with the head on the 33 positions that count (ours has it on all, since the "
     "API returns all log-probabilities). Of the padded batch and of the group the loop computes "
-    "two sequences, each of which costs the same. Adapters: eight of them, 2 × 32 tokens and a "
-    "step for each."
+    "two sequences, each of which costs the same. Adapters: eight of them, one sequence of 16 "
+    "tokens and a step for each."
 )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -90,12 +91,14 @@ class Worker:
     def __init__(self, python: Path, job: Call | Figures | Turns, batch_s: float) -> None:
         self._target = job.target
         told = {**asdict(job), "kind": type(job).__name__, "batch_s": batch_s}
+        # In a file: a pipe that nobody reads would stop a contestant whose libraries say much.
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the worker
         self._process = subprocess.Popen(
             [str(python), "-m", "benchmarks.harness.worker", json.dumps(told)],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._said,
             text=True,
         )
 
@@ -112,7 +115,9 @@ class Worker:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            _, said = self._process.communicate()
+            self._process.communicate()
+            self._said.seek(0)
+            said = self._said.read().decode(errors="replace")
             raise RuntimeError(f"{self._target} failed:\n{said[-4000:]}")
         found: dict[str, Any] = json.loads(line)
         return found
@@ -134,3 +139,4 @@ class Worker:
         if kind is not None:
             self._process.kill()
         self._process.communicate()
+        self._said.close()

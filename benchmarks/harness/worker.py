@@ -15,14 +15,16 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TextIO
 
 from benchmarks.harness import timing
 from benchmarks.harness.memory import rise_of_resident_peak, traced_peak
 from benchmarks.harness.work import Work, held_bytes
 
+_out: TextIO = sys.stdout
 WARM_UP_SIZE = 16
 """No parameter is larger than this while imports are done and caches filled."""
 
@@ -30,6 +32,7 @@ WARM_UP_SIZE = 16
 def main() -> None:
     """Do what the one argument says, then what each line says."""
     job = json.loads(sys.argv[1])
+    _keep_stdout()
     module, _, name = job["target"].partition(":")
     workload = getattr(importlib.import_module(module), name)
     if job["kind"] == "Figures":
@@ -69,8 +72,15 @@ def _sizes(work: Work) -> dict[str, float]:
     }
 
 
+def _keep_stdout() -> None:
+    """Let what libraries print go to stderr: stdout is for `_say` alone."""
+    global _out  # noqa: PLW0603 - one for the process
+    _out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+
 def _say(found: dict[str, Any]) -> None:
-    print(json.dumps(found), flush=True)
+    print(json.dumps(found), file=_out, flush=True)
 
 
 if __name__ == "__main__":

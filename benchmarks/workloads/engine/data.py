@@ -47,7 +47,7 @@ def _group(chance: random.Random, vocabulary: int) -> list[Sequence]:
 
 
 def _small(chance: random.Random, vocabulary: int) -> list[Sequence]:
-    return [Sequence(_ids(chance, 33, vocabulary)) for _ in range(2)]
+    return [Sequence(_ids(chance, 17, vocabulary))]
 
 
 def _tiny(chance: random.Random, vocabulary: int) -> list[Sequence]:
@@ -66,7 +66,7 @@ _BATCHES: dict[str, Callable[[random.Random, int], list[Sequence]]] = {
 def training_batch(kind: str, vocabulary: int, turn: int = 0) -> list[Sequence]:
     """even: 8 × 128. ragged: 30 × 16 and 2 × 512. group: 512 that 16 share, and 32 for each.
 
-    small is what each of several adapters gets: 2 × 32; tiny is 4 × 32.
+    small is what each of several adapters gets: 1 × 16; tiny is 4 × 32.
     """
     return _BATCHES[kind](random.Random(turn), vocabulary)
 
