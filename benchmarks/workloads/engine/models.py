@@ -116,6 +116,11 @@ def folder_of(name: str) -> Path:
     return folder.resolve()
 
 
+def adapter_folder(name: str) -> Path:
+    """Where an adapter of the model is kept, which `ours.py` makes."""
+    return FOLDER / f"{name}-adapter"
+
+
 def _smollm2() -> Path | None:
     from tinsmith.errors import BaseModelError
     from tinsmith.model_files.cache import ModelCache

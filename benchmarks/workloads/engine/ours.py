@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.workloads.engine.data import ADAPTERS, RANK, Sequence, prompts, training_batch
 from benchmarks.workloads.engine.measure import Turn
-from benchmarks.workloads.engine.models import folder_of, size_of
+from benchmarks.workloads.engine.models import adapter_folder, folder_of, size_of
 from tinsmith.engines.base import (
     AdapterId,
     AdapterSpec,
@@ -70,12 +70,15 @@ class Running:
             self.engine.save_adapter(AdapterId(adapter_id), folder, parts)
         )
 
-    def add_weights(self) -> None:
-        """Sampler weights, those of a fresh adapter."""
-        self.add_adapter("sampled")
-        with tempfile.TemporaryDirectory() as folder:
-            self.save("sampled", Path(folder), Saved.WEIGHTS)
-            self._loop.run_until_complete(self.engine.load_weights(WEIGHTS, NAME, Path(folder)))
+    def add_weights(self, model: str) -> None:
+        """Sampler weights, those of a fresh adapter, which are kept for other contestants."""
+        folder = adapter_folder(model)
+        if not folder.exists():
+            self.add_adapter("sampled")
+            work = Path(tempfile.mkdtemp(dir=folder.parent))
+            self.save("sampled", work, Saved.WEIGHTS)
+            work.rename(folder)
+        self._loop.run_until_complete(self.engine.load_weights(WEIGHTS, NAME, folder))
 
     def pass_work(self, adapter_id: str, data: tuple[Datum, ...]) -> PassWork:
         return PassWork(
@@ -206,7 +209,7 @@ def sampling(
     """So many works at once, each of so many samples; the first token is that of the last one."""
     running = Running(model)
     if lora:
-        running.add_weights()
+        running.add_weights(model)
     turns = itertools.count(1)
 
     def run(count: int, new: int) -> dict[str, float]:

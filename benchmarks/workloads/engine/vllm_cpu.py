@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from benchmarks.workloads.engine.data import prompts
 from benchmarks.workloads.engine.measure import Turn
-from benchmarks.workloads.engine.models import FOLDER, size_of
+from benchmarks.workloads.engine.models import FOLDER, adapter_folder, size_of
 
 
 def sampling(
@@ -38,7 +38,7 @@ def sampling(
         max_lora_rank=32,
         disable_log_stats=True,
     )
-    adapter = LoRARequest("one", 1, str(FOLDER / f"{model}-adapter")) if lora else None
+    adapter = LoRARequest("one", 1, str(adapter_folder(model))) if lora else None
     turns = itertools.count(1)
 
     def run(count: int, new: int) -> dict[str, float]:
