@@ -70,7 +70,7 @@ def held(pid: int) -> Held:
     return Held(
         rss_bytes=int(status["VmRSS"].split()[0]) * 1024,
         threads=int(status["Threads"]),
-        files=len(os.listdir(f"/proc/{pid}/fd")),
+        files=len(list(Path(f"/proc/{pid}/fd").iterdir())),
     )
 
 
