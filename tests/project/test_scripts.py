@@ -21,6 +21,7 @@ COMMANDS = [
         "scripts/check",
         "scripts/compatibility",
         "scripts/demo",
+        "scripts/fresh",
         "scripts/docs",
         "scripts/public-names",
         "scripts/test",
