@@ -11,7 +11,7 @@ import msgspec
 from tinsmith.client.service import ServiceClient
 from tinsmith.demo.crash import compare_runs
 from tinsmith.demo.curves import Curve, Rows, bars, page
-from tinsmith.demo.reinforcement import GROUP, Rewarded, learn_short_answers
+from tinsmith.demo.reinforcement import GROUP, Rewarded, learn_to_the_point
 from tinsmith.demo.service import Service
 from tinsmith.demo.supervised import Learned, learn_json
 
@@ -96,8 +96,10 @@ def _examples(client: ServiceClient, settings: DemoSettings) -> Learned:
 
 def _rewards(client: ServiceClient, settings: DemoSettings) -> Rewarded:
     asked = f"{settings.questions} questions, {GROUP} answers each"
-    _say(f"\n2. Learning from rewards: short answers, {settings.reward_steps} steps of {asked}")
-    rewarded = learn_short_answers(
+    _say(
+        f"\n2. Learning from rewards: answers to the point, {settings.reward_steps} steps of {asked}"
+    )
+    rewarded = learn_to_the_point(
         client,
         settings.model,
         steps=settings.reward_steps,
@@ -153,7 +155,7 @@ def _page(settings: DemoSettings, learned: Learned, rewarded: Rewarded, lines: l
             Curve("Learning from examples", "loss of a token", learned.losses),
             Rows("Sentences to JSON", ("asked", "before", "after"), examples),
             Curve("Learning from rewards", "mean reward", rewarded.rewards),
-            Rows("Short answers", ("asked", "before", "after"), answers),
+            Rows("Answers to the point", ("asked", "before", "after"), answers),
         ],
     )
 

@@ -1,4 +1,4 @@
-"""Learning from rewards: right answers become short.
+"""Learning from rewards: answers come to the point.
 
 Each question is answered several times. What an answer is worth beyond the mean of its group is its
 advantage: the model is told to give more of those above it and fewer of those below.
@@ -12,7 +12,7 @@ import msgspec
 
 from tinsmith.client.service import ServiceClient
 from tinsmith.demo.talking import Talk
-from tinsmith.demo.tasks import QUESTIONS, WORD_SYSTEM, Example, reward
+from tinsmith.demo.tasks import QUESTIONS, ANSWER_SYSTEM, Example, reward
 from tinsmith.types import AdamParams, Datum, ModelInput, SampledSequence, SamplingParams
 
 RANK = 16
@@ -31,7 +31,7 @@ class Rewarded(msgspec.Struct, frozen=True, kw_only=True):
     """The mean of each step."""
 
 
-def learn_short_answers(
+def learn_to_the_point(
     service: ServiceClient,
     model: str,
     *,
@@ -52,7 +52,7 @@ def learn_short_answers(
     """
     asked = list(QUESTIONS[:questions])
     training = service.create_lora_training_client(model, rank=RANK, seed=seed)
-    talk = Talk(training.get_tokenizer(), WORD_SYSTEM)
+    talk = Talk(training.get_tokenizer(), ANSWER_SYSTEM)
     sampler = training.save_weights_and_get_sampling_client()
     before = talk.answers(sampler, asked)
     rewards: list[float] = []

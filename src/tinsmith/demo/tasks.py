@@ -3,8 +3,8 @@
 *Sentences to JSON* is learned from examples. The names and cities of the test are in none of them,
 so that what is learned is the form and not the words.
 
-*One-word answers* is learned from rewards alone: a right answer is worth one over the number of its
-words. The model knows most of the answers, and buries them in sentences.
+*Answers to the point* is learned from rewards alone: an answer is worth something if it is right and
+short. The model knows most of the answers, and often talks past them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class Example(NamedTuple):
 
 
 JSON_SYSTEM = "You turn a sentence into JSON."
-WORD_SYSTEM = "You answer questions."
+ANSWER_SYSTEM = "You answer questions."
+MOST_WORDS = 8
 
 _NAMES = [
     "Ada",
@@ -120,6 +121,6 @@ def is_right(example: Example, answer: str) -> bool:
 
 
 def reward(example: Example, answer: str) -> float:
-    """1 over the number of words if the right one is among them, else 0."""
+    """1 if the right word is among a few, else 0."""
     words = re.findall(r"[^\W_]+", answer.lower())
-    return 1.0 / len(words) if example.answer in words else 0.0
+    return 1.0 if example.answer in words and len(words) <= MOST_WORDS else 0.0

@@ -49,11 +49,12 @@ def test_an_answer_is_judged_by_what_it_says(answer: str, right: bool) -> None:
     [
         ("Paris", 1.0),
         ("Paris.", 1.0),
-        ("It is Paris!", 1 / 3),
+        ("It is Paris!", 1.0),
+        ("The capital of France is the city of Paris, which", 0.0),
         ("Rome", 0.0),
         ("Parisian", 0.0),
         ("", 0.0),
     ],
 )
-def test_a_right_answer_is_worth_one_over_its_words(answer: str, worth: float) -> None:
+def test_an_answer_is_worth_something_if_it_is_right_and_short(answer: str, worth: float) -> None:
     assert reward(QUESTIONS[0], answer) == pytest.approx(worth)
