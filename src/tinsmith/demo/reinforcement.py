@@ -12,7 +12,7 @@ import msgspec
 
 from tinsmith.client.service import ServiceClient
 from tinsmith.demo.talking import Talk
-from tinsmith.demo.tasks import QUESTIONS, ANSWER_SYSTEM, Example, reward
+from tinsmith.demo.tasks import ANSWER_SYSTEM, QUESTIONS, Example, reward
 from tinsmith.types import AdamParams, Datum, ModelInput, SampledSequence, SamplingParams
 
 RANK = 16

@@ -3,8 +3,8 @@
 *Sentences to JSON* is learned from examples. The names and cities of the test are in none of them,
 so that what is learned is the form and not the words.
 
-*Answers to the point* is learned from rewards alone: an answer is worth something if it is right and
-short. The model knows most of the answers, and often talks past them.
+*Answers to the point* is learned from rewards alone: an answer is worth something if it is right
+and short. The model knows most of the answers, and often talks past them.
 """
 
 from __future__ import annotations
