@@ -96,9 +96,7 @@ def _examples(client: ServiceClient, settings: DemoSettings) -> Learned:
 
 def _rewards(client: ServiceClient, settings: DemoSettings) -> Rewarded:
     size = f"{settings.reward_steps} steps of {settings.questions} questions, {GROUP} answers each"
-    _say(
-        f"\n2. Learning from rewards: answers to the point, {settings.reward_steps} steps of {asked}"
-    )
+    _say(f"\n2. Learning from rewards: answers to the point, {size}")
     rewarded = learn_to_the_point(
         client,
         settings.model,
