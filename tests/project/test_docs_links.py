@@ -1,0 +1,45 @@
+"""Every link of the README and of docs/ that stays in the repository leads somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+CODE = re.compile(r"^ *```.*?^ *```|`[^`\n]+`", re.MULTILINE | re.DOTALL)
+
+
+def _anchors(page: Path) -> set[str]:
+    """What mkdocs calls the headings of a page."""
+    found = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    plain = (re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in found)
+    return {re.sub(r"[\s-]+", "-", heading) for heading in plain}
+
+
+def _links() -> list[tuple[Path, str]]:
+    return [
+        (page, link)
+        for page in PAGES
+        for link in LINK.findall(CODE.sub("", page.read_text(encoding="utf-8")))
+        if not link.startswith(("http://", "https://", "mailto:"))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("page", "link"), _links(), ids=lambda one: one.name if isinstance(one, Path) else one
+)
+def test_a_link_leads_somewhere(page: Path, link: str) -> None:
+    target, _, anchor = link.partition("#")
+    found = (page.parent / target).resolve() if target else page
+
+    assert found.exists(), f"{page.name}: {link}"
+    if anchor:
+        assert anchor in _anchors(found), f"{page.name}: {link}"
+
+
+def test_there_are_links_to_follow() -> None:
+    assert len(_links()) > 50
