@@ -219,6 +219,25 @@ def test_a_sample_is_the_same_alone_and_in_a_crowd(
     _assert_same(found[kind], alone[kind])
 
 
+@pytest.mark.parametrize("family", ["Mistral", "Gemma3"])
+def test_a_sample_within_the_window_is_the_same_beside_one_that_goes_beyond(
+    tmp_path: Path, family: str
+) -> None:
+    """Bit for bit: how a sequence is computed is a matter of its own length."""
+    make_model(tmp_path, family, sliding_window=20)
+    model = load_transformer(tmp_path)
+    shorts = [
+        work(f"short-{length}-{number}", prompt_of(length), num_samples=number)
+        for length, number in ((3, 1), (6, 1), (11, 1), (6, 3))
+    ]
+
+    alone = [run(Sampler(model), one)[one.work_id] for one in shorts]
+    found = run(Sampler(model), *shorts, work("long", prompt_of(60, 3), max_tokens=20))
+
+    for one, wanted in zip(shorts, alone, strict=True):
+        _assert_same(found[one.work_id], wanted)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sample_is_the_same_with_a_warm_cache(
     llama: Transformer,

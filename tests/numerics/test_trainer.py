@@ -330,6 +330,28 @@ def test_families_share_packs_and_prompts_too(
     assert _is_close(_gradients(alone), _gradients(apart))
 
 
+@pytest.mark.parametrize("family", ["Mistral", "Gemma3"])
+def test_a_work_within_the_window_is_the_same_beside_one_that_goes_beyond(
+    tmp_path: Path, family: str
+) -> None:
+    """Bit for bit; and prompts are shared by tails of which some reach beyond it."""
+    make_model(tmp_path, family, sliding_window=50, hidden_size=96)
+    model = load_transformer(tmp_path)
+    data = [*_group(36, [3, 30, 3, 3]), *_data(25, 60, 2)]
+    short, long = _pass(_data(25, 11, 11, 40, seed=4)), _pass(data, B, work_id="long")
+    alone, together, apart = _adapter(model), _adapter(model), _adapter(model, B)
+
+    [first] = _train(model, [short], alone)
+    found = _train(model, [short, long], together, _adapter(model, B))
+    one_by_one = [_train(model, [_pass([one], B)], apart)[0] for one in data]
+
+    assert found[0] == first
+    assert torch.equal(_gradients(together), _gradients(alone))
+    wanted = [_logprobs(one)[0] for one in one_by_one]
+    for logprobs, right in zip(_logprobs(found[1]), wanted, strict=True):
+        assert logprobs == pytest.approx(right, abs=1e-5)
+
+
 def test_one_call_or_several_give_the_same_step(model: Transformer) -> None:
     """Clients send large batches in chunks."""
     data = _data(12, 30, 7, 25, 3, 18)

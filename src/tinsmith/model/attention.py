@@ -10,15 +10,16 @@ joined by the weights that their logarithms of sums give. The way back needs no 
 joined result and its logarithm, the kernel's own gradient of a part is that part's share.
 
 No mask is ever built, and the cost follows the lengths of the stretches. Where the kernel does not
-reach (windows, capped scores, other devices) `masked_attention.py` stands in.
+reach (sequences longer than a window, capped scores, other devices) `masked_attention.py` stands
+in, for each stretch by itself: what is beside it has no part in that.
 """
 
 # T row of the pack, H query head, G key head, D dimension of a head, N stretch, L token of one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import groupby
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -49,6 +50,13 @@ class Attention(Protocol):
 
     def done(self) -> None:
         """All layers have been through it."""
+
+
+def _reach(rule: AttentionRule, device: torch.device) -> int:
+    """How long a sequence may be for the flash kernel to give what the rule says."""
+    if rule.softcap is not None or device.type != "cpu":
+        return 0
+    return sys.maxsize if rule.window is None else rule.window
 
 
 def _flash(
@@ -92,6 +100,12 @@ class Stretch(NamedTuple):
     prefix: tuple[int, int] | None = None
     """Another stretch of the pack, which it follows."""
 
+    @property
+    def sequence_length(self) -> int:
+        """Of the sequence up to its end."""
+        shared = 0 if self.prefix is None else self.prefix[1] - self.prefix[0]
+        return self.end - self.start + shared
+
 
 class _Block(NamedTuple):
     """Stretches of one length that lie beside each other: one call for all."""
@@ -110,8 +124,12 @@ class _Past(NamedTuple):
 
 
 class _Plan(NamedTuple):
+    """Which calls there are to make. A stretch that has flash calls has them for its prefix too."""
+
     blocks: list[_Block]
     pasts: list[_Past]
+    masked: list[int]
+    """The numbers of the stretches that are left to masks."""
 
 
 class PackAttention:
@@ -119,54 +137,68 @@ class PackAttention:
 
     def __init__(self, stretches: Sequence[Stretch]) -> None:
         self._stretches = tuple(stretches)
-        self._plan = _Plan(_blocks(stretches), _pasts(stretches))
-        self._longest = max(
-            (end - start + (prefix[1] - prefix[0] if prefix else 0))
-            for start, end, prefix in stretches
-        )
+        self._lengths = [one.end - one.start for one in stretches]
+        self._plans: dict[int, _Plan] = {}
+        """By how long a sequence may be for the flash kernel."""
 
     def attend(
         self, layer: int, rule: AttentionRule, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor
     ) -> Tensor:
         """`Attention.attend`."""
         del layer
-        is_cut = rule.window is not None and rule.window < self._longest
-        if is_cut or rule.softcap is not None or q_THD.device.type != "cpu":
-            return self._masked(rule, q_THD, k_TGD, v_TGD)
-        out_THD: Tensor = _FlashPack.apply(q_THD, k_TGD, v_TGD, self._plan, rule.scale)  # type: ignore[no-untyped-call]
-        return out_THD
-
-    def _masked(self, rule: AttentionRule, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
-        parts: list[Tensor] = []
-        for start, end, prefix in self._stretches:
+        plan = self._plan(_reach(rule, q_THD.device))
+        out_THD: Tensor = _FlashPack.apply(q_THD, k_TGD, v_TGD, plan, rule.scale)  # type: ignore[no-untyped-call]
+        if not plan.masked:
+            return out_THD
+        parts = list(out_THD.split(self._lengths))
+        for number in plan.masked:
+            start, end, prefix = self._stretches[number]
             k, v = k_TGD[start:end], v_TGD[start:end]
             if prefix is not None:
                 k = torch.cat((k_TGD[slice(*prefix)], k))
                 v = torch.cat((v_TGD[slice(*prefix)], v))
-            parts.append(masked_attention(q_THD[start:end], k, v, *rule))
+            parts[number] = masked_attention(q_THD[start:end], k, v, *rule)
         return torch.cat(parts)
+
+    def _plan(self, reach: int) -> _Plan:
+        if reach not in self._plans:
+            whole = [one for one in self._stretches if one.sequence_length <= reach]
+            masked = [
+                number for number, one in enumerate(self._stretches) if one.sequence_length > reach
+            ]
+            self._plans[reach] = _Plan(_blocks(whole), _pasts(whole), masked)
+        return self._plans[reach]
 
     def done(self) -> None:
         """`Attention.done`."""
 
 
 def _blocks(stretches: Sequence[Stretch]) -> list[_Block]:
-    blocks: list[_Block] = []
-    for length, group in groupby(stretches, lambda one: one.end - one.start):
-        members = list(group)
-        start, end = members[0].start, members[-1].end
-        assert end - start == length * len(members), "the stretches of a pack leave no gaps"
-        blocks.append(_Block(start, end, len(members)))
-    return blocks
+    groups = _neighbours(stretches, lambda one: one.end - one.start)
+    return [_Block(group[0].start, group[-1].end, len(group)) for group in groups]
 
 
 def _pasts(stretches: Sequence[Stretch]) -> list[_Past]:
-    pasts: list[_Past] = []
-    for prefix, group in groupby(stretches, lambda one: one.prefix):
-        if prefix is not None:
-            members = list(group)
-            pasts.append(_Past(members[0].start, members[-1].end, slice(*prefix)))
-    return pasts
+    groups = _neighbours(stretches, lambda one: one.prefix)
+    return [
+        _Past(group[0].start, group[-1].end, slice(*group[0].prefix))
+        for group in groups
+        if group[0].prefix is not None
+    ]
+
+
+def _neighbours(
+    stretches: Sequence[Stretch], kind: Callable[[Stretch], object]
+) -> list[list[Stretch]]:
+    """Those of one kind that lie beside each other, without a gap."""
+    groups: list[list[Stretch]] = []
+    for one in stretches:
+        last = groups[-1][-1] if groups else None
+        if last is not None and last.end == one.start and kind(last) == kind(one):
+            groups[-1].append(one)
+        else:
+            groups.append([one])
+    return groups
 
 
 class _FlashPack(torch.autograd.Function):
@@ -174,7 +206,7 @@ class _FlashPack(torch.autograd.Function):
     def forward(
         ctx: Any, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, plan: _Plan, scale: float
     ) -> Tensor:
-        out_THD = torch.empty_like(q_THD)
+        out_THD = _room_for(q_THD, plan)
         sums_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
         for start, end, count in plan.blocks:
             q, k, v = (_heads_first(rows[start:end], count) for rows in (q_THD, k_TGD, v_TGD))
@@ -194,7 +226,7 @@ class _FlashPack(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout_THD: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q_THD, k_TGD, v_TGD, out_THD, sums_TH = ctx.saved_tensors
-        dq_THD, dk_TGD, dv_TGD = (torch.empty_like(rows) for rows in (q_THD, k_TGD, v_TGD))
+        dq_THD, dk_TGD, dv_TGD = (_room_for(rows, ctx.plan) for rows in (q_THD, k_TGD, v_TGD))
         for start, end, count in ctx.plan.blocks:
             dout, q, k, v, out, sums = (
                 _heads_first(rows[start:end], count)
@@ -213,6 +245,11 @@ class _FlashPack(torch.autograd.Function):
             dk_TGD[prefix] += _rows_first(dk)
             dv_TGD[prefix] += _rows_first(dv)
         return dq_THD, dk_TGD, dv_TGD, None, None
+
+
+def _room_for(rows: Tensor, plan: _Plan) -> Tensor:
+    """What a plan fills; zeros where it leaves rows out."""
+    return torch.zeros_like(rows) if plan.masked else torch.empty_like(rows)
 
 
 def _past_of(
@@ -249,6 +286,22 @@ class CachedStretch(NamedTuple):
     keys: SequenceKeys
 
 
+class _Parted(NamedTuple):
+    whole: list[CachedStretch]
+    shared: list[tuple[Run, Tensor]]
+    """The rows of these that see each shared run."""
+    masked: list[CachedStretch]
+
+
+def _parted(stretches: Sequence[CachedStretch], reach: int) -> _Parted:
+    whole: list[CachedStretch] = []
+    masked: list[CachedStretch] = []
+    for one in stretches:
+        is_whole = one.keys.length + one.end - one.start <= reach
+        (whole if is_whole else masked).append(one)
+    return _Parted(whole, _shared_groups(whole), masked)
+
+
 class CachedAttention:
     """Attention to tokens that were read before, without a way back; see the top of the module."""
 
@@ -256,8 +309,8 @@ class CachedAttention:
         self._stretches = stretches
         for start, end, keys in stretches:
             keys.own.reserve(end - start)
-        self._shared = _shared_groups(stretches)
-        self._longest = max(keys.length + end - start for start, end, keys in stretches)
+        self._parted: dict[int, _Parted] = {}
+        """By how long a sequence may be for the flash kernel."""
 
     def attend(
         self, layer: int, rule: AttentionRule, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor
@@ -266,29 +319,36 @@ class CachedAttention:
         kept_2GTD = torch.stack((k_TGD.transpose(0, 1), v_TGD.transpose(0, 1)))
         for start, end, keys in self._stretches:
             keys.own.write(layer, keys.own.length, kept_2GTD[:, :, start:end])
-        is_cut = rule.window is not None and rule.window < self._longest
-        if is_cut or rule.softcap is not None or q_THD.device.type != "cpu":
-            return torch.cat(
-                [
-                    _masked_step(layer, rule, q_THD[start:end], keys)
-                    for start, end, keys in self._stretches
-                ]
-            )
-        return self._flash(layer, rule.scale, q_THD, k_TGD.shape[1])
+        reach = _reach(rule, q_THD.device)
+        if reach not in self._parted:
+            self._parted[reach] = _parted(self._stretches, reach)
+        out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+        self._flash(layer, rule.scale, q_THD, k_TGD.shape[1], self._parted[reach], out_THD)
+        for start, end, keys in self._parted[reach].masked:
+            out_THD[start:end] = _masked_step(layer, rule, q_THD[start:end], keys)
+        return out_THD
 
     def done(self) -> None:
         """The rows now count as read."""
         for start, end, keys in self._stretches:
             keys.own.length += end - start
 
-    def _flash(self, layer: int, scale: float, q_THD: Tensor, key_heads: int) -> Tensor:
-        out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+    def _flash(
+        self,
+        layer: int,
+        scale: float,
+        q_THD: Tensor,
+        key_heads: int,
+        parted: _Parted,
+        out_THD: Tensor,
+    ) -> None:
+        """Fill in the rows of the stretches that the kernel reaches."""
         sums_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
         # The heads that have one key head, as several queries of it: it is then read once.
         grouped = (-1, key_heads, q_THD.shape[1] // key_heads)
         q_TGHD = q_THD.reshape(*grouped, q_THD.shape[2])
         out_TGHD, sums_TGH = out_THD.view(q_TGHD.shape), sums_TH.view(grouped)
-        for start, end, keys in self._stretches:
+        for start, end, keys in parted.whole:
             if end - start == 1:
                 k, v = keys.own.read(layer, 0, keys.own.length + 1)
                 out_TGHD[start:end], sums_TGH[start:end] = _flash(
@@ -297,11 +357,10 @@ class CachedAttention:
             else:
                 out, sums = _own(layer, scale, q_THD[start:end], keys)
                 out_THD[start:end], sums_TH[start:end] = _rows_first(out), _rows_first(sums)
-        for run, rows_N in self._shared:
+        for run, rows_N in parted.shared:
             out, sums = _seen_whole(q_THD[rows_N], *run.read(layer, 0, run.length), scale)
             past = _rows_first(out), _rows_first(sums)
             out_THD[rows_N], _ = _joined(past, (out_THD[rows_N], sums_TH[rows_N]))
-        return out_THD
 
 
 def _own(layer: int, scale: float, q_LHD: Tensor, keys: SequenceKeys) -> tuple[Tensor, Tensor]:
