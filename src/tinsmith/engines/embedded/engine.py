@@ -253,7 +253,7 @@ class EmbeddedEngine(Engine):
         def read() -> FusedLora:
             self._check_base(files.base_model_of(folder), base_model)
             layout, flat = files.load_weights(transformer.architecture, folder)
-            return layout.fused(flat.to(transformer.device), transformer.dtype)
+            return layout.fused(flat.to(transformer.device), transformer.dtype, is_frozen=True)
 
         lora = await asyncio.to_thread(read)
         if self._sampling is None:
