@@ -180,6 +180,20 @@ def test_the_mask_says_which_tokens_make_the_ratio_of_a_sequence() -> None:
     assert loss.evaluate(lp).loss != make_loss("gspo", {}, [inputs(**given)]).evaluate(lp).loss
 
 
+@pytest.mark.parametrize("unit", [0.01, 7.0])
+def test_the_mask_is_the_weights_of_a_mean(unit: float) -> None:
+    """In whatever unit they are given: also where they add up to less than 1."""
+    q, lp = torch.tensor([-1.1, -2.0, -0.5]), torch.tensor([-1.0, -1.9, -0.6])
+    given: dict[str, Any] = {"target_tokens": [1, 2, 3], "logprobs": q, "advantages": [1.0] * 3}
+    one = make_loss("gspo", {}, [inputs(**given, sequence_ratio_mask=[1.0, 2.0, 1.0])])
+
+    mask = [unit, 2 * unit, unit]
+    loss = make_loss("gspo", {}, [inputs(**given, sequence_ratio_mask=mask)])
+
+    assert loss.evaluate(lp).loss == pytest.approx(one.evaluate(lp).loss, rel=1e-6)
+    torch.testing.assert_close(loss.datum_slopes(0, lp), one.datum_slopes(0, lp))
+
+
 def test_a_mask_may_be_given_for_some_data_alone() -> None:
     data, lp = some_data()
     data[0] = {**data[0], "sequence_ratio_mask": TensorData([1.0] * 5, "float32")}

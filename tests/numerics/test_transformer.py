@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.numerics.small_models import FAMILIES, VOCABULARY, make_model
 from tinsmith.model.attention import CachedAttention, CachedStretch, PackAttention, Stretch
 from tinsmith.model.kv_cache import Run, SequenceKeys
 from tinsmith.model.load_weights import load_transformer
+from tinsmith.model.masked_attention import masked_attention
 from tinsmith.model.transformer import Transformer
 
 
@@ -131,6 +133,63 @@ def test_a_shared_prefix_gives_the_results_and_gradients_of_each_sequence_in_ful
     torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-6)
     for found, right in zip(_gradients(q, k, v, out), _gradients(q, k, v, wanted), strict=True):
         torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
+
+
+class _LargestTensor(TorchDispatchMode):
+    """Notes how many numbers the largest tensor has that is made."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for one in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(one, torch.Tensor):
+                self.numbers = max(self.numbers, one.numel())
+        return made
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("queries", [700, 300])
+def test_masked_attention_follows_the_formula_and_never_holds_all_scores(
+    softcap: float | None, window: int | None, queries: int
+) -> None:
+    """With its gradients; some queries are the last of more keys."""
+    keys = 700
+    chance = torch.Generator().manual_seed(3)
+    q, k, v = (
+        torch.randn(rows, heads, 8, generator=chance).requires_grad_()
+        for rows, heads in ((queries, 4), (keys, 2), (keys, 2))
+    )
+
+    with _LargestTensor() as largest:  # type: ignore[no-untyped-call]
+        out = masked_attention(q, k, v, 0.4, window, softcap)
+        found = _gradients(q, k, v, out)
+
+    scores = q.transpose(0, 1) @ k.repeat_interleave(2, 1).permute(1, 2, 0) * 0.4
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    gap = torch.arange(keys - queries, keys).unsqueeze(1) - torch.arange(keys)
+    seen = (gap >= 0) & (gap < (window or keys))
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    wanted = (weights @ v.repeat_interleave(2, 1).transpose(0, 1)).transpose(0, 1)
+    torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-6)
+    for one, right in zip(found, _gradients(q, k, v, wanted), strict=True):
+        torch.testing.assert_close(one, right, rtol=1e-4, atol=1e-5)
+    assert largest.numbers <= 128 * keys * 4
+
+
+def test_norms_with_an_offset_keep_their_digits_in_bfloat16(tmp_path: Path) -> None:
+    """Gemma's weights are around 0: 1 is added to them, and must not swallow them."""
+    whole = make_model(tmp_path, "Gemma")
+    weight = whole.model.norm.weight.detach().to(torch.bfloat16).float()
+
+    model = load_transformer(tmp_path, dtype=torch.bfloat16)
+
+    assert torch.equal(model._final_norm_D, weight + 1)
+    stretches, positions = _pack([9])
+    hidden = model.hidden(_tokens(9), positions, PackAttention(stretches))
+    hidden.sum().backward()
+    assert hidden.dtype == torch.bfloat16
 
 
 def _full(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, one: Stretch) -> torch.Tensor:

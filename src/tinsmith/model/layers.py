@@ -47,12 +47,13 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, None, None]:
         x_TD, weight_D, scales_T1 = ctx.saved_tensors
+        dtype = x_TD.dtype
         dy_TD = (dy_TD * weight_D).float()
         x_TD = x_TD.float()
         shared_T1 = torch.linalg.vecdot(dy_TD, x_TD).unsqueeze(-1)
         shared_T1 = shared_T1 * scales_T1.square() / x_TD.shape[-1]
         dx_TD = torch.addcmul(dy_TD, x_TD, shared_T1, value=-1.0).mul_(scales_T1)
-        return dx_TD.to(weight_D.dtype), None, None
+        return dx_TD.to(dtype), None, None
 
 
 def turned(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:

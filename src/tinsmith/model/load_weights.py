@@ -187,7 +187,11 @@ class _Reader:
         return Linear(torch.cat(weights), torch.cat(biases))
 
     def _norm(self, name: str) -> Tensor:
-        return self._tensor(f"{name}.weight") + self._shape.norm_offset
+        weight_D = self._tensor(f"{name}.weight")
+        if not self._shape.norm_offset:
+            return weight_D
+        # In float32: bfloat16 has two digits around 1, and weights around 0 have more.
+        return weight_D.float() + self._shape.norm_offset
 
     def _tensor(self, name: str, *sizes: int) -> Tensor:
         if name not in self._files:

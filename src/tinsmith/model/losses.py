@@ -332,7 +332,8 @@ def _gspo(lp_C: Tensor, cells: Cells, _: Mapping[str, float]) -> Terms:
     a_C, gap_C = cells["advantages"], lp_C - cells["logprobs"]
     mask_C = cells.optional("sequence_ratio_mask", lp_C)
     mask_C = torch.where(mask_C.isnan(), (a_C != 0).double(), mask_C)  # NaN: not given
-    shares_C = mask_C / mask_C.sum().clamp(min=1.0)
+    weight = mask_C.sum()
+    shares_C = mask_C / torch.where(weight == 0, 1.0, weight)
     ratios_C = _ratio((shares_C * gap_C).sum()).expand_as(lp_C)
     whole_C, cut_C = ratios_C * a_C, cells.within(ratios_C) * a_C
     clipped_C = cut_C < whole_C

@@ -1,9 +1,8 @@
-"""Base models onto the device, in the type that this machine computes fastest."""
+"""Base models onto the device, in the type that it has hardware for."""
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,11 +12,6 @@ from tinsmith.engines.embedded.settings import Device, Dtype, EmbeddedModel
 from tinsmith.errors import ValidationError
 from tinsmith.model.load_weights import load_transformer
 from tinsmith.model.transformer import Transformer
-
-CLEARLY_FASTER = 1.3
-"""How much faster bfloat16 has to be: it keeps under three digits."""
-_MEASURED_SIZE = 512
-_MEASURED_TIMES = 5
 
 
 def chosen_device(wanted: Device) -> str:
@@ -33,24 +27,17 @@ def chosen_device(wanted: Device) -> str:
 
 
 def chosen_dtype(wanted: Dtype, device: str) -> torch.dtype:
-    """The type that is asked for; or bfloat16 where it is clearly faster, and else float32."""
+    """The type that is asked for; or bfloat16 where there is hardware for it, and else float32.
+
+    It is not measured which is faster: the same machine must choose the same when it is busy, or
+    what is computed again after a crash would come out otherwise.
+    """
     if wanted != "auto":
         return torch.bfloat16 if wanted == "bfloat16" else torch.float32
-    if device == "cuda":
-        return torch.bfloat16
-    gain = _seconds(torch.float32) / _seconds(torch.bfloat16)
-    return torch.bfloat16 if gain > CLEARLY_FASTER else torch.float32
-
-
-def _seconds(dtype: torch.dtype) -> float:
-    """What a product of matrices takes at best; tens of milliseconds in all."""
-    matrix = torch.ones(_MEASURED_SIZE, _MEASURED_SIZE, dtype=dtype)
-    best = float("inf")
-    for _ in range(_MEASURED_TIMES):
-        started = time.perf_counter()
-        torch.mm(matrix, matrix)
-        best = min(best, time.perf_counter() - started)
-    return best
+    has_bfloat16 = device == "cuda" or (
+        torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    )
+    return torch.bfloat16 if has_bfloat16 else torch.float32
 
 
 def load_models(

@@ -32,7 +32,8 @@ class EmbeddedSettings(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     dtype: Dtype = "auto"
-    """What base models are held and computed in; auto takes what is faster on this machine."""
+    """What base models are held and computed in; auto is bfloat16 where there is hardware
+    for it. It is part of what a replay needs."""
     device: Device = "auto"
     threads: int = 0
     """For training and again for sampling; 0 for half of the cores that are free at the start."""

@@ -132,7 +132,7 @@ def _gspo(lp: Array, given: _Given) -> Loss:
         given.optional("sequence_ratio_mask"),
     )
     mask = (a != 0).astype(np.float64) if mask is None else mask
-    count = max(float(mask.sum()), 1.0)
+    count = float(mask.sum()) or 1.0
     mean = float((mask * (lp - q)).sum()) / count
     ratio = np.full_like(lp, np.exp(min(mean, LARGEST_LOG_RATIO)))
     whole, cut = ratio * a, given.clipped(ratio, 0.8, 1.2) * a
