@@ -10,6 +10,7 @@ what was asked for is computed.
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -34,21 +35,34 @@ MOST_DRAWS = 1 << 20
 
 
 class PromptAnswers:
-    """Gathers what one request asks about its prompt."""
+    """Gathers what one request asks about its prompt.
+
+    It takes memory for the answers with the first rows: many samples may wait with long prompts.
+    """
 
     def __init__(self, request: SampleRequest, tokens: Array, seed: str, vocabulary: int) -> None:
         self._request = request
         self._slice_rows = max(1, SLICE_BYTES // (4 * vocabulary))
         self._tokens = tokens
-        length, rows = len(tokens), len(tokens) - 1
-        self.first_row = self._first_row(length)
+        self.first_row = self._first_row(len(tokens))
         """Rows before it need not be computed for what is asked."""
-        self._logprobs = np.full(length, math.nan, np.float32) if request.prompt_logprobs else None
-        self._topk = _empty_topk(length, request.topk_prompt_logprobs)
-        self._targets = _Targets(request.target_prompt_logprobs, rows)
-        shape = (rows, request.prompt_alt_tokens_k)
-        self._alternatives = np.zeros(shape, np.int64), np.zeros(shape, np.float32)
+        self._targets = _Targets(request.target_prompt_logprobs, len(tokens) - 1)
         self._key = stream_key(seed, "alternatives")
+
+    @cached_property
+    def _logprobs(self) -> Array | None:
+        if not self._request.prompt_logprobs:
+            return None
+        return np.full(len(self._tokens), math.nan, np.float32)
+
+    @cached_property
+    def _topk(self) -> tuple[Array, Array] | None:
+        return _empty_topk(len(self._tokens), self._request.topk_prompt_logprobs)
+
+    @cached_property
+    def _alternatives(self) -> tuple[Array, Array]:
+        shape = (len(self._tokens) - 1, self._request.prompt_alt_tokens_k)
+        return np.zeros(shape, np.int64), np.zeros(shape, np.float32)
 
     def _first_row(self, length: int) -> int:
         request = self._request

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -51,6 +53,26 @@ def sampler(model: Transformer, folder: Path) -> Sampler:
 
 def _outcomes(events: list[SampleEvent]) -> dict[str, SampleOutcome]:
     return {event.work_id: event for event in events if isinstance(event, SampleOutcome)}
+
+
+def test_what_waits_has_no_memory_for_its_answers(sampler: Sampler) -> None:
+    """Many may wait, each with a long prompt and many questions about it."""
+    prompt, k, waiting = prompt_of(400), 100, 50
+    asked: dict[str, Any] = {
+        "prompt_logprobs": True,
+        "topk_prompt_logprobs": k,
+        "prompt_alt_tokens_k": k,
+    }
+    works = [work(str(number), prompt, **asked) for number in range(waiting)]
+
+    tracemalloc.start()
+    for one in works:
+        sampler.admit(one)
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    answers = len(prompt) * k * (np.int32().nbytes + np.float32().nbytes)
+    assert taken < waiting * answers / 10
 
 
 def _errors(sampler: Sampler) -> dict[str, BaseException | None]:
