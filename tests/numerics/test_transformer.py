@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.numerics.small_models import FAMILIES, VOCABULARY, make_model
+from tinsmith.errors import BaseModelFormatError
 from tinsmith.model.attention import CachedAttention, CachedStretch, PackAttention, Stretch
 from tinsmith.model.kv_cache import Run, SequenceKeys
 from tinsmith.model.load_weights import load_transformer
@@ -133,6 +134,15 @@ def test_a_shared_prefix_gives_the_results_and_gradients_of_each_sequence_in_ful
     torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-6)
     for found, right in zip(_gradients(q, k, v, out), _gradients(q, k, v, wanted), strict=True):
         torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
+
+
+def test_positions_that_turn_a_part_of_a_head_are_refused(tmp_path: Path) -> None:
+    """Llama's own code does not heed the setting; to do so would give other numbers."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    make_model(tmp_path, rope_parameters=rope)
+
+    with pytest.raises(BaseModelFormatError, match="partial_rotary_factor"):
+        load_transformer(tmp_path)
 
 
 class _LargestTensor(TorchDispatchMode):

@@ -27,7 +27,7 @@ class Rope(msgspec.Struct, frozen=True):
     """How positions turn queries and keys: one frequency for each pair of dimensions."""
 
     frequencies: tuple[float, ...]
-    """Radians for each position; fewer than half a head where the rest is not turned."""
+    """Radians for each position; as many as half a head has dimensions."""
     factor: float = 1.0
     """What cosine and sine are multiplied with."""
 

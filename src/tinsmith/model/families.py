@@ -103,8 +103,8 @@ def _rope(config: Config, *, theta: float | None = None, kind: str | None = None
         given = given[kind] or {}
     base = theta or given.get("rope_theta") or config.get("rope_theta") or 10_000.0
     size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    share = given.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    size = int(size * share)
+    for settings in (config, given):  # of these families `transformers` has none that heeds it
+        _refuse(architecture_name(config), settings, partial_rotary_factor=1.0)
     plain = [base ** (-2 * pair / size) for pair in range(size // 2)]
     scaling = given.get("rope_type") or given.get("type") or "default"
     if scaling == "default":

@@ -61,7 +61,7 @@ def turned(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
 
     Args:
         x_THD: Any number of heads.
-        cos_TD: For each dimension that is turned; the others, after them, are left.
+        cos_TD: For each dimension.
         sin_TD: Likewise, negative in the first half.
     """
     if not torch.is_grad_enabled():
@@ -83,10 +83,6 @@ class _Turned(torch.autograd.Function):
 
 
 def _turn(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    size = cos_TD.shape[-1]
-    if size < x_THD.shape[-1]:
-        first = _turn(x_THD[..., :size], cos_TD, sin_TD)
-        return torch.cat((first, x_THD[..., size:]), -1)
     halves = x_THD.chunk(2, -1)
     swapped_THD = torch.cat((halves[1], halves[0]), -1)
     return (x_THD * cos_TD.unsqueeze(1)).addcmul_(swapped_THD, sin_TD.unsqueeze(1))
