@@ -84,15 +84,20 @@ def check_pass(
     if len(given.data) > settings.most_datums:
         raise refuse("the number of data", len(given.data), f"it may be {settings.most_datums}")
     loss_id = _check_loss(given)
-    tokens = 0
+    tokens = cells = 0
     for index, datum in enumerate(given.data):
         try:
             tokens += _check_datum(datum, given.loss_fn, model, settings)
+            cells += max(map(_cells, datum.loss_fn_inputs.values()))
         except TinkerError as exc:
             raise BadRequestError(f"data[{index}].{exc}") from exc
     if tokens > settings.most_pass_tokens:
         raise refuse(
             "the number of tokens in data", tokens, f"it may be {settings.most_pass_tokens}"
+        )
+    if cells > settings.most_pass_targets:  # sparse tensors are small until they are spread out
+        raise refuse(
+            "the number of cells in data", cells, f"it may be {settings.most_pass_targets}"
         )
     return loss_id
 
@@ -145,11 +150,16 @@ def _check_datum(datum: Datum, loss_fn: str, model: BaseModel, settings: ServerS
 
 
 def _check_tensor(field: str, tensor: TensorData, settings: ServerSettings) -> None:
-    cells = math.prod(tensor.shape) if tensor.shape is not None else len(tensor.numbers)
+    cells = _cells(tensor)
     if cells > settings.most_targets:
         raise refuse(f"{field}: the number of cells", cells, f"it may be {settings.most_targets}")
     if tensor.dtype == "float32" and not _is_finite(tensor.numbers):
         raise BadRequestError(f"{field} holds NaN or infinity; all numbers must be finite")
+
+
+def _cells(tensor: TensorData) -> int:
+    """As many as there are when all are written out."""
+    return math.prod(tensor.shape) if tensor.shape is not None else len(tensor.numbers)
 
 
 def _check_rows(name: str, tensor: TensorData, length: int) -> None:

@@ -48,6 +48,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     most_topk: int = 100
     most_targets: int = 4 * MIB
     """Cells of one tensor, as it would be if all of them were written out."""
+    most_pass_targets: int = 16 * MIB
+    """The same of one submission: of each datum the largest tensor."""
 
     # What one tenant may have under way; its own quotas come first
     commands_in_flight: int = 20_000

@@ -85,6 +85,22 @@ def test_a_bad_datum_is_refused_by_name(datum: Datum, said: str) -> None:
     assert told.startswith("data[0].")
 
 
+def test_sparse_targets_of_many_data_are_bounded_together() -> None:
+    """Each is a few bytes on the wire, and large in memory."""
+    most = ServerSettings().most_targets
+    one = a_datum(
+        [1],
+        target_tokens=TensorData([1], "int64", [1, most], [0, 1], [0]),
+        weights=TensorData([1.0], "float32", [1, most], [0, 1], [0]),
+    )
+    fitting = ServerSettings().most_pass_targets // most
+
+    check_pass(ForwardBackwardInput([one] * fitting, "cross_entropy"), MODEL, ServerSettings())
+    more = ForwardBackwardInput([one] * (fitting + 1), "cross_entropy")
+    with pytest.raises(BadRequestError, match="the number of cells in data"):
+        check_pass(more, MODEL, ServerSettings())
+
+
 def test_the_bad_datum_is_named() -> None:
     """By its place among the others."""
     assert refusal(a_datum(), a_datum([1, 100])).startswith("data[1].")
