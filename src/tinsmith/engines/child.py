@@ -168,16 +168,23 @@ class ChildEngine(Engine):
         self._writer.write(packed(message))
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        while (message := await receive(reader)) is not None:
-            if isinstance(message, LogLine):
-                tell_log(message)
-            else:
-                self._take(message)
         assert self._process is not None
-        code = await asyncio.to_thread(_ended, self._process)
+        try:
+            while (message := await receive(reader)) is not None:
+                if isinstance(message, LogLine):
+                    _tell(message)
+                else:
+                    self._take(message)
+            code = await asyncio.to_thread(_ended, self._process)
+            reason, is_killed = _reason(code), code == -signal.SIGKILL
+        except Exception as exc:  # noqa: BLE001 - else whoever waits would wait for ever
+            _log.exception("what the engine's process said was not understood")
+            self._process.kill()
+            await asyncio.to_thread(_ended, self._process)
+            reason, is_killed = f"what it said was not understood ({exc!r})", False
         error = EngineLostError(
-            f"the process of the engine {self.name!r} has ended: {_reason(code)}",
-            remedy=MORE_MEMORY if code == -signal.SIGKILL else None,
+            f"the process of the engine {self.name!r} has ended: {reason}",
+            remedy=MORE_MEMORY if is_killed else None,
         )
         _log.error("%s", error.args[0])
         assert self._lost is not None
@@ -332,6 +339,15 @@ def _reason(code: int) -> str:
 def _again(error: TinkerError) -> TinkerError:
     """The error for one more caller: each adds its own traceback to what it raises."""
     return type(error)(*error.args, remedy=error.remedy)
+
+
+def _tell(line: LogLine) -> None:
+    try:
+        tell_log(line)
+    except Exception as exc:  # noqa: BLE001 - of a filter that the user has set; it is told as such
+        asyncio.get_running_loop().call_exception_handler(
+            {"message": "a line of the engine's process could not be logged", "exception": exc}
+        )
 
 
 def _log_levels() -> dict[str, int]:

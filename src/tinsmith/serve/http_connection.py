@@ -42,7 +42,11 @@ MOST_UNREAD_BYTES = 64 * 1024
 
 MOST_AHEAD = 100
 """Requests that may be sent before the first of them is answered."""
+STALLED_S = 60.0
+"""How long a client may take nothing at all of what waits to be sent to it."""
 
+_ONCE = frozenset({"host", "x-api-key"})
+"""Headers by which it is decided who may do what: a proxy may look at the other one."""
 _STATUS_LINES = {
     int(status): f"HTTP/1.1 {int(status)} {status.phrase}\r\n" for status in http.HTTPStatus
 }
@@ -52,6 +56,7 @@ class HttpConnection(asyncio.Protocol):
     """One connection."""
 
     head_s = HEAD_S
+    stalled_s = STALLED_S
 
     def __init__(self, server: HttpServer) -> None:
         self.loop = asyncio.get_running_loop()
@@ -67,7 +72,12 @@ class HttpConnection(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._is_paused = False
         self._drained: asyncio.Future[None] | None = None
+        self._watch: asyncio.TimerHandle | None = None
         self._is_stopping = False
+        self._problem = ""
+        """Why a callback of the parser refuses what it was called with."""
+        self._refusal: bytes | None = None
+        """What is said after the answers to what was asked before; nothing more is read."""
         self.is_lost = False
 
     # What the transport calls
@@ -77,7 +87,10 @@ class HttpConnection(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)
         self.scheme = "http" if transport.get_extra_info("sslcontext") is None else "https"
         self._server.connections.add(self)
-        self._wait_for_head(self.head_s)
+        if self._server.is_closing:  # it was accepted, or shook hands, in the last moment
+            self.stop()
+        else:
+            self._wait_for_head(self.head_s)
 
     def connection_lost(self, _: Exception | None) -> None:
         """Tell whoever works for this client that it has left."""
@@ -91,7 +104,7 @@ class HttpConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Read on, and begin with a request that has come."""
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._refusal is not None:
             return
         self._head_bytes += len(data)
         try:
@@ -99,23 +112,28 @@ class HttpConnection(asyncio.Protocol):
         except httptools.HttpParserUpgrade:
             self.stop()  # what follows may be anything
         except httptools.HttpParserError:
-            self._refuse(400, f"not HTTP/1.1, or more than {MOST_AHEAD} requests at once")
-            return
-        if self._head_bytes > MOST_HEAD_BYTES:
+            self._refuse(400, self._problem or "not HTTP/1.1")
+        if self._head_bytes > MOST_HEAD_BYTES and self._refusal is None:
             self._refuse(431, f"the request's headers are larger than {MOST_HEAD_BYTES} bytes")
-        elif self._is_in_head and self._give_up_at == math.inf:
+        elif self._is_in_head and self._give_up_at == math.inf and not self._requests:
             self._wait_for_head(self.head_s)
         self._start_next()
 
     def pause_writing(self) -> None:
         """The client takes its answer more slowly than it is made."""
         self._drained = self.loop.create_future()
+        self._watch_writing()
 
     def resume_writing(self) -> None:
         """It has caught up, or left."""
         if self._drained is not None and not self._drained.done():
             self._drained.set_result(None)
         self._drained = None
+        if self._watch is not None:
+            self._watch.cancel()  # what waits the next time may by chance be as much
+            self._watch = None
+        if self.transport.is_closing() and not self.is_lost:
+            self._watch_writing()
 
     # What the parser calls
 
@@ -131,8 +149,11 @@ class HttpConnection(asyncio.Protocol):
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header."""
-        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+        """A header, or a trailer, which nobody is given."""
+        text = name.decode("latin-1").lower()
+        if text in _ONCE and text in self._headers:
+            raise self._refused(f"the header {text} came twice")
+        self._headers[text] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
         """A head has ended."""
@@ -146,10 +167,14 @@ class HttpConnection(asyncio.Protocol):
         request = HttpRequest(
             self, self._parser.get_method().decode("ascii"), path, query, self._headers
         )
+        self._headers = {}  # trailers must not change what was decided by the head
         request.is_last = version == "1.0" or not self._parser.should_keep_alive()
         request.is_chunkable = version != "1.0"
         if len(self._requests) == MOST_AHEAD:
-            raise ValueError  # which the parser makes an error of its own
+            raise self._refused(f"more than {MOST_AHEAD} requests were sent at once")
+        if self._parser.should_upgrade() and request.announces_body:
+            # The parser would pass its body over.
+            raise self._refused("a request to become another protocol has no body")
         self._requests.append(request)
         if len(self._requests) > 1:
             self._pause_reading()  # it was sent ahead of its turn
@@ -189,20 +214,23 @@ class HttpConnection(asyncio.Protocol):
         if self.is_lost or self.transport.is_closing():
             return
         if after.must_close or self._is_stopping:
-            self.transport.close()
+            self._close()
+            return
+        if self._refusal is not None and not self._requests:
+            self._say_refusal()
             return
         if len(self._requests) <= 1:
             self.resume_reading()
         if self._requests:
             self._start_next()
-        elif not self._is_in_head:
-            self._wait_for_head(KEEP_ALIVE_S)
+        else:
+            self._wait_for_head(self.head_s if self._is_in_head else KEEP_ALIVE_S)
 
     def stop(self) -> None:
         """Close the connection when what was asked is answered."""
         self._is_stopping = True
         if not self._requests:
-            self.transport.close()
+            self._close()
 
     def head(self, request: HttpRequest, status: int, headers: Mapping[str, str]) -> str:
         """The head of an answer, but for the empty line at its end."""
@@ -251,17 +279,52 @@ class HttpConnection(asyncio.Protocol):
     def _look_at_time(self) -> None:
         self._timer = None
         if self._give_up_at <= self.loop.time():
-            self.transport.close()
+            self._close()
         elif self._give_up_at < math.inf:
             self._timer = self.loop.call_at(self._give_up_at, self._look_at_time)
 
+    def _close(self) -> None:
+        """Close when what was written is sent, if it is taken."""
+        if self._watch is None and self.transport.get_write_buffer_size():
+            self._watch_writing()
+        self.transport.close()
+
+    def _watch_writing(self, before: int | None = None) -> None:
+        """Give up a client that takes nothing for so long; `before` is how much waited then."""
+        waiting = self.transport.get_write_buffer_size()
+        if waiting == before:
+            self.transport.abort()
+        else:
+            self._watch = self.loop.call_later(self.stalled_s, self._watch_writing, waiting)
+
+    def _refused(self, problem: str) -> ValueError:
+        """For callbacks of the parser, which makes an error of its own of whatever they raise."""
+        self._problem = problem
+        return ValueError(problem)
+
     def _refuse(self, status: int, detail: str) -> None:
+        """Read no more, and say why after the answers to what was asked before."""
         body = f'{{"detail":"{detail}"}}'
-        self.transport.write(
+        self._refusal = (
             f"{_STATUS_LINES[status]}Content-Type: application/json\r\nConnection: close\r\n"
             f"Content-Length: {len(body)}\r\n\r\n{body}".encode()
         )
-        self.transport.close()
+        if self._requests and not self._requests[-1].is_whole:
+            # The fault is in its body: it is this request that is refused.
+            if self._requests[-1].is_begun:
+                self._close()
+                return
+            if self._requests[-1].is_started:
+                self._say_refusal()
+                return
+            self._requests.pop()
+        if not self._requests:
+            self._say_refusal()
+
+    def _say_refusal(self) -> None:
+        assert self._refusal is not None
+        self.transport.write(self._refusal)
+        self._close()
 
 
 def _local_part(url: bytes) -> bytes:

@@ -28,7 +28,6 @@ class HttpRequest(Incoming):
         "_awaited",
         "_connection",
         "_is_chunked",
-        "_is_whole",
         "_left",
         "_missing_bytes",
         "_pieces",
@@ -39,6 +38,7 @@ class HttpRequest(Incoming):
         "is_ended",
         "is_last",
         "is_started",
+        "is_whole",
     )
 
     def __init__(
@@ -53,7 +53,7 @@ class HttpRequest(Incoming):
         self._connection = connection
         self._pieces: list[bytes] = []
         self._unread_bytes = 0
-        self._is_whole = False
+        self.is_whole = False
         self._awaited: asyncio.Future[None] | None = None
         self._left: asyncio.Future[None] | None = None
         self._is_chunked = False
@@ -70,6 +70,11 @@ class HttpRequest(Incoming):
         """Whether nothing can follow: the client, or what was not sent, does not allow it."""
         return self.is_last or not self.is_ended or self._waits_to_go_on
 
+    @property
+    def announces_body(self) -> bool:
+        """Whether its head says that more follows."""
+        return self.headers.get("content-length", "0") != "0" or "transfer-encoding" in self.headers
+
     # The body
 
     def add_piece(self, piece: bytes) -> int:
@@ -83,7 +88,7 @@ class HttpRequest(Incoming):
 
     def end_body(self) -> None:
         """All of the body has come."""
-        self._is_whole = True
+        self.is_whole = True
         self._waits_to_go_on = False
         if not self.is_started:
             self.body = self._taken()
@@ -101,16 +106,16 @@ class HttpRequest(Incoming):
         if self._waits_to_go_on and not connection.is_lost:
             self._waits_to_go_on = False
             connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        while not self._pieces and not self._is_whole and not connection.is_lost:
+        while not self._pieces and not self.is_whole and not connection.is_lost:
             connection.resume_reading()
             self._awaited = connection.loop.create_future()
             await self._awaited
-        if connection.is_lost and not self._is_whole:
+        if connection.is_lost and not self.is_whole:
             return {"type": "http.disconnect"}
         return {
             "type": "http.request",
             "body": self._taken(),
-            "more_body": not self._is_whole,
+            "more_body": not self.is_whole,
         }
 
     def _taken(self) -> bytes:
@@ -174,6 +179,8 @@ class HttpRequest(Incoming):
         if headers.get("Connection") == "close":
             headers = {name: value for name, value in headers.items() if name != "Connection"}
             self.is_last = True
+        if self._waits_to_go_on:
+            self.is_last = True  # whether its body comes after all cannot be known
         head = self._connection.head(self, status, headers)
         self.is_begun = True
         return head

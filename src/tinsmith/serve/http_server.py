@@ -23,6 +23,7 @@ class HttpServer:
 
     def __init__(self, app: App, connection: type[HttpConnection] = HttpConnection) -> None:
         self.app = app
+        self.is_closing = False
         self.connections: set[HttpConnection] = set()
         self._connection = connection
         self._tasks: set[asyncio.Task[None]] = set()
@@ -39,6 +40,7 @@ class HttpServer:
 
     async def close(self, answer_s: float) -> None:
         """Take no more, and give what is being answered so many seconds."""
+        self.is_closing = True
         self._server.close()
         for connection in list(self.connections):
             connection.stop()

@@ -23,6 +23,20 @@ class ForeignError(Exception):
         super().__init__(told)
 
 
+class OnlyHere:
+    """Can be made in the process that sends it, and in no other."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return made_in, (os.getpid(),)
+
+
+def made_in(pid: int) -> OnlyHere:
+    """What `OnlyHere` is made of."""
+    if pid != os.getpid():
+        raise ValueError("not to be had here")
+    return OnlyHere()
+
+
 class OddEngine(FakeEngine):
     """Does what an adapter's id says instead of making the adapter."""
 
@@ -63,7 +77,9 @@ class OddEngine(FakeEngine):
             await super().create_adapter(spec)
 
     async def drop_adapter(self, adapter_id: AdapterId) -> None:
-        """Give back something that cannot travel."""
+        """Give back something that cannot travel, or not be taken."""
+        if adapter_id == "unreadable":
+            return OnlyHere()  # type: ignore[return-value]
         return lambda: adapter_id if adapter_id == "unsendable" else None  # type: ignore[return-value]
 
     async def load_weights(self, weights_id: WeightsId, base_model: str, folder: object) -> None:

@@ -281,6 +281,40 @@ def test_lines_that_are_logged_there_are_logged_here(caplog: pytest.LogCaptureFi
     assert "ValueError: of the child" in str(ours[1].stack_info)
 
 
+def test_a_filter_of_the_user_that_fails_does_not_end_the_engine() -> None:
+    """The call whose lines it was goes on, and so do later ones."""
+    told: list[str] = []
+
+    def fail(_: logging.LogRecord) -> bool:
+        raise RuntimeError("on purpose")
+
+    async def test() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: told.append(str(context["exception"])))
+        async with _opened() as engine:
+            await engine.create_adapter(_spec("log"))
+            await engine.create_adapter(_spec("a"))
+
+    logging.getLogger("tinsmith.odd").addFilter(fail)
+    try:
+        asyncio.run(test())
+    finally:
+        logging.getLogger("tinsmith.odd").removeFilter(fail)
+    assert told == ["on purpose", "on purpose"]
+
+
+def test_an_answer_that_is_not_understood_loses_the_engine() -> None:
+    """Else whoever waits for it, or for a later one, would wait for ever."""
+
+    async def test() -> None:
+        async with _opened() as engine:
+            with pytest.raises(EngineLostError, match="not to be had here"):
+                await engine.drop_adapter(AdapterId("unreadable"))
+            assert "not understood" in str(await engine.wait_lost())
+
+    asyncio.run(test())
+
+
 def test_a_sample_that_is_refused_has_that_for_its_outcome() -> None:
     """Others go on."""
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import cast
 
 import pytest
 
 from tinsmith.serve.http_connection import MOST_AHEAD, MOST_HEAD_BYTES, HttpConnection
-from tinsmith.serve.http_request import LARGE_BYTES
+from tinsmith.serve.http_request import LARGE_BYTES, HttpRequest
 from tinsmith.serve.http_server import HttpServer
+from tinsmith.serve.lifecycle import loop_factory
 from tinsmith.server.incoming import Incoming
 from tinsmith.testing.running import ServiceThread
 
@@ -31,6 +35,9 @@ async def app(incoming: Incoming) -> None:
         await incoming.answer(200, {"X-Bad": "a\r\nb: c", "Content-Length": "0"}, b"")
     elif incoming.path == "/large":
         await incoming.answer(200, {"Content-Length": str(4 * LARGE_BYTES)}, b"l" * 4 * LARGE_BYTES)
+    elif incoming.path == "/who":
+        who = incoming.headers.get("x-api-key", "nobody").encode()
+        await incoming.answer(200, {"Content-Length": str(len(who))}, who)
     elif incoming.path.startswith("/pieces"):
         headers = {"Content-Length": incoming.query} if incoming.query else {}
         await incoming.start(200, headers)
@@ -367,3 +374,177 @@ def test_whoever_works_for_a_client_is_told_when_it_leaves() -> None:
         return told
 
     assert asyncio.run(work()) == ["left", "http.disconnect"]
+
+
+@plain
+@pytest.mark.parametrize("name", [b"Host", b"X-Api-Key"])
+def test_a_header_that_says_who_may_do_what_comes_once(port: int, name: bytes) -> None:
+    """A proxy before us may have looked at the other one."""
+    answer = answered(port, b"GET / HTTP/1.1\r\n" + 2 * (name + b": a\r\n") + b"\r\n")
+
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert name.lower() + b" came twice" in answer
+
+
+@plain
+def test_trailers_are_no_headers(port: int) -> None:
+    """Else they could say who somebody is after a proxy has looked at the head."""
+    head = b"POST /who HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked"
+
+    answer = answered(port, head + b"\r\n\r\n1\r\nx\r\n0\r\nx-api-key: admin\r\n\r\n")
+
+    assert answer.endswith(b"\r\n\r\nnobody")
+
+
+@plain
+@pytest.mark.parametrize("bad", [b"\x00\r\n\r\n", b"GET / HTTP/1.1\r\nlong: " + b"l" * 2**18])
+def test_what_was_asked_before_a_fault_is_answered_first(port: int, bad: bytes) -> None:
+    """The refusal is the answer to what cannot be read, and to nothing else."""
+    asked = b"GET /who HTTP/1.1\r\nhost: x\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        connection.sendall(2 * asked + bad)
+        answer = b""
+        with contextlib.suppress(ConnectionResetError):  # not all of it was read
+            while piece := connection.recv(65536):
+                answer += piece
+
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert answer.count(b"nobodyHTTP/1.1 ") == 2
+    assert re.search(rb"nobodyHTTP/1.1 4(00|31) ", answer)
+
+
+def test_a_fault_in_a_body_whose_answer_has_begun_ends_it_without_a_word() -> None:
+    """A refusal would be taken for a part of the answer."""
+
+    async def work() -> bytes:
+        async def early(incoming: Incoming) -> None:
+            await incoming.start(200, {})
+            await incoming.write(b"one")
+            await incoming.left()
+
+        listener = socket.create_server(("127.0.0.1", 0))
+        server = HttpServer(early)
+        await server.open(listener)
+        reader, writer = await asyncio.open_connection(*listener.getsockname()[:2])
+        writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        begun = await reader.readuntil(b"one\r\n")
+        writer.write(b"not a size\r\n")
+        rest = await asyncio.wait_for(reader.read(), 20)
+        writer.close()
+        await server.close(5.0)
+        return begun + rest
+
+    assert asyncio.run(work()).endswith(b"\r\n\r\n3\r\none\r\n")
+
+
+@plain
+def test_whoever_closes_after_a_request_is_answered_whatever_follows(port: int) -> None:
+    """It was said that nothing does."""
+    answer = answered(port, LAST + b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert answer.count(b"HTTP/1.1 ") == 1
+
+
+@plain
+def test_a_body_is_not_lost_to_another_protocol(port: int) -> None:
+    """The parser passes it over; then its sender is told so."""
+    head = b"POST / HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\n"
+
+    answer = answered(port, head + b"content-length: 3\r\n\r\nabc")
+
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"another protocol" in answer
+
+
+@plain
+def test_whoever_was_not_let_to_send_a_body_is_told_that_the_connection_ends(port: int) -> None:
+    """Else it would send its next request on it."""
+    head = b"POST /unread HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 3\r\n\r\n"
+
+    assert b"Connection: close\r\n" in answered(port, head)
+
+
+class Watchful(HttpConnection):
+    """Waits for nobody for long."""
+
+    head_s = 0.05
+    stalled_s = 0.05
+
+
+def test_a_half_sent_head_does_not_end_the_answer_before_it() -> None:
+    """Its time begins when it is its turn."""
+
+    async def work() -> bytes:
+        async def slow(incoming: Incoming) -> None:
+            await asyncio.sleep(6 * Watchful.head_s)
+            await incoming.answer(200, {"Content-Length": "2"}, b"ok")
+
+        listener = socket.create_server(("127.0.0.1", 0))
+        server = HttpServer(slow, Watchful)
+        await server.open(listener)
+        reader, writer = await asyncio.open_connection(*listener.getsockname()[:2])
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\nGET / HT")
+        answer = await asyncio.wait_for(reader.read(), 20)
+        writer.close()
+        await server.close(5.0)
+        return answer
+
+    assert asyncio.run(work()).endswith(b"ok")
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, loop_factory()])
+def test_a_client_that_takes_nothing_is_given_up(
+    is_last: bool, make_loop: Callable[[], asyncio.AbstractEventLoop] | None
+) -> None:
+    """While its answer is being written, and after the last one was."""
+
+    async def work() -> None:
+        async def large(incoming: Incoming) -> None:
+            body = b"l" * 2**25
+            await incoming.start(200, {"Connection": "close"} if is_last else {})
+            if is_last:  # what does not fit is left to the end of the connection
+                transport = cast(HttpRequest, incoming)._connection.transport
+                transport.set_write_buffer_limits(2**26)
+            await incoming.write(body)
+            await incoming.end()
+            told.set()
+
+        class Told(Watchful):
+            def connection_lost(self, error: Exception | None) -> None:
+                super().connection_lost(error)
+                gone.set()
+
+        told, gone = asyncio.Event(), asyncio.Event()
+        listener = socket.create_server(("127.0.0.1", 0))
+        server = HttpServer(large, Told)
+        await server.open(listener)
+        with socket.create_connection(listener.getsockname()[:2]) as idle:
+            idle.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            await asyncio.wait_for(told.wait(), 20)
+            await asyncio.wait_for(gone.wait(), 20)
+        await server.close(5.0)
+
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        runner.run(work())
+
+
+def test_a_connection_that_is_made_while_the_server_closes_is_closed() -> None:
+    """It was accepted before; a TLS handshake may take long."""
+
+    async def work() -> bytes:
+        listener = socket.create_server(("127.0.0.1", 0))
+        server = HttpServer(app)
+        await server.open(listener)
+        await server.close(5.0)
+        ours, theirs = socket.socketpair()
+        loop = asyncio.get_running_loop()
+        await loop.connect_accepted_socket(lambda: HttpConnection(server), theirs)
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        try:
+            return await asyncio.wait_for(reader.read(), 20)
+        finally:
+            writer.close()
+
+    assert asyncio.run(work()) == b""
