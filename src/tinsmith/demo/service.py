@@ -31,7 +31,11 @@ class Service:
         self.log = data / "service.log"
 
     def __enter__(self) -> Self:
-        self.start()
+        try:
+            self.start()
+        except BaseException:  # Ctrl-C too, which does not reach it
+            self._stop()
+            raise
         return self
 
     def __exit__(
@@ -40,9 +44,7 @@ class Service:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._process is not None:
-            self._process.terminate()
-            self._process.wait()
+        self._stop()
 
     def start(self) -> float:
         """Start it, wait until it is ready, and tell how many seconds that took.
@@ -73,6 +75,11 @@ class Service:
         assert self._process is not None, "it is not running"
         self._process.kill()
         self._process.wait()
+
+    def _stop(self) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait()
 
     def _is_ready(self) -> bool:
         with (
