@@ -119,6 +119,7 @@ class _Stay:
         self._held: FolderLock | None = None
         self._socket: PrivateSocket | None = None
         self._drain_s = 0.0
+        self._is_ended = False
 
     def begin(self) -> None:
         self._thread.start()
@@ -133,6 +134,7 @@ class _Stay:
         return where == lost if isinstance(where, SocketPlace) else not self._thread.is_alive()
 
     def end(self) -> None:
+        self._is_ended = True  # which it looks at before it begins, if there is no loop yet
         if self._loop is None or self._task is None:
             return  # it has nothing to save yet
         with contextlib.suppress(RuntimeError):  # the loop is closed: it has ended by itself
@@ -170,6 +172,8 @@ class _Stay:
         """Run the service until the task is cancelled."""
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         try:
+            if self._is_ended:
+                raise asyncio.CancelledError
             with socket_path(settings.data) as path, _named_owner():
                 # Addresses in answers lead to the socket: there is no port.
                 settings = msgspec.structs.replace(settings, public_url=socket_url(path))

@@ -369,6 +369,22 @@ assert step(training) < first
     )
 
 
+def test_a_service_that_is_closed_while_it_starts_does_not_start_after_all(tmp_path: Path) -> None:
+    run(
+        """
+from tinsmith.client.embedding import HerePlace
+from tinsmith.errors import ClosedError
+from tinsmith.serve import embedded
+
+asked = embedded.place()
+embedded.close()
+assert isinstance(asked.exception(60), ClosedError)
+assert isinstance(embedded.place().result(60), HerePlace)
+""",
+        tmp_path,
+    )
+
+
 @pytest.mark.parametrize("is_set", ["TINKER_API_KEY", "TINKER_BASE_URL"])
 def test_whoever_names_a_service_or_a_key_gets_no_other(tmp_path: Path, is_set: str) -> None:
     value = {"TINKER_API_KEY": "tml-x", "TINKER_BASE_URL": "http://127.0.0.1:9"}[is_set]
