@@ -44,6 +44,8 @@ MOST_AHEAD = 100
 """Requests that may be sent before the first of them is answered."""
 STALLED_S = 60.0
 """How long a client may take nothing at all of what waits to be sent to it."""
+LINGER_S = 10.0
+"""How long the rest of a refused body is passed over, so that its sender can read the answer."""
 
 _ONCE = frozenset({"host", "x-api-key"})
 """Headers by which it is decided who may do what: a proxy may look at the other one."""
@@ -74,6 +76,7 @@ class HttpConnection(asyncio.Protocol):
         self._drained: asyncio.Future[None] | None = None
         self._watch: asyncio.TimerHandle | None = None
         self._is_stopping = False
+        self._is_lingering = False
         self._problem = ""
         """Why a callback of the parser refuses what it was called with."""
         self._refusal: bytes | None = None
@@ -104,7 +107,7 @@ class HttpConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Read on, and begin with a request that has come."""
-        if self.transport.is_closing() or self._refusal is not None:
+        if self.transport.is_closing() or self._refusal is not None or self._is_lingering:
             return
         self._head_bytes += len(data)
         try:
@@ -213,6 +216,9 @@ class HttpConnection(asyncio.Protocol):
     def _go_on(self, after: HttpRequest) -> None:
         if self.is_lost or self.transport.is_closing():
             return
+        if after.must_close and after.is_ended and not after.is_whole and not self._is_stopping:
+            self._linger()
+            return
         if after.must_close or self._is_stopping:
             self._close()
             return
@@ -282,6 +288,17 @@ class HttpConnection(asyncio.Protocol):
             self._close()
         elif self._give_up_at < math.inf:
             self._timer = self.loop.call_at(self._give_up_at, self._look_at_time)
+
+    def _linger(self) -> None:
+        """Close when the client has, or after a while.
+
+        What comes to a socket that is closed makes the system drop the answer at the client.
+        """
+        self._is_lingering = True
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.resume_reading()
+        self._wait_for_head(LINGER_S)
 
     def _close(self) -> None:
         """Close when what was written is sent, if it is taken."""

@@ -35,6 +35,8 @@ async def app(incoming: Incoming) -> None:
         await incoming.answer(200, {"X-Bad": "a\r\nb: c", "Content-Length": "0"}, b"")
     elif incoming.path == "/large":
         await incoming.answer(200, {"Content-Length": str(4 * LARGE_BYTES)}, b"l" * 4 * LARGE_BYTES)
+    elif incoming.path == "/too-large":
+        await incoming.answer(413, {"Content-Length": "2", "Connection": "close"}, b"no")
     elif incoming.path == "/who":
         who = incoming.headers.get("x-api-key", "nobody").encode()
         await incoming.answer(200, {"Content-Length": str(len(who))}, who)
@@ -548,3 +550,16 @@ def test_a_connection_that_is_made_while_the_server_closes_is_closed() -> None:
             writer.close()
 
     assert asyncio.run(work()) == b""
+
+
+@plain
+def test_whoever_sends_too_much_reads_why_it_is_refused(port: int) -> None:
+    """A connection that is closed on what still comes would lose the answer."""
+    head = b"POST /too-large HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % 2**24
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        connection.sendall(head)
+        connection.recv(1, socket.MSG_PEEK)  # it is refused by now
+        connection.sendall(b"b" * 2**24)
+        answer = read(connection)
+
+    assert answer.startswith(b"HTTP/1.1 413 ")
