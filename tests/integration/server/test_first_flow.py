@@ -70,8 +70,9 @@ def test_our_client_samples_in_batches_and_streams() -> None:
         tokens = [[seq.tokens for seq in future.result().sequences] for future in futures]
         streamed = sampler.sample_stream(prompt, 1, params)
         drawn = [token for piece in streamed for token in piece.tokens]
-        used = {report.endpoint for report in server.reports}
 
+    # Told when an exchange has ended, which is after its last token is here.
+    used = {report.endpoint for report in server.reports}
     assert tokens == [[[0, 7], [1, 7]]] * 100
     assert drawn == [0, 7]
     assert {"asample_many", "retrieve_results", "asample_stream"} <= used
