@@ -221,8 +221,8 @@ def test_every_answer_names_its_exchange() -> None:
         ids = {http.get("/api/v1/healthz").headers["x-request-id"] for _ in range(3)}
         ids.add(http.get("/nothing").headers["x-request-id"])
 
-        assert len(ids) == 4
-        assert {report.call_id for report in server.reports} == ids
+    assert len(ids) == 4
+    assert {report.call_id for report in server.reports} == ids
 
 
 def test_no_answer_to_a_permanent_refusal_is_one_that_clients_retry() -> None:
