@@ -21,6 +21,8 @@ LinearKind: TypeAlias = str
 """`qkv`, `o`, `gate_up`, `down`, `head`; or a layer's own name, in `transformers_model.py`."""
 
 OUTPUT_LAYER = "lm_head"
+ALPHA = 32.0
+"""The product of an adapter's factors counts ALPHA / rank times."""
 
 
 class Rope(msgspec.Struct, frozen=True):

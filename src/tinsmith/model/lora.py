@@ -22,10 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tinsmith.model.architecture import Architecture, LinearKind, LinearShape
+from tinsmith.model.architecture import ALPHA, Architecture, LinearKind, LinearShape
 from tinsmith.model.linear import Linear
-
-ALPHA = 32.0
 
 
 class _Place(NamedTuple):

@@ -11,26 +11,23 @@ to our alpha when they are read.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tinsmith.checkpoints import format as files
+from tinsmith.engines.adapter_files import Array, fitting, read_moments, scaled_factors
 from tinsmith.engines.base import AdapterSpec, Saved
-from tinsmith.errors import CheckpointFormatError, ValidationError
-from tinsmith.model.architecture import Architecture
-from tinsmith.model.lora import ALPHA, LoraLayout
+from tinsmith.errors import ValidationError
+from tinsmith.model.architecture import ALPHA, Architecture
+from tinsmith.model.lora import LoraLayout
 from tinsmith.types.record import to_plain
 from tinsmith.types.training import LoraConfig
 
 NAME = "embedded"
-
-Array: TypeAlias = "np.ndarray[Any, Any]"
 
 
 class Adapter:
@@ -127,14 +124,14 @@ def load_adapter(
         ValidationError: The files do not fit, or a part that is asked for is not there.
     """
     layout = layout_of(architecture, spec.lora)
-    with _fitting():
+    with fitting():
         found = files.read_adapter(folder)
         if found.rank != spec.lora.rank:
             raise ValidationError(
                 f"the checkpoint has the rank {found.rank}, the model {spec.lora.rank}",
                 remedy="make the model with the rank of the checkpoint",
             )
-        weights = _flat(layout, _scaled(found), is_whole=True)
+        weights = _flat(layout, scaled_factors(found), is_whole=True)
         adapter = Adapter(spec, layout, weights.to(device))
         if Saved.OPTIMIZER in parts:
             _load_moments(adapter, folder)
@@ -155,7 +152,7 @@ def load_weights(architecture: Architecture, folder: Path) -> tuple[LoraLayout, 
     Raises:
         ValidationError: The files do not fit.
     """
-    with _fitting():
+    with fitting():
         found = files.read_adapter(folder)
         groups = {
             shape.group
@@ -169,39 +166,11 @@ def load_weights(architecture: Architecture, folder: Path) -> tuple[LoraLayout, 
             mlp="mlp" in groups,
             unembed="unembed" in groups,
         )
-        return layout, _flat(layout, _scaled(found), is_whole=False)
-
-
-def base_model_of(folder: Path) -> str:
-    """The name of the base model that the files belong to; empty if they do not tell."""
-    with _fitting():
-        config = files.read_json(folder / files.ADAPTER_CONFIG, files.PeftConfig)
-    return config.base_model_name_or_path or ""
-
-
-def _scaled(found: files.Adapter) -> dict[str, Array]:
-    """The factors of each layer, such that their product counts ALPHA / rank times."""
-    scale = np.float32(found.alpha / ALPHA)
-    factors: dict[str, Array] = {}
-    for module, pair in found.layers.items():
-        factors[f"{module}.A"] = pair.a.astype(np.float32)
-        factors[f"{module}.B"] = pair.b.astype(np.float32) * scale
-    return factors
+        return layout, _flat(layout, scaled_factors(found), is_whole=False)
 
 
 def _load_moments(adapter: Adapter, folder: Path) -> None:
-    state, moments = files.read_state(folder), files.read_arrays(folder, files.OPTIMIZER)
-    if state is None or moments is None or state.engine != NAME:
-        raise ValidationError(
-            "the checkpoint has no optimizer state that this engine can read",
-            remedy="load it with optimizer=False",
-        )
-    if state.optimizer.get("type") != adapter.spec.optimizer.type:
-        raise ValidationError(
-            f"the checkpoint was trained with {state.optimizer.get('type')!r}, the model is made "
-            f"for {adapter.spec.optimizer.type!r}",
-            remedy="load it with optimizer=False",
-        )
+    adapter.steps, moments = read_moments(folder, NAME, adapter.spec)
     by_moment: dict[str, dict[str, Array]] = {}
     for name, array in moments.items():
         moment, _, factor = name.partition(".")
@@ -210,7 +179,6 @@ def _load_moments(adapter: Adapter, folder: Path) -> None:
         adapter.moments[moment] = _flat(adapter.layout, factors, is_whole=True).to(
             adapter.weights.device
         )
-    adapter.steps = state.steps
 
 
 # Vectors and factors
@@ -258,12 +226,3 @@ def _flat(layout: LoraLayout, factors: Mapping[str, Array], *, is_whole: bool) -
             remedy="make the model with the layers of the checkpoint",
         )
     return flat
-
-
-@contextmanager
-def _fitting() -> Iterator[None]:
-    """What is wrong with the files is the matter of who asked for them."""
-    try:
-        yield
-    except CheckpointFormatError as exc:
-        raise ValidationError(str(exc)) from exc

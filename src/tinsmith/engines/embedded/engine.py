@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import torch
 
+from tinsmith.engines.adapter_files import check_base, known_model
 from tinsmith.engines.base import (
     AdapterId,
     AdapterSpec,
@@ -171,7 +172,7 @@ class EmbeddedEngine(Engine):
 
         def run() -> None:
             model = self._checked(spec)
-            self._check_base(files.base_model_of(folder), spec.base_model)
+            check_base(self._models, folder, spec.base_model)
             made = files.load_adapter(spec, model.architecture, folder, parts, str(model.device))
             self._adapters[spec.adapter_id] = made
 
@@ -198,19 +199,7 @@ class EmbeddedEngine(Engine):
         return transformer
 
     def _model(self, name: str) -> BaseModel:
-        if name not in self._models:
-            raise NotFoundError(f"there is no base model {name!r}")
-        return self._models[name]
-
-    def _check_base(self, saved: str, wanted: str) -> None:
-        """Refuse weights of another model; those of other programs may not tell theirs."""
-        if not saved:
-            return
-        first = self._model(wanted)
-        names = {first.name, first.alias_of or first.name}
-        known = self._models.get(saved)
-        if saved not in names and (known is None or known.alias_of not in names):
-            raise ValidationError(f"the checkpoint is one of {saved}, not of {wanted}")
+        return known_model(self._models, name)
 
     async def save_adapter(self, adapter_id: AdapterId, folder: Path, parts: Saved) -> None:
         """`Engine.save_adapter`."""
@@ -251,7 +240,7 @@ class EmbeddedEngine(Engine):
         transformer = self._transformers[model.name]
 
         def read() -> FusedLora:
-            self._check_base(files.base_model_of(folder), base_model)
+            check_base(self._models, folder, base_model)
             layout, flat = files.load_weights(transformer.architecture, folder)
             return layout.fused(flat.to(transformer.device), transformer.dtype, is_frozen=True)
 

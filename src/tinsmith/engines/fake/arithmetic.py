@@ -25,12 +25,12 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from tinsmith.model.architecture import ALPHA
 from tinsmith.types.inputs import EncodedTextChunk, ModelInput
 from tinsmith.types.training import LoraConfig
 
 CONTEXTS = 64
 CLASSES = 64
-ALPHA = 32.0
 EOS = 0
 _START = 7
 """Stands for the token before the first."""

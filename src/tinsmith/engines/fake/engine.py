@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
+from tinsmith.engines.adapter_files import check_base, known_model
 from tinsmith.engines.base import (
     AdapterId,
     AdapterSpec,
@@ -152,7 +153,7 @@ class FakeEngine(Engine):
 
         async def run() -> None:
             base_CK = self._checked(spec)
-            self._check_base(files.base_model_of(folder), spec.base_model)
+            check_base(self._models, folder, spec.base_model)
             made = await asyncio.to_thread(files.load, spec, base_CK, folder, parts)
             self._adapters[spec.adapter_id] = made
 
@@ -175,19 +176,7 @@ class FakeEngine(Engine):
         return self._tables[model.name]
 
     def _model(self, name: str) -> BaseModel:
-        if name not in self._models:
-            raise NotFoundError(f"there is no base model {name!r}")
-        return self._models[name]
-
-    def _check_base(self, saved: str, wanted: str) -> None:
-        """Refuse weights of another model; those of other programs may not tell theirs."""
-        if not saved:
-            return
-        first = self._model(wanted)
-        names = {first.name, first.alias_of or first.name}
-        known = self._models.get(saved)
-        if saved not in names and (known is None or known.alias_of not in names):
-            raise ValidationError(f"the checkpoint is one of {saved}, not of {wanted}")
+        return known_model(self._models, name)
 
     async def save_adapter(self, adapter_id: AdapterId, folder: Path, parts: Saved) -> None:
         """`Engine.save_adapter`."""
@@ -251,7 +240,7 @@ class FakeEngine(Engine):
 
         async def run() -> None:
             base_CK = self._tables[self._model(base_model).name]
-            self._check_base(files.base_model_of(folder), base_model)
+            check_base(self._models, folder, base_model)
             weights = await asyncio.to_thread(files.load_weights, folder)
             self._weights[weights_id] = (base_model, arithmetic.log_table(base_CK, weights))
             self._forget_draws(weights_id)

@@ -5,17 +5,15 @@ Moments are kept under the names of their matrices with `first.` and `second.` b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
-
 from tinsmith.checkpoints import format as files
+from tinsmith.engines.adapter_files import fitting, read_moments, scaled_factors
 from tinsmith.engines.base import AdapterSpec, Saved
-from tinsmith.engines.fake.arithmetic import ALPHA, Array, Tensors, fresh_weights
+from tinsmith.engines.fake.arithmetic import Array, Tensors, fresh_weights
 from tinsmith.engines.fake.training import Adapter
-from tinsmith.errors import CheckpointFormatError, ValidationError
+from tinsmith.errors import ValidationError
+from tinsmith.model.architecture import ALPHA
 from tinsmith.types.record import to_plain
 
 NAME = "fake"
@@ -60,7 +58,7 @@ def save(adapter: Adapter, folder: Path, parts: Saved) -> None:
 
 def load(spec: AdapterSpec, base_CK: Array, folder: Path, parts: Saved) -> Adapter:
     """Read an adapter; raises `ValidationError` if it does not fit."""
-    with _fitting():
+    with fitting():
         adapter = Adapter(spec, base_CK, load_weights(folder))
         _check_layout(adapter)
         if Saved.OPTIMIZER in parts:
@@ -75,21 +73,8 @@ def load(spec: AdapterSpec, base_CK: Array, folder: Path, parts: Saved) -> Adapt
 
 def load_weights(folder: Path) -> Tensors:
     """The weights alone; those of other programs are scaled as ours are."""
-    with _fitting():
-        found = files.read_adapter(folder)
-        scale = np.float32(found.alpha / ALPHA)
-        weights: Tensors = {}
-        for module, pair in found.layers.items():
-            weights[f"{module}.A"] = pair.a.astype(np.float32)
-            weights[f"{module}.B"] = pair.b.astype(np.float32) * scale
-        return weights
-
-
-def base_model_of(folder: Path) -> str:
-    """The name of the base model that the files belong to; empty if they do not tell."""
-    with _fitting():
-        config = files.read_json(folder / files.ADAPTER_CONFIG, files.PeftConfig)
-    return config.base_model_name_or_path or ""
+    with fitting():
+        return scaled_factors(files.read_adapter(folder))
 
 
 def _check_layout(adapter: Adapter) -> None:
@@ -108,19 +93,7 @@ def _check_layout(adapter: Adapter) -> None:
 
 
 def _load_moments(adapter: Adapter, folder: Path) -> None:
-    state, moments = files.read_state(folder), files.read_arrays(folder, files.OPTIMIZER)
-    if state is None or moments is None or state.engine != NAME:
-        raise ValidationError(
-            "the checkpoint has no optimizer state that this engine can read",
-            remedy="load it with optimizer=False",
-        )
-    if state.optimizer.get("type") != adapter.spec.optimizer.type:
-        raise ValidationError(
-            f"the checkpoint was trained with {state.optimizer.get('type')!r}, the model is made "
-            f"for {adapter.spec.optimizer.type!r}",
-            remedy="load it with optimizer=False",
-        )
-    adapter.steps = state.steps
+    adapter.steps, moments = read_moments(folder, NAME, adapter.spec)
     adapter.first_moments = _named(moments, "first.")
     adapter.second_moments = _named(moments, "second.")
 
@@ -129,12 +102,3 @@ def _named(moments: Tensors, prefix: str) -> Tensors:
     return {
         name.removeprefix(prefix): one for name, one in moments.items() if name.startswith(prefix)
     }
-
-
-@contextmanager
-def _fitting() -> Iterator[None]:
-    """What is wrong with the files is the matter of who asked for them."""
-    try:
-        yield
-    except CheckpointFormatError as exc:
-        raise ValidationError(str(exc)) from exc
