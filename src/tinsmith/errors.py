@@ -130,119 +130,206 @@ TinsmithError = TinkerError
 
 
 class ValidationError(TinkerError, ValueError):
-    """A value given by the caller does not fit its field."""
+    """A value given by the caller does not fit its field.
+
+    Mend the value that the message names; nothing was sent.
+    """
 
 
 class UnknownFieldError(ValidationError, TypeError):
-    """A type was made with a field that it does not have."""
+    """A type was made with a field that it does not have.
+
+    Mend the name of the field; the message lists the nearest.
+    """
 
 
 class DecodeError(TinkerError, ValueError):
-    """Bytes from the other side are not what they claim to be."""
+    """Bytes from the other side are not what they claim to be.
+
+    Look at what stands between: a proxy, another service at this address, a release too new.
+    """
 
 
 class BodyTooLargeError(DecodeError):
-    """Decoding would take more memory than the receiver allows."""
+    """Decoding would take more memory than the receiver allows.
+
+    Ask for less at once, or raise `limits.decoded_bytes` of a service of your own.
+    """
 
 
 class ClosedError(TinkerError, RuntimeError):
-    """The client was closed, or belongs to the process that this one was forked from."""
+    """The client was closed, or belongs to the process that this one was forked from.
+
+    Make a new client, in a forked child too.
+    """
 
 
 class EngineLostError(ClosedError):
-    """The process in which an engine computed has ended; what the engine held is gone."""
+    """The process in which an engine computed has ended; what the engine held is gone.
+
+    Nothing, as a rule: the service starts the engine anew and runs again what was under way.
+    """
 
 
 class TokenizerError(TinkerError, RuntimeError):
-    """The tokenizer of a model could not be found or loaded."""
+    """The tokenizer of a model could not be found or loaded.
+
+    Do what the message says: install the extra `tokenizers`, or name a folder to load from.
+    """
 
 
 class LedgerError(TinkerError):
-    """The durable record of the service refused something or failed."""
+    """The durable record of the service refused something or failed.
+
+    See the classes below; what was accepted before is kept.
+    """
 
 
 class CommandConflictError(LedgerError):
-    """A command's number was used before, for another request."""
+    """A command's number was used before, for another request.
+
+    Let one client number the calls of a model, and send the same body when trying again.
+    """
 
 
 class CommandPassedError(LedgerError):
-    """A command came after its number had been passed over."""
+    """A command came after its number had been passed over.
+
+    Make the call again; it gets a new number.
+    """
 
 
 class UnknownEntryError(LedgerError):
-    """The ledger keeps nothing under this id."""
+    """The ledger keeps nothing under this id.
+
+    Look at the id, and at whose key is used: what belongs to others does not exist for you.
+    """
 
 
 class ResultGoneError(LedgerError):
-    """A result is no longer kept: its client has it, or it expired."""
+    """A result is no longer kept: its client has it, or it expired.
+
+    Ask for the work again; `retention.result_s` says how long results are kept.
+    """
 
 
 class LedgerUnavailableError(LedgerError):
-    """The ledger cannot write or read now; nothing was promised, and trying again may help."""
+    """The ledger cannot write or read now; nothing was promised, and trying again may help.
+
+    Clients try again by themselves; see that the disk has room and the database answers.
+    """
 
 
 class LedgerVersionError(LedgerError):
-    """The ledger's schema is newer than this version, half-changed, or not a ledger's."""
+    """The ledger's schema is newer than this version, half-changed, or not a ledger's.
+
+    Use the release that wrote it or a newer one, or another data folder.
+    """
 
 
 class LedgerDamagedError(LedgerError):
-    """Bytes that the ledger keeps are not those that were written."""
+    """Bytes that the ledger keeps are not those that were written.
+
+    Restore the data folder from a backup; see that the disk is sound.
+    """
 
 
 class CheckpointError(TinkerError):
-    """Saved weights could not be written, found or read."""
+    """Saved weights could not be written, found or read.
+
+    See the classes below.
+    """
 
 
 class CheckpointNotFoundError(CheckpointError):
-    """Nothing is saved under this path."""
+    """Nothing is saved under this path.
+
+    Look at the path with `tinsmith checkpoint list`; it may have expired or been deleted.
+    """
 
 
 class CheckpointExistsError(CheckpointError):
-    """The path is taken, and what is there was not to be overwritten."""
+    """The path is taken, and what is there was not to be overwritten.
+
+    Choose another name, or overwrite it where the call allows that.
+    """
 
 
 class CheckpointUnavailableError(CheckpointError):
-    """The store cannot write or read now; nothing was changed, and trying again may help."""
+    """The store cannot write or read now; nothing was changed, and trying again may help.
+
+    Try again; see that the store answers and may be written to.
+    """
 
 
 class StorageFullError(CheckpointUnavailableError):
-    """There is no room to write, or the quota is used up."""
+    """There is no room to write, or the quota is used up.
+
+    Delete checkpoints that are no longer needed, or give the store more room.
+    """
 
 
 class CheckpointFormatError(CheckpointError, ValueError):
-    """The files are not weights in a form that this version can read."""
+    """The files are not weights in a form that this version can read.
+
+    Give a folder with plain LoRA as PEFT saves it; the message says what does not fit.
+    """
 
 
 class CheckpointDamagedError(CheckpointError):
-    """Bytes that a store keeps are not those that were written."""
+    """Bytes that a store keeps are not those that were written.
+
+    Delete it, or restore it from a backup; see that the disk is sound.
+    """
 
 
 class BaseModelError(TinkerError):
-    """The files of a base model could not be fetched, found or read."""
+    """The files of a base model could not be fetched, found or read.
+
+    See the classes below.
+    """
 
 
 class BaseModelNotFoundError(BaseModelError):
-    """No model of this name is here, or is known where it was looked for."""
+    """No model of this name is here, or is known where it was looked for.
+
+    Look at the name with `tinsmith model local`, or fetch it with `tinsmith model pull`.
+    """
 
 
 class BaseModelUnavailableError(BaseModelError):
-    """A model cannot be fetched, written or read now; trying again may help."""
+    """A model cannot be fetched, written or read now; trying again may help.
+
+    Try again; the message says what did not answer.
+    """
 
 
 class BaseModelNoRoomError(BaseModelUnavailableError):
-    """The disk has no room for a model."""
+    """The disk has no room for a model.
+
+    Free room on the disk, or move `TINSMITH_HOME` to one that has it.
+    """
 
 
 class BaseModelFormatError(BaseModelError, ValueError):
-    """The files are not a model in a form that this version can read."""
+    """The files are not a model in a form that this version can read.
+
+    Choose a model that can be run; docs/models.md says which.
+    """
 
 
 class BaseModelDamagedError(BaseModelError):
-    """Bytes that were fetched or kept are not those that they should be."""
+    """Bytes that were fetched or kept are not those that they should be.
+
+    Fetch it again with `tinsmith model pull`.
+    """
 
 
 class RequestFailedError(TinkerError):
-    """The server accepted the request and finished it in a failed state."""
+    """The server accepted the request and finished it in a failed state.
+
+    Mend the request if `category` is `user`; if it is `server`, try again or read its log.
+    """
 
     def __init__(
         self,
@@ -258,7 +345,10 @@ class RequestFailedError(TinkerError):
 
 
 class APIError(TinkerError):
-    """An HTTP exchange with the service went wrong."""
+    """An HTTP exchange with the service went wrong.
+
+    See the classes below.
+    """
 
     def __init__(
         self,
@@ -276,7 +366,10 @@ class APIError(TinkerError):
 
 
 class APIResponseValidationError(APIError):
-    """A reply arrived whose content type or shape is not that of the API."""
+    """A reply arrived whose content type or shape is not that of the API.
+
+    See that the address is a Tinker service's, and what a proxy before it changes.
+    """
 
     def __init__(
         self,
@@ -299,7 +392,10 @@ class APIResponseValidationError(APIError):
 
 
 class APIConnectionError(APIError):
-    """The connection failed before a whole reply arrived."""
+    """The connection failed before a whole reply arrived.
+
+    See that the service runs and can be reached; calls were tried again already.
+    """
 
     def __init__(
         self,
@@ -313,7 +409,10 @@ class APIConnectionError(APIError):
 
 
 class APITimeoutError(APIConnectionError):
-    """No whole reply arrived within the time allowed."""
+    """No whole reply arrived within the time allowed.
+
+    Give the call a longer `timeout`, or look at why the service is slow.
+    """
 
     def __init__(
         self,
@@ -329,12 +428,15 @@ class APITimeoutError(APIConnectionError):
 class CertificateError(APIConnectionError):
     """The server's certificate is for another name, expired, or of an unknown authority.
 
-    Nothing was sent, and another try would end the same way.
+    Nothing was sent, and another try would end the same way. Give `ca_file` the authority to trust.
     """
 
 
 class APIStatusError(APIError):
-    """The service answered with a status that refuses the request."""
+    """The service answered with a status that refuses the request.
+
+    See the classes below; `status_code` and `body` are the answer.
+    """
 
     def __init__(
         self,
@@ -363,67 +465,103 @@ class APIStatusError(APIError):
 
 
 class BadRequestError(APIStatusError):
-    """400: the request is malformed or asks for something that cannot be."""
+    """400: the request is malformed or asks for something that cannot be.
+
+    Mend the request; the message says what is wrong with it.
+    """
 
 
 class AuthenticationError(APIStatusError):
-    """401: no credential was sent, or it is not accepted."""
+    """401: no credential was sent, or it is not accepted.
+
+    Look at `TINKER_API_KEY`, or run `tinsmith auth login`.
+    """
 
     default_status = 401
 
 
 class BillingError(APIStatusError):
-    """402: the account cannot pay; the service pauses its work."""
+    """402: the account cannot pay; the service pauses its work.
+
+    Settle the account of the hosted service; ours never answers so.
+    """
 
     default_status = 402
 
 
 class PermissionDeniedError(APIStatusError):
-    """403: the credential is good and does not allow this."""
+    """403: the credential is good and does not allow this.
+
+    Use a credential whose role allows it.
+    """
 
     default_status = 403
 
 
 class NotFoundError(APIStatusError):
-    """404: there is no such thing, or it belongs to somebody else."""
+    """404: there is no such thing, or it belongs to somebody else.
+
+    Look at the id, and at whose key is used.
+    """
 
     default_status = 404
 
 
 class ConflictError(APIStatusError):
-    """409: the state of the thing does not allow this now; clients retry it."""
+    """409: the state of the thing does not allow this now; clients retry it.
+
+    Nothing, as a rule: clients have tried again for as long as their budget says.
+    """
 
     default_status = 409
 
 
 class UnprocessableEntityError(APIStatusError):
-    """422: the request is well-formed and its values do not fit."""
+    """422: the request is well-formed and its values do not fit.
+
+    Mend the value that the message names.
+    """
 
     default_status = 422
 
 
 class RateLimitError(APIStatusError):
-    """429: too many requests; `retry_after_s` says when to come back, if the server did."""
+    """429: too many requests; `retry_after_s` says when to come back, if the server did.
+
+    Send less at once, or have the quota raised; clients wait by themselves before this is raised.
+    """
 
     default_status = 429
 
 
 class InternalServerError(APIStatusError):
-    """500 and above: the service failed."""
+    """500 and above: the service failed.
+
+    Look at the service's log under the request id; clients have tried again already.
+    """
 
     default_status = 500
 
 
 class UnreadableResultError(APIResponseValidationError, ValueError):
-    """The server gave a result that cannot be read."""
+    """The server gave a result that cannot be read.
+
+    Make the call again, with a client and a service of the same release.
+    """
 
 
 class ResultRefusedError(APIStatusError, ValueError):
-    """The server accepted the work and does not give out its result."""
+    """The server accepted the work and does not give out its result.
+
+    See the other class that it is of, such as `NotFoundError`.
+    """
 
 
 class ResultExpiredError(ResultRefusedError):
-    """410: the server no longer has the result; the work may be asked for again."""
+    """410: the server no longer has the result.
+
+    Ask for the work again.
+    """
 
     default_status = 410
 

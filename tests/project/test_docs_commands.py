@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith.cli.completion import levels
 from tinsmith.cli.main import root_parser
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,9 +35,5 @@ def test_a_shown_command_line_is_taken(line: str) -> None:
     assert parsed.run is not None or not words
 
 
-def test_the_page_of_the_command_line_names_every_command() -> None:
-    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
-
+def test_there_are_lines_to_take() -> None:
     assert len(SHOWN) > 10
-    for level in levels(root_parser()):
-        assert all(name in page for name in level.commands), level.words

@@ -1,4 +1,4 @@
-"""The page on serving says what the code does: its tables are the code's, its file can be used."""
+"""What is said of the settings and figures of a service is what the code has."""
 
 from __future__ import annotations
 
@@ -9,17 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from scripts.serving_tables import PAGE, with_tables
 from tinsmith.observe.metrics import FIGURES
 from tinsmith.serve.loading import check_start, load_settings
 from tinsmith.serve.options import BY_NAME, OPTIONS
 from tinsmith.serve.settings import ServiceSettings, flat_settings
 
-TEXT = PAGE.read_text(encoding="utf-8")
-
-
-def test_the_tables_are_those_of_the_code() -> None:
-    assert with_tables(TEXT) == TEXT, "run `python scripts/serving_tables.py`"
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
 
 
 def declared_names(owner: type[msgspec.Struct] = ServiceSettings, above: str = "") -> set[str]:
@@ -66,7 +62,7 @@ def test_the_file_that_is_shown_can_be_used(tmp_path: Path) -> None:
 
 def test_every_figure_of_the_scheduler_is_a_metric() -> None:
     """Those that it counts, by its source, and those that it reads off its parts."""
-    folder = PAGE.parents[1] / "src" / "tinsmith" / "scheduler"
+    folder = ROOT / "src" / "tinsmith" / "scheduler"
     source = "".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.py")))
     counted = {
         name

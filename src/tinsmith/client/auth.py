@@ -45,7 +45,10 @@ CREDENTIALS_FILE = pathlib.Path("~/.tinker/credentials.json")
 
 
 class NoIdentityError(TinkerError, RuntimeError):
-    """The credential is good, and does not say whose it is."""
+    """The credential is good, and does not say whose it is.
+
+    Ask with another one; a service without keys knows nobody.
+    """
 
 
 RUN_HERE = (

@@ -56,7 +56,9 @@ class RetryBudget(msgspec.Struct, frozen=True, kw_only=True):
     billing_s: float = 3600.0
     """How long 402 is taken for a pause. Left as it is, the service's own figure counts."""
     delay_base_s: float = 0.5
+    """The delay before the second try, doubled for each further one."""
     delay_max_s: float = 10.0
+    """The longest such delay."""
     jitter: float = 0.25
     """Each delay is varied by up to this part of it, so that many clients do not come back at
     once."""

@@ -65,6 +65,7 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
     default_headers: Headers = msgspec.field(default_factory=Headers)
     project_id: str | None = None
     tags: tuple[str, ...] = ()
+    """Of new sessions; else those of `TINKER_TAGS`."""
     user_metadata: dict[str, str] | None = None
     display_name: str | None = None
     retry: RetryBudget = DEFAULT_BUDGET
@@ -76,7 +77,9 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
     proxy: str | None = None
     """An HTTP proxy; the one of the environment where none was given."""
     ca_file: str | None = None
+    """Certificates, in PEM, of authorities to trust instead of the system's."""
     unix_socket: str | None = None
+    """The service is reached through this socket; the address then says only what it is called."""
 
     def __repr__(self) -> str:
         return f"ClientSettings(base_url={self.base_url!r})"  # the rest may be secret
@@ -122,8 +125,7 @@ def settings_from(
         credential_command=None if command is None else Secret(command),
         default_headers=Headers({**_access_headers(elsewhere), **(default_headers or {})}),
         project_id=project_id or env.get("TINKER_PROJECT_ID") or None,
-        tags=tags,
-        **{"proxy": _proxy_for(url), **rest},
+        **{"tags": tags, "proxy": _proxy_for(url), **rest},
     )
 
 

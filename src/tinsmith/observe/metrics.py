@@ -1,4 +1,4 @@
-"""The metrics of a service, each with its name, in one place. docs/serving.md lists them.
+"""The metrics of a service, each with its name, in one place. docs/reference/metrics.md lists them.
 
 A service has one `ServiceMetrics`. What happens is counted as it does; what a part of the service
 knows anyway is read when the metrics are. The scheduler's figures come by name: `FIGURES` says

@@ -19,7 +19,10 @@ TOLD_EVERY_S = 30.0
 
 
 class TraceExportError(TinkerError, RuntimeError):
-    """The service could not make a session's trace."""
+    """The service could not make a session's trace.
+
+    Ask again; the message is the service's.
+    """
 
 
 async def export_trace(

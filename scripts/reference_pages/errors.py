@@ -1,0 +1,106 @@
+"""The page of the errors: the tree, what each is and what to do, and the statuses on the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import tinsmith
+from scripts.reference_pages.markdown import code, paragraphs, table
+from tinsmith.errors import TinkerError
+from tinsmith.wire.failures import failed_from_error, is_retried, reply_from_error, status_class
+
+STATUSES = (400, 401, 402, 403, 404, 408, 409, 410, 413, 422, 429, 500, 502, 503, 504)
+RAISED_INSIDE = {"LedgerError", "CheckpointError", "ValidationError", "DecodeError"}
+INTRODUCTION = """\
+# Errors
+
+All are below `TinkerError`, which is also named `TinsmithError`, and can be taken from `tinsmith`.
+Each carries `request_id` and `remedy` where they are known, and can be pickled. In brackets is what
+else an error is.
+"""
+STATUSES_TEXT = """\
+## Statuses
+
+What the client raises for a refusal, when its second tries are over. Asked for a result, any 4xx is
+a `ResultRefusedError` too, and 410 a `ResultExpiredError`.
+"""
+INSIDE_TEXT = """\
+## Errors inside the service
+
+What it answers where one of these is raised within it: as the refusal of a request, this status; of
+a request that was accepted, a failed future, which the client raises as a `RequestFailedError` of
+this category. Any other error is a 500 and of the category `server`.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    found = list(_with_all_below(TinkerError))
+    meant = ((code(cls.__name__), *_told(cls)) for cls in found)
+    statuses = (
+        (str(status), code(status_class(status).__name__), "yes" if is_retried(status) else "")
+        for status in STATUSES
+    )
+    parts = [
+        INTRODUCTION.rstrip(),
+        "```text\n" + "\n".join(_tree(TinkerError)) + "\n```",
+        "## What each is",
+        table(("error", "what it means", "what to do"), meant),
+        STATUSES_TEXT.rstrip(),
+        table(("status", "error", "clients try again"), statuses),
+        INSIDE_TEXT.rstrip(),
+        table(
+            ("error", "status", "come again after", "category"),
+            (_answered(cls) for cls in found if _is_raised_inside(cls)),
+        ),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def public_errors() -> set[type[TinkerError]]:
+    """Every error of ours that has a public name."""
+    names = (getattr(tinsmith, name) for name in tinsmith.__all__)
+    return {one for one in names if isinstance(one, type) and issubclass(one, TinkerError)}
+
+
+def _children(cls: type[TinkerError]) -> list[type[TinkerError]]:
+    """Those right below it, in the order in which they were made."""
+    public = public_errors()  # which loads them all
+    return [below for below in cls.__subclasses__() if below in public and below.__base__ is cls]
+
+
+def _with_all_below(cls: type[TinkerError]) -> Iterator[type[TinkerError]]:
+    yield cls
+    for below in _children(cls):
+        yield from _with_all_below(below)
+
+
+def _tree(cls: type[TinkerError]) -> Iterator[str]:
+    """The lines of the tree, each with what else a class is."""
+    others = [base.__name__ for base in cls.__bases__[1:]]
+    yield cls.__name__ + (f" ({', '.join(others)})" if others else "")
+    children = _children(cls)
+    for below in children:
+        is_last = below is children[-1]
+        first, *rest = _tree(below)
+        yield f"{'└── ' if is_last else '├── '}{first}"
+        yield from (f"{'    ' if is_last else '│   '}{line}" for line in rest)
+
+
+def _told(cls: type[TinkerError]) -> tuple[str, str]:
+    """Its meaning, and what to do: the first paragraph of the docstring, and the others."""
+    first, *rest = paragraphs(cls)
+    return first, " ".join(rest)
+
+
+def _is_raised_inside(cls: type[TinkerError]) -> bool:
+    names = {one.__name__ for one in cls.__mro__}
+    return bool(names & RAISED_INSIDE)
+
+
+def _answered(cls: type[TinkerError]) -> tuple[str, ...]:
+    error = cls("")
+    reply = reply_from_error(error)
+    delay = reply.headers.get("Retry-After")
+    category = failed_from_error(error).category
+    return code(cls.__name__), str(reply.status), f"{delay} s" if delay else "", category.value

@@ -1,0 +1,52 @@
+"""The few forms of Markdown that the pages use, and what code says of itself."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterable, Sequence
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table; a bar within a cell does not end it."""
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for row in rows:
+        cells = [cell.replace("|", r"\|") for cell in row]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def code(text: str) -> str:
+    """The text as code; nothing for nothing."""
+    return f"`{text}`" if text else ""
+
+
+def sentence(text: str) -> str:
+    """The text with a capital letter and a full stop."""
+    text = f"{text[:1].upper()}{text[1:]}"
+    return text if text.endswith(".") else f"{text}."
+
+
+def paragraphs(described: object) -> list[str]:
+    """The paragraphs of a docstring, each on one line, up to its `Args:` and the like."""
+    text = inspect.getdoc(described) or ""
+    before = re.split(r"^(?:Args|Raises|Returns|Attributes|Yields):$", text, flags=re.MULTILINE)[0]
+    return [" ".join(part.split()) for part in before.strip().split("\n\n") if part.strip()]
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """What stands in quotes below each field of a class; empty where nothing does."""
+    [tree] = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(tree, ast.ClassDef)
+    found: dict[str, str] = {}
+    last = None
+    for node in tree.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            last = node.target.id
+            found[last] = ""
+        elif last and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            found[last] = " ".join(str(node.value.value).split())
+            last = None
+    return found
