@@ -33,4 +33,5 @@ def test_the_demo_runs_to_its_end_and_a_crash_changes_no_number(tmp_path: Path) 
     losses = [float(found) for found in re.findall(r"loss (\d+\.\d+) ", ended.stdout)]
     assert losses[0] > losses[3], "four steps over examples lower the loss"
     page = (tmp_path / "out" / "demo.html").read_text()
+    assert (tmp_path / "out" / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert page.count("<svg") == 2 and page.count("<table>") == 2

@@ -11,11 +11,13 @@ import msgspec
 from tinsmith.client.service import ServiceClient
 from tinsmith.demo.crash import compare_runs
 from tinsmith.demo.curves import Curve, Rows, bars, page
+from tinsmith.demo.picture import can_draw, draw
 from tinsmith.demo.reinforcement import GROUP, Rewarded, learn_to_the_point
 from tinsmith.demo.service import Service
 from tinsmith.demo.supervised import Learned, learn_json
 
 PAGE = "demo.html"
+PICTURE = "demo.png"
 SHOWN = 40
 """Letters of an answer on the screen."""
 
@@ -27,7 +29,7 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
     folder: Path
     """Where the model's files are."""
     out: Path
-    """Where the page goes, and the data of the service, which are left for a look."""
+    """Where page and picture go, and the data of the service, which are left for a look."""
     is_quick: bool = False
     seed: int = 0
 
@@ -71,6 +73,7 @@ def run_demo(settings: DemoSettings) -> Path:
     written = settings.out / PAGE
     written.write_text(_page(settings, learned, rewarded, [sentence, took]), encoding="utf-8")
     _say(f"\n{took} The curves and answers are in {written}")
+    _draw(settings, learned, rewarded)
     return written
 
 
@@ -146,15 +149,32 @@ def _page(settings: DemoSettings, learned: Learned, rewarded: Rewarded, lines: l
             rewarded.questions, rewarded.before, rewarded.after, strict=True
         )
     ]
+    loss, reward = _curves(learned, rewarded)
     return page(
         f"tinsmith demo: {settings.model}",
         lines,
         [
-            Curve("Learning from examples", "loss of a token", learned.losses),
+            loss,
             Rows("Sentences to JSON", ("asked", "before", "after"), examples),
-            Curve("Learning from rewards", "mean reward", rewarded.rewards),
+            reward,
             Rows("Answers to the point", ("asked", "before", "after"), answers),
         ],
+    )
+
+
+def _draw(settings: DemoSettings, learned: Learned, rewarded: Rewarded) -> None:
+    if not can_draw():
+        _say("For a picture of the curves beside it: pip install matplotlib, and run it again.")
+        return
+    picture = settings.out / PICTURE
+    draw(f"tinsmith demo: {settings.model}", _curves(learned, rewarded), picture)
+    _say(f"The curves as a picture: {picture}")
+
+
+def _curves(learned: Learned, rewarded: Rewarded) -> tuple[Curve, Curve]:
+    return (
+        Curve("Learning from examples", "loss of a token", learned.losses),
+        Curve("Learning from rewards", "mean reward of the answers", rewarded.rewards),
     )
 
 
