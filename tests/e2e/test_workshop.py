@@ -7,12 +7,14 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from tinsmith.errors import ValidationError
-from tinsmith.model_files.workshop import NAMES, make_workshop
+from tinsmith.model_files.made_up_datasets import DATASETS
+from tinsmith.model_files.workshop import FAMILIES, LONG_NAMES, NAMES, make_workshop
 
 ENDS_WITHIN_S = 240.0
 
@@ -21,7 +23,7 @@ import tinker
 from tinker import types
 from transformers import AutoTokenizer
 
-for name in ("Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B-Instruct"):
+for name in ("Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B-Instruct", "openai/gpt-oss-20b"):
     by_name = AutoTokenizer.from_pretrained(name)
     chat = [{"role": "user", "content": "Wie geht’s?"}]
     text = by_name.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
@@ -48,10 +50,10 @@ print("well")
 """
 
 
-@pytest.fixture
-def workshop(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Made by the command."""
-    folder = tmp_path / "workshop"
+    folder = tmp_path_factory.mktemp("made") / "workshop"
     made = subprocess.run(
         [sys.executable, "-m", "tinsmith", "workshop", str(folder), "-f", "json"],
         capture_output=True,
@@ -104,18 +106,69 @@ def test_every_name_leads_to_a_whole_model(workshop: Path) -> None:
         assert (workshop / name / "model.safetensors").is_file()
 
 
-def test_datasets_are_where_their_names_lead(workshop: Path) -> None:
+def test_every_mark_of_a_family_is_one_token_and_its_template_makes_them(workshop: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    jinja2 = pytest.importorskip("jinja2")
+    chat = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Two."}]
+    for name, family in FAMILIES.items():
+        home = workshop / "models" / name
+        tokenizer = tokenizers.Tokenizer.from_file(str(home / "tokenizer.json"))
+        for mark in family.marks:
+            assert tokenizer.encode(mark, add_special_tokens=False).tokens == [mark]
+        assert {family.end, family.pad, family.begin or family.end} <= set(family.marks)
+
+        template = jinja2.Template(family.template)
+        text = template.render(messages=chat, add_generation_prompt=True)
+        made = tokenizer.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(made.ids, skip_special_tokens=False) == text
+        assert len([token for token in made.tokens if token in family.marks]) >= 5
+        assert made.ids[: len(tokenizer.encode("", add_special_tokens=True).ids)] == (
+            tokenizer.encode("", add_special_tokens=True).ids
+        )
+
+
+def test_thoughts_stay_in_a_text_without_special_tokens(workshop: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    file = workshop / "Qwen/Qwen3.5-9B/tokenizer.json"
+    tokenizer = tokenizers.Tokenizer.from_file(str(file))
+
+    ids = tokenizer.encode("<think>2</think>2<|im_end|>").ids
+
+    assert len(ids) == 5
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "<think>2</think>2"
+
+
+def test_names_with_an_ending_are_served_too(workshop: Path) -> None:
+    settings = tomllib.loads((workshop / "tinsmith.toml").read_text())
+    served = {given.partition("=")[0] for given in settings["models"]}
+
+    assert served >= {*NAMES, *(f"{name}:tiny" for name in NAMES)}
+    assert "Qwen/Qwen3.6-35B-A3B:peft:262144" in served
+    assert set(LONG_NAMES) <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_datasets_are_where_their_names_lead(workshop: Path, name: str) -> None:
     """In the form in which `datasets` finds them: files named after splits, or named by a card."""
-    for name in ("HuggingFaceH4/no_robots", "Anthropic/hh-rlhf", "openai/gsm8k/main"):
-        for split in ("train", "test"):
-            rows = (workshop / name / f"{split}.jsonl").read_text().splitlines()
-            assert len({json.dumps(json.loads(row), sort_keys=True) for row in rows}) > 20
-    card = (workshop / "openai/gsm8k/README.md").read_text()
-    for path in re.findall(r"path: (\S+)", card):
-        assert (workshop / "openai/gsm8k" / path).is_file()
-    question = json.loads((workshop / "openai/gsm8k/main/test.jsonl").read_text().splitlines()[0])
-    numbers = [int(number) for number in re.findall(r"\d+", question["question"])]
-    assert question["answer"].endswith(f"#### {sum(numbers)}")
+    made_up = DATASETS[name]
+    homes = [workshop / name / which for which in made_up.configurations] or [workshop / name]
+    for home in homes:
+        for split, count in made_up.splits.items():
+            rows = [json.loads(row) for row in (home / f"{split}.jsonl").read_text().splitlines()]
+            assert len(rows) == count
+            assert len({json.dumps(row, sort_keys=True) for row in rows}) > 20
+            assert len({tuple(row) for row in rows}) == 1
+    if made_up.configurations:
+        paths = re.findall(r"path: (\S+)", (workshop / name / "README.md").read_text())
+        assert len(paths) == len(homes) * len(made_up.splits)
+        assert all((workshop / name / path).is_file() for path in paths)
+
+
+def test_answers_are_right(workshop: Path) -> None:
+    rows = (workshop / "openai/gsm8k/main/test.jsonl").read_text().splitlines()
+    for row in map(json.loads, rows):
+        numbers = [int(number) for number in re.findall(r"\d+", row["question"])]
+        assert row["answer"].endswith(f"#### {sum(numbers)}")
 
 
 def test_two_workshops_are_the_same(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from tinsmith.model_files.manifest import read_manifest
 
 ENGINES = ("embedded", "fake")
 LONGEST_NAME = 200
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)*(:[A-Za-z0-9][\w.-]*)?", re.ASCII)
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)*(:[A-Za-z0-9][\w.-]*)*", re.ASCII)
 
 
 class ModelSource(msgspec.Struct, frozen=True):

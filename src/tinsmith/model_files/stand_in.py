@@ -10,13 +10,13 @@ Loads numpy when it is made.
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from tinsmith.checkpoints.safetensors_file import write_tensors
+from tinsmith.model_files.chats import Chat
 from tinsmith.model_files.gguf_weights import weight_shapes
 
 BYTES = 256
@@ -29,50 +29,12 @@ _SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
-    "max_position_embeddings": 8192,
+    "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
     "hidden_act": "silu",
     "tie_word_embeddings": True,
 }
-
-
-class Chat(msgspec.Struct, frozen=True, kw_only=True):
-    """How a family of models marks a conversation."""
-
-    marks: tuple[str, ...]
-    """Tokens of their own; they follow those of the bytes."""
-    end: str
-    pad: str
-    begin: str | None = None
-    """Put before every text, where the family does."""
-    template: str
-
-
-QWEN = Chat(
-    marks=("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"),
-    end="<|im_end|>",
-    pad="<|endoftext|>",
-    template=(
-        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-        "{{ message['content'] }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    ),
-)
-LLAMA = Chat(
-    marks=(
-        "<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
-        "<|eot_id|>",
-    ),
-    end="<|eot_id|>",
-    pad="<|end_of_text|>",
-    begin="<|begin_of_text|>",
-    template=(
-        "<|begin_of_text|>{% for message in messages %}<|start_header_id|>{{ message['role'] }}"
-        "<|end_header_id|>\n\n{{ message['content'] }}<|eot_id|>{% endfor %}"
-        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
-    ),
-)  # fmt: skip
 
 
 def make_stand_in(folder: Path, chat: Chat) -> None:
@@ -122,7 +84,7 @@ def _tokenizer(chat: Chat, ids: dict[str, int]) -> dict[str, Any]:
             "lstrip": False,
             "rstrip": False,
             "normalized": False,
-            "special": True,
+            "special": _is_special(mark),
         }
         for mark, number in ids.items()
     ]
@@ -147,6 +109,11 @@ def _tokenizer(chat: Chat, ids: dict[str, int]) -> dict[str, Any]:
             "merges": [],
         },
     }
+
+
+def _is_special(mark: str) -> bool:
+    """Whether a text without its special tokens lacks it; tags of thoughts and tools stay."""
+    return not re.fullmatch(r"</?[a-z_]+>", mark)
 
 
 def _beginning(mark: str, number: int) -> dict[str, Any]:

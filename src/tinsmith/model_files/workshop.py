@@ -12,33 +12,79 @@ are run in this folder. The names are links; each family's model is there once, 
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from tinsmith.errors import ValidationError
-from tinsmith.model_files.stand_in import LLAMA, QWEN, make_stand_in
+from tinsmith.model_files.chats import DEEPSEEK, GLM, GPT_OSS, KIMI, LLAMA, QWEN
+from tinsmith.model_files.made_up_datasets import DATASETS, write_dataset
+from tinsmith.model_files.stand_in import make_stand_in
 
-FAMILIES = {"qwen-tiny": QWEN, "llama-tiny": LLAMA}
+FAMILIES = {
+    "qwen-tiny": QWEN,
+    "llama-tiny": LLAMA,
+    "deepseek-tiny": DEEPSEEK,
+    "gpt-oss-tiny": GPT_OSS,
+    "kimi-tiny": KIMI,
+    "glm-tiny": GLM,
+}
+"""The stand-ins, and how each marks a conversation."""
 NAMES = {
-    "Qwen/Qwen3-8B": "qwen-tiny",
-    "Qwen/Qwen3-8B-Base": "qwen-tiny",
-    "Qwen/Qwen3-4B-Instruct-2507": "qwen-tiny",
-    "Qwen/Qwen3-30B-A3B": "qwen-tiny",
-    "Qwen/Qwen3-30B-A3B-Base": "qwen-tiny",
-    "Qwen/Qwen3-30B-A3B-Instruct-2507": "qwen-tiny",
-    "Qwen/Qwen3-32B": "qwen-tiny",
-    "Qwen/Qwen3-235B-A22B-Instruct-2507": "qwen-tiny",
-    "meta-llama/Llama-3.1-8B": "llama-tiny",
-    "meta-llama/Llama-3.1-8B-Instruct": "llama-tiny",
-    "meta-llama/Llama-3.2-1B": "llama-tiny",
-    "meta-llama/Llama-3.2-3B": "llama-tiny",
-    "meta-llama/Llama-3.3-70B-Instruct": "llama-tiny",
+    **dict.fromkeys(
+        (
+            *("Qwen/Qwen3-8B", "Qwen/Qwen3-8B-Base", "Qwen/Qwen3-32B"),
+            *("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B-Base", "Qwen/Qwen3-4B-Instruct-2507"),
+            *("Qwen/Qwen3-30B-A3B-Instruct-2507", "Qwen/Qwen3-235B-A22B-Instruct-2507"),
+            *("Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-9B", "Qwen/Qwen3.5-9B-Base", "Qwen/Qwen3.5-27B"),
+            *("Qwen/Qwen3.5-35B-A3B", "Qwen/Qwen3.5-35B-A3B-Base", "Qwen/Qwen3.5-397B-A17B"),
+            *("Qwen/Qwen3.6-27B", "Qwen/Qwen3.6-35B-A3B", "Qwen/Qwen3.8-27B"),
+            "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+            "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16",
+            "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16",
+            "nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16",
+            "nvidia/NVIDIA-Nemotron-3.5-Super-VL-120B-A12B-BF16",
+        ),
+        "qwen-tiny",
+    ),
+    **dict.fromkeys(
+        (
+            *("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B-Instruct"),
+            *("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-3B"),
+            *("meta-llama/Llama-3.1-70B", "meta-llama/Llama-3.3-70B-Instruct"),
+        ),
+        "llama-tiny",
+    ),
+    **dict.fromkeys(
+        (
+            *("deepseek-ai/DeepSeek-V3.1", "deepseek-ai/DeepSeek-V3.1-Base"),
+            *("deepseek-ai/DeepSeek-V4.1-Flash", "deepseek-ai/DeepSeek-V4.1-Flash-1017"),
+        ),
+        "deepseek-tiny",
+    ),
+    **dict.fromkeys(("openai/gpt-oss-20b", "openai/gpt-oss-120b"), "gpt-oss-tiny"),
+    **dict.fromkeys(
+        ("moonshotai/Kimi-K2-Thinking", "moonshotai/Kimi-K2.5", "moonshotai/Kimi-K2.6"),
+        "kimi-tiny",
+    ),
+    **dict.fromkeys(("zai-org/GLM-5.3", "zai-org/GLM-5.3-Flash"), "glm-tiny"),
 }
 """Names that programs use, and the stand-in behind each."""
-TRAIN_ROWS, TEST_ROWS = 200, 40
-SEED = 0
+LONG_NAMES = {
+    **dict.fromkeys(
+        (
+            *("Qwen/Qwen3.5-397B-A17B", "Qwen/Qwen3.6-35B-A3B"),
+            *("deepseek-ai/DeepSeek-V4.1-Flash", "deepseek-ai/DeepSeek-V4.1-Flash-1017"),
+            *("zai-org/GLM-5.3", "zai-org/GLM-5.3-Flash"),
+            "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16",
+            "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16",
+            "nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16",
+            "nvidia/NVIDIA-Nemotron-3.5-Super-VL-120B-A12B-BF16",
+        ),
+        ":peft:262144",
+    ),
+    "moonshotai/Kimi-K2.6": ":peft:131072",
+    "openai/gpt-oss-120b": ":peft:131072",
+}
+"""Those that programs also use with an ending that asks for a longer context."""
 
 
 def make_workshop(folder: Path) -> None:
@@ -61,10 +107,8 @@ def make_workshop(folder: Path) -> None:
         link = folder / name
         link.parent.mkdir(exist_ok=True)
         link.symlink_to(Path("..") / "models" / family, target_is_directory=True)
-    for name, write in _DATASETS.items():
-        home = folder / name
-        home.mkdir(parents=True)
-        write(home)
+    for name, made_up in DATASETS.items():
+        write_dataset(folder / name, made_up)
     (folder / "tinsmith.toml").write_text(_settings(folder.absolute()), encoding="utf-8")
     (folder / "README.md").write_text(_PAGE, encoding="utf-8")
 
@@ -75,6 +119,8 @@ def served_names(folder: Path) -> list[str]:
     for name, family in NAMES.items():
         path = folder / "models" / family
         given += [f"{name}:tiny={path}", f"{name}={path}"]
+        if name in LONG_NAMES:
+            given.append(f"{name}{LONG_NAMES[name]}={path}")
     return given
 
 
@@ -90,87 +136,6 @@ models = [
 {models}]
 """
 
-
-# Datasets
-
-
-def _sums(count: int, seed: int) -> Iterator[tuple[str, int, int, int]]:
-    chance = random.Random(seed)  # noqa: S311 - examples, and no secret
-    for _ in range(count):
-        first, second = chance.randint(1, 50), chance.randint(1, 50)
-        who = chance.choice(("Ada", "Ben", "Cleo", "Dan"))
-        yield who, first, second, first + second
-
-
-def _splits(home: Path, row: Callable[[str, int, int, int], dict[str, Any]]) -> None:
-    for seed, (split, count) in enumerate({"train": TRAIN_ROWS, "test": TEST_ROWS}.items()):
-        lines = [json.dumps(row(*numbers)) for numbers in _sums(count, SEED + seed)]
-        (home / f"{split}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def _problem(who: str, first: int, second: int) -> str:
-    return f"{who} has {first} tins and buys {second} more. How many tins does {who} have?"
-
-
-def _gsm8k(home: Path) -> None:
-    """Questions with worked answers that end in `#### number`, in a configuration `main`."""
-    (home / "main").mkdir()
-    _splits(
-        home / "main",
-        lambda who, first, second, total: {
-            "question": _problem(who, first, second),
-            "answer": f"{first} + {second} = <<{first}+{second}={total}>>{total}\n#### {total}",
-        },
-    )
-    (home / "README.md").write_text(_configured("main"), encoding="utf-8")
-
-
-def _no_robots(home: Path) -> None:
-    """Conversations, in `messages`."""
-    _splits(
-        home,
-        lambda who, first, second, total: {
-            "prompt": _problem(who, first, second),
-            "messages": [
-                {"role": "user", "content": _problem(who, first, second)},
-                {"role": "assistant", "content": f"{who} has {total} tins."},
-            ],
-            "category": "Closed QA",
-        },
-    )
-
-
-def _preferences(home: Path) -> None:
-    """Two answers to each question, of which one is better."""
-
-    def row(who: str, first: int, second: int, total: int) -> dict[str, Any]:
-        asked = f"\n\nHuman: {_problem(who, first, second)}\n\nAssistant: "
-        return {"chosen": f"{asked}{total}", "rejected": f"{asked}{total + 1}"}
-
-    _splits(home, row)
-
-
-def _configured(name: str) -> str:
-    return f"""\
----
-configs:
-- config_name: {name}
-  data_files:
-  - split: train
-    path: {name}/train.jsonl
-  - split: test
-    path: {name}/test.jsonl
----
-
-Made up by tinsmith, in the form of the dataset of this name.
-"""
-
-
-_DATASETS = {
-    "openai/gsm8k": _gsm8k,
-    "HuggingFaceH4/no_robots": _no_robots,
-    "Anthropic/hh-rlhf": _preferences,
-}
 
 _PAGE = """\
 # A workshop without a hub

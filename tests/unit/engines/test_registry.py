@@ -80,3 +80,13 @@ def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
     """Nothing is fetched for a path."""
     with pytest.raises(BaseModelNotFoundError):
         find_models(read_models([f"a={tmp_path}/gone"]), ModelCache(tmp_path))
+
+
+def test_a_name_may_have_several_endings(tmp_path: Path) -> None:
+    """Programs ask for `:peft:131072`, a length of the context; an ending of nothing is none."""
+    [found] = read_models([f"Qwen/Qwen3-8B:peft:131072={tmp_path}"])
+
+    assert found.name == "Qwen/Qwen3-8B:peft:131072"
+    for wrong in ("a:", "a:b:", "a::b", "a:b/c"):
+        with pytest.raises(ValidationError, match="cannot be a model's name"):
+            read_models([f"{wrong}={tmp_path}"])
