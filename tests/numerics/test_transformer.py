@@ -74,7 +74,7 @@ def _read_cached(
         if number == shared_after:
             keys = SequenceKeys(keys.own, _run(model))
         positions = torch.arange(place, place + chunk)
-        attention = CachedAttention([CachedStretch(0, chunk, keys)])
+        attention = CachedAttention([CachedStretch(0, chunk, keys, keys.own.length)])
         rows.append(model.hidden(tokens[positions], positions, attention))
         place += chunk
     return torch.cat(rows), keys
@@ -101,7 +101,9 @@ def test_a_row_does_not_depend_on_its_neighbours(tmp_path: Path) -> None:
 
 def _next_rows(model: Transformer, sequences: list[SequenceKeys]) -> torch.Tensor:
     positions = torch.tensor([keys.length for keys in sequences])
-    stretches = [CachedStretch(row, row + 1, keys) for row, keys in enumerate(sequences)]
+    stretches = [
+        CachedStretch(row, row + 1, keys, keys.own.length) for row, keys in enumerate(sequences)
+    ]
     return model.hidden(positions % 7 + 5, positions, CachedAttention(stretches))
 
 

@@ -94,7 +94,7 @@ def test_cached_rows_equal_those_read_at_once(both: tuple[Any, Transformer]) -> 
         for number, here in enumerate(positions.split([16, 9, 1, 1, 13])):
             if number == 2:
                 keys = SequenceKeys(keys.own, _run(ours))
-            attention = CachedAttention([CachedStretch(0, len(here), keys)])
+            attention = CachedAttention([CachedStretch(0, len(here), keys, keys.own.length)])
             rows.append(ours.hidden(tokens[here], here, attention))
 
     torch.testing.assert_close(torch.cat(rows), wanted, rtol=1e-4, atol=1e-5)

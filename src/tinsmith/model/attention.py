@@ -279,11 +279,28 @@ def _flash_backward(
 
 
 class CachedStretch(NamedTuple):
-    """Rows that follow what `keys` hold. They are added to `keys.own`, and see everything in it."""
+    """Rows that are added to `keys.own` at a place, and see what is before them in `keys`.
+
+    Several stretches may be of one sequence, one behind the other: each row is then computed as it
+    is when it comes alone, which is not to the last bit how it is among others.
+    """
 
     start: int
     end: int
     keys: SequenceKeys
+    place: int
+    """How many tokens of `keys.own` are before it."""
+
+    @property
+    def own_end(self) -> int:
+        """How many there are with it."""
+        return self.place + self.end - self.start
+
+    @property
+    def sequence_length(self) -> int:
+        """Of the sequence up to its end."""
+        shared = self.keys.shared
+        return self.own_end + (0 if shared is None else shared.length)
 
 
 class _Parted(NamedTuple):
@@ -297,8 +314,7 @@ def _parted(stretches: Sequence[CachedStretch], reach: int) -> _Parted:
     whole: list[CachedStretch] = []
     masked: list[CachedStretch] = []
     for one in stretches:
-        is_whole = one.keys.length + one.end - one.start <= reach
-        (whole if is_whole else masked).append(one)
+        (whole if one.sequence_length <= reach else masked).append(one)
     return _Parted(whole, _shared_groups(whole), masked)
 
 
@@ -307,8 +323,8 @@ class CachedAttention:
 
     def __init__(self, stretches: Sequence[CachedStretch]) -> None:
         self._stretches = stretches
-        for start, end, keys in stretches:
-            keys.own.reserve(end - start)
+        for one in stretches:
+            one.keys.own.reserve(one.own_end)
         self._parted: dict[int, _Parted] = {}
         """By how long a sequence may be for the flash kernel."""
 
@@ -317,21 +333,22 @@ class CachedAttention:
     ) -> Tensor:
         """`Attention.attend`."""
         kept_2GTD = torch.stack((k_TGD.transpose(0, 1), v_TGD.transpose(0, 1)))
-        for start, end, keys in self._stretches:
-            keys.own.write(layer, keys.own.length, kept_2GTD[:, :, start:end])
+        for start, end, keys, place in self._stretches:
+            keys.own.write(layer, place, kept_2GTD[:, :, start:end])
         reach = _reach(rule, q_THD.device)
         if reach not in self._parted:
             self._parted[reach] = _parted(self._stretches, reach)
         out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         self._flash(layer, rule.scale, q_THD, k_TGD.shape[1], self._parted[reach], out_THD)
-        for start, end, keys in self._parted[reach].masked:
-            out_THD[start:end] = _masked_step(layer, rule, q_THD[start:end], keys)
+        for one in self._parted[reach].masked:
+            rows = slice(one.start, one.end)
+            out_THD[rows] = _masked_step(layer, rule, q_THD[rows], one)
         return out_THD
 
     def done(self) -> None:
         """The rows now count as read."""
-        for start, end, keys in self._stretches:
-            keys.own.length += end - start
+        for one in self._stretches:
+            one.keys.own.length = one.own_end
 
     def _flash(
         self,
@@ -348,14 +365,14 @@ class CachedAttention:
         grouped = (-1, key_heads, q_THD.shape[1] // key_heads)
         q_TGHD = q_THD.reshape(*grouped, q_THD.shape[2])
         out_TGHD, sums_TGH = out_THD.view(q_TGHD.shape), sums_TH.view(grouped)
-        for start, end, keys in parted.whole:
+        for start, end, keys, place in parted.whole:
             if end - start == 1:
-                k, v = keys.own.read(layer, 0, keys.own.length + 1)
+                k, v = keys.own.read(layer, 0, place + 1)
                 out_TGHD[start:end], sums_TGH[start:end] = _flash(
                     q_TGHD[start:end], k, v, scale, is_causal=False
                 )
             else:
-                out, sums = _own(layer, scale, q_THD[start:end], keys)
+                out, sums = _own(layer, scale, q_THD[start:end], keys.own, place)
                 out_THD[start:end], sums_TH[start:end] = _rows_first(out), _rows_first(sums)
         for run, rows_N in parted.shared:
             out, sums = _seen_whole(q_THD[rows_N], *run.read(layer, 0, run.length), scale)
@@ -363,14 +380,13 @@ class CachedAttention:
             out_THD[rows_N], _ = _joined(past, (out_THD[rows_N], sums_TH[rows_N]))
 
 
-def _own(layer: int, scale: float, q_LHD: Tensor, keys: SequenceKeys) -> tuple[Tensor, Tensor]:
+def _own(layer: int, scale: float, q_LHD: Tensor, run: Run, place: int) -> tuple[Tensor, Tensor]:
     """What rows take from their own run: what was in it, and themselves."""
-    rows, before = q_LHD.shape[0], keys.own.length
-    k, v = keys.own.read(layer, before, before + rows)
+    k, v = run.read(layer, place, place + q_LHD.shape[0])
     itself = _flash(_heads_first(q_LHD), k, v, scale, is_causal=True)
-    if before == 0:
+    if place == 0:
         return itself
-    past = _seen_whole(q_LHD, *keys.own.read(layer, 0, before), scale)
+    past = _seen_whole(q_LHD, *run.read(layer, 0, place), scale)
     return _joined(past, itself)
 
 
@@ -397,14 +413,15 @@ def _seen_whole(q_LHD: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tens
 def _shared_groups(stretches: Sequence[CachedStretch]) -> list[tuple[Run, Tensor]]:
     """The rows that see each shared run."""
     groups: dict[int, tuple[Run, list[int]]] = {}
-    for start, end, keys in stretches:
+    for start, end, keys, _ in stretches:
         if keys.shared is not None:
             groups.setdefault(id(keys.shared), (keys.shared, []))[1].extend(range(start, end))
     return [(run, torch.tensor(rows)) for run, rows in groups.values()]
 
 
-def _masked_step(layer: int, rule: AttentionRule, q_LHD: Tensor, keys: SequenceKeys) -> Tensor:
-    k, v = keys.own.read(layer, 0, keys.own.length + q_LHD.shape[0])
+def _masked_step(layer: int, rule: AttentionRule, q_LHD: Tensor, one: CachedStretch) -> Tensor:
+    keys = one.keys
+    k, v = keys.own.read(layer, 0, one.own_end)
     if keys.shared is not None:
         past_k, past_v = keys.shared.read(layer, 0, keys.shared.length)
         k, v = torch.cat((past_k, k), 2), torch.cat((past_v, v), 2)

@@ -22,6 +22,11 @@ from tinsmith.model.architecture import Architecture
 PAGE_TOKENS = 64
 
 
+def whole_pages(tokens: int) -> int:
+    """So many tokens, and what is left of their last page."""
+    return -(-tokens // PAGE_TOKENS) * PAGE_TOKENS
+
+
 class Run:
     """See the top of the module."""
 
@@ -34,6 +39,8 @@ class Run:
     def _keep(self, kept_L2GPD: Tensor, length: int) -> None:
         """L layers, 2 for keys and values."""
         self.length = length
+        self.room = kept_L2GPD.shape[3]
+        """How many tokens it can hold without growing."""
         self._kept_L2GPD = kept_L2GPD
         # Views of each layer, made once: attention asks for them with every token.
         self._layers = [
@@ -45,12 +52,22 @@ class Run:
         """How much memory it takes."""
         return self._kept_L2GPD.nbytes
 
-    def reserve(self, tokens: int) -> None:
-        """Make room for so many more."""
-        needed, room = self.length + tokens, self._kept_L2GPD.shape[3]
-        if needed > room:
-            # By an eighth at least: long runs would otherwise be copied for every page.
-            self._keep(self._resized(max(needed, room + room // 8)), self.length)
+    @property
+    def is_full(self) -> bool:
+        """Whether another token makes it grow."""
+        return self.length >= self.room
+
+    def room_for(self, length: int) -> int:
+        """How many tokens it has room for, once it has been made to hold so many."""
+        if length <= self.room:
+            return self.room
+        # By an eighth at least: long runs would otherwise be copied for every page.
+        return whole_pages(max(length, self.room + self.room // 8))
+
+    def reserve(self, length: int) -> None:
+        """Make room for so many tokens in all."""
+        if length > self.room:
+            self._keep(self._resized(self.room_for(length), self.length), self.length)
 
     def write(self, layer: int, place: int, kept_2GTD: Tensor) -> None:
         """Put keys and values of a layer at a place that was reserved."""
@@ -61,15 +78,14 @@ class Run:
         _, keys, values = self._layers[layer]
         return keys.narrow(2, start, end - start), values.narrow(2, start, end - start)
 
-    def copy(self, length: int) -> Run:
-        """Its first tokens, in memory of its own."""
+    def copy(self, length: int, room: int) -> Run:
+        """Its first tokens, in memory of its own, with room for so many."""
         made = object.__new__(Run)
-        made._keep(self._resized(length, length), length)
+        made._keep(self._resized(whole_pages(room), length), length)
         return made
 
-    def _resized(self, tokens: int, used: int | None = None) -> Tensor:
-        old, used = self._kept_L2GPD, self.length if used is None else used
-        room = -(-tokens // PAGE_TOKENS) * PAGE_TOKENS
+    def _resized(self, room: int, used: int) -> Tensor:
+        old = self._kept_L2GPD
         new = old.new_empty((*old.shape[:3], room, old.shape[4]))
         new[:, :, :, :used] = old[:, :, :, :used]
         return new

@@ -317,7 +317,7 @@ class _Conversion:
         for tokens, positions in zip(
             tokens_T.split(list(CHUNKS)), positions_T.split(list(CHUNKS)), strict=True
         ):
-            attention = CachedAttention([CachedStretch(0, len(tokens), keys)])
+            attention = CachedAttention([CachedStretch(0, len(tokens), keys, run.length)])
             rows.append(model.hidden(tokens, positions, attention))
         return torch.cat(rows)
 

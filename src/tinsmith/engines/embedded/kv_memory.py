@@ -1,7 +1,7 @@
 """How much memory the keys and values of samples may take, and who has how much of it.
 
-A sample asks for what it may need at most before it begins, so that nothing that runs ever has to
-give way. What nobody asked for holds prompts that may come again; they go when it is needed.
+Sequences ask for a page at a time. What nobody asked for holds prompts that may come again; they
+go when it is needed. `prompt_line.py` sees to it that somebody can always go on.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 
 from tinsmith.engines.embedded.prefix_cache import PrefixCache
 from tinsmith.model.architecture import Architecture
-from tinsmith.model.kv_cache import PAGE_TOKENS
+from tinsmith.model.kv_cache import PAGE_TOKENS, Run, whole_pages
 
 
 class KvMemory:
@@ -32,9 +32,23 @@ class KvMemory:
         """How many tokens a run of so many bytes has room for, at least."""
         return max(0, (size // self.token_bytes - PAGE_TOKENS) * 8 // 9)
 
-    def try_take(self, size: int) -> bool:
-        """Have so many bytes, if there is room or the cache can make it."""
-        if not self.cache.shrink(self.limit_bytes - self.taken_bytes - size):
+    def growth(self, run: Run, length: int) -> int:
+        """How many bytes more a run takes when it is to hold so many tokens."""
+        return (run.room_for(length) - run.room) * self.token_bytes
+
+    def pages(self, tokens: int) -> int:
+        """What a run takes that is made for so many tokens."""
+        return whole_pages(tokens) * self.token_bytes
+
+    def try_take(self, size: int, spare: int = 0) -> bool:
+        """Have so many bytes, if there is room or the cache can make it.
+
+        Args:
+            size: In bytes.
+            spare: So much has to be left over, or held by prompts that nobody uses.
+        """
+        left = self.limit_bytes - self.taken_bytes - size
+        if left - spare < self.cache.used_bytes or not self.cache.shrink(left):
             return False
         self.taken_bytes += size
         return True

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -22,13 +22,41 @@ from tinsmith.model.kv_cache import SequenceKeys
 from tinsmith.model.lora import LoraSpan
 from tinsmith.model.transformer import Transformer
 
+Array: TypeAlias = "np.ndarray[Any, Any]"
+
 
 class Chunk(NamedTuple):
-    """Tokens of a prompt that are read in one step."""
+    """Tokens that are read in one step: of a prompt, or of a sequence that goes on after a pause.
+
+    Those of a sequence were drawn one by one, and are read as they were then.
+    """
 
     sample: Sample
     start: int
     end: int
+    sequence: RunningSequence | None = None
+
+    @property
+    def tokens(self) -> Array:
+        """Their ids."""
+        if self.sequence is None:
+            return self.sample.prompt[self.start : self.end].astype(np.int64)
+        return np.array(self.sequence.tokens[self.start : self.end], np.int64)
+
+    @property
+    def positions(self) -> Array:
+        """Where they are in the whole sequence."""
+        before = 0 if self.sequence is None else len(self.sample.prompt)
+        return np.arange(before + self.start, before + self.end)
+
+    @property
+    def keys(self) -> SequenceKeys:
+        """What they are added to."""
+        if self.sequence is None:
+            assert self.sample.run is not None, "it is being read"
+            return SequenceKeys(None, self.sample.run)
+        assert self.sequence.keys is not None, "it goes on"
+        return self.sequence.keys
 
 
 class PackRows(NamedTuple):
@@ -50,11 +78,11 @@ def read_pack(
     Args:
         transformer: The base model.
         sequences: Those of the same weights beside each other, as are the chunks.
-        chunks: At most one of each prompt.
+        chunks: At most one of each prompt and of each sequence that goes on.
     """
-    stretches = _stretches(sequences, chunks)
-    if not stretches:
+    if not sequences and not chunks:
         return PackRows([], _no_rows(transformer), [], [])
+    stretches = _stretches(sequences, chunks)
     lengths = [one.keys.own.length for one in stretches]
     try:
         hidden_TD = _hidden(transformer, sequences, chunks, stretches)
@@ -62,11 +90,9 @@ def read_pack(
         for stretch, length in zip(stretches, lengths, strict=True):
             stretch.keys.own.length = length
         return _read_halves(transformer, sequences, chunks, exc)
-    rows = [
-        (chunk, hidden_TD[stretch.start : stretch.end])
-        for chunk, stretch in zip(chunks, stretches[len(sequences) :], strict=True)
-    ]
-    return PackRows(list(sequences), hidden_TD[: len(sequences)], rows, [])
+    sizes = [len(sequences), *(chunk.end - chunk.start for chunk in chunks)]
+    hidden_SD, *parts = hidden_TD.split(sizes)
+    return PackRows(list(sequences), hidden_SD, list(zip(chunks, parts, strict=True)), [])
 
 
 def _read_halves(
@@ -105,16 +131,16 @@ def _hidden(
     chunks: Sequence[Chunk],
     stretches: Sequence[CachedStretch],
 ) -> Tensor:
-    tokens = [np.array([one.tokens[-1] for one in sequences], np.int64)]
-    positions = [np.array([one.position for one in sequences], np.int64)]
-    for sample, start, end in chunks:
-        tokens.append(sample.prompt[start:end].astype(np.int64))
-        positions.append(np.arange(start, end))
+    tokens = np.array([one.tokens[-1] for one in sequences], np.int64)
+    positions = np.array([one.position for one in sequences], np.int64)
     rows = [(1, one.sample.weights) for one in sequences]
-    rows += [(end - start, sample.weights) for sample, start, end in chunks]
+    if chunks:
+        tokens = np.concatenate([tokens, *(chunk.tokens for chunk in chunks)])
+        positions = np.concatenate([positions, *(chunk.positions for chunk in chunks)])
+        rows += [(chunk.end - chunk.start, chunk.sample.weights) for chunk in chunks]
     return transformer.hidden(
-        torch.from_numpy(np.concatenate(tokens)).to(transformer.device),
-        torch.from_numpy(np.concatenate(positions)).to(transformer.device),
+        torch.from_numpy(tokens).to(transformer.device),
+        torch.from_numpy(positions).to(transformer.device),
         CachedAttention(stretches),
         spans_of_weights(rows),
     )
@@ -126,13 +152,14 @@ def _stretches(
     stretches: list[CachedStretch] = []
     for row, one in enumerate(sequences):
         assert one.keys is not None, "it runs"
-        stretches.append(CachedStretch(row, row + 1, one.keys))
+        stretches.append(CachedStretch(row, row + 1, one.keys, one.keys.own.length))
     row = len(sequences)
-    for sample, start, end in chunks:
-        assert sample.run is not None, "it is being read"
-        keys = SequenceKeys(None, sample.run)
-        stretches.append(CachedStretch(row, row + end - start, keys))
-        row += end - start
+    for chunk in chunks:
+        keys, rows = chunk.keys, chunk.end - chunk.start
+        before, size = keys.own.length, rows if chunk.sequence is None else 1
+        for place in range(before, before + rows, size):
+            stretches.append(CachedStretch(row, row + size, keys, place))
+            row += size
     return stretches
 
 

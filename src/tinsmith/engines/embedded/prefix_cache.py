@@ -72,6 +72,11 @@ class PrefixCache:
         """What all of it takes."""
         return sum(prompt.bytes for prompt in self._prompts.values())
 
+    @property
+    def used_bytes(self) -> int:
+        """What is taken by prompts that cannot go now."""
+        return sum(one.bytes for one in self._prompts.values() if not one.is_unused)
+
     def __len__(self) -> int:
         return len(self._prompts)
 

@@ -89,6 +89,10 @@ class PromptAnswers:
             spans = () if lora is None else (LoraSpan(0, len(rows_RD), lora),)
             self._take(begin, head.logits(rows_RD, spans))
 
+    def are_whole(self) -> None:
+        """All rows were there. Should the prompt have to be read again, nothing is asked of it."""
+        self.first_row = len(self._tokens)
+
     def _take(self, start: int, logits_RV: Tensor) -> None:
         end = start + len(logits_RV)
         totals_R = log_totals(logits_RV)

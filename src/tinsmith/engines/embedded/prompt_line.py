@@ -4,9 +4,15 @@
     no memory   prompt by chunks,   prompt is read,   a token in
     yet         taking turns        room is awaited   every step
 
-Samples begin in the order in which they came, once the memory that one of their sequences may need
-is theirs; so what has begun can always go on. A prompt that begins as one that is being read waits
+Samples begin in the order in which they came. A prompt that begins as one that is being read waits
 for it, and one that was read before is taken from the cache.
+
+Sequences take memory as they grow, since nobody knows how long they become. When there is none
+left, the youngest gives way: it is *paused*, without keys, and goes on later. The oldest of all is
+never paused, and no sample is admitted that does not fit alone: so every sample ends, the oldest
+first. A sequence that goes on reads the tokens that it has, each as when it was drawn, and draws
+no other than it would have. That is work done twice; so nothing begins or goes on before those
+that run have room to become half as long again.
 
 Used by one thread. Knows nothing of the model.
 """
@@ -15,9 +21,10 @@ Used by one thread. Knows nothing of the model.
 
 from __future__ import annotations
 
+import itertools
+from bisect import insort
 from collections import deque
-from collections.abc import Callable
-from itertools import islice
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -26,7 +33,7 @@ from tinsmith.engines.embedded.kv_memory import KvMemory
 from tinsmith.engines.embedded.packs import Chunk
 from tinsmith.engines.embedded.prefix_cache import CHUNK_TOKENS, ReadPrompt, shared_tokens
 from tinsmith.engines.embedded.samples import RunningSequence, Sample
-from tinsmith.model.kv_cache import Run, SequenceKeys
+from tinsmith.model.kv_cache import PAGE_TOKENS, Run, SequenceKeys
 
 MOST_READING = 8
 """Prompts that are read in turns; more would only share the same budget."""
@@ -50,9 +57,19 @@ class PromptLine:
         """Prompt tokens that were not computed, because they were kept."""
         self._memory = memory
         self._empty_run = empty_run
-        self._waiting: deque[Sample] = deque()
+        self.failed: list[tuple[Sample, Exception]] = []
+        """Samples that there was no memory for after all. They are released."""
+        self.pauses = 0
+        """How often a sequence gave way."""
+        self._numbers = itertools.count()
+        # In the order of their numbers, but for those that take turns
+        self._waiting: list[Sample] = []
         self._reading: deque[Sample] = deque()
-        self._starting: deque[Sample] = deque()
+        self._starting: list[Sample] = []
+        self._begun: list[Sample] = []
+        """All that have memory: those of the two above, and those whose sequences run."""
+        self._resumed: deque[RunningSequence] = deque()
+        """Sequences that go on, and read what they have drawn before."""
 
     @property
     def waiting(self) -> int:
@@ -66,19 +83,19 @@ class PromptLine:
 
     def add(self, samples: list[Sample]) -> None:
         """Let samples wait behind those that do."""
-        self._waiting.extend(samples)
+        for sample in samples:
+            sample.number = next(self._numbers)
+        self._waiting += samples
 
     # Reading
 
-    def begin(self, budget: int, *, is_idle: bool) -> list[tuple[Sample, Exception]]:
-        """Let waiting samples begin to be read; returns those that could not.
+    def begin(self, budget: int) -> None:
+        """Let waiting samples begin to be read.
 
         Args:
             budget: How many tokens a step reads.
-            is_idle: No sequence runs.
         """
-        failed: list[tuple[Sample, Exception]] = []
-        for sample in list(islice(self._waiting, MOST_LOOKED_AT)):
+        for sample in list(itertools.islice(self._waiting, MOST_LOOKED_AT)):
             if not self._takes_more(budget):
                 break
             source = self._find_source(sample)
@@ -86,15 +103,16 @@ class PromptLine:
                 continue
             try:
                 is_begun = self._try_begin(sample, source)
-                if not is_begun and is_idle and not self._reading and not self._starting:
+                if not is_begun and not self._begun:
                     # What it would reuse takes the room that it needs; nothing else can leave.
                     is_begun = self._try_begin(sample, _Source(0))
                 if not is_begun:
                     break
             except Exception as exc:  # noqa: BLE001 - out of memory, of this sample
-                failed.append((sample, exc))
-            self._waiting.remove(sample)
-        return failed
+                self.failed.append((sample, exc))
+                self.release(sample)
+            else:
+                self._waiting.remove(sample)
 
     def _takes_more(self, budget: int) -> bool:
         if len(self._reading) < MOST_READING:
@@ -122,47 +140,58 @@ class PromptLine:
         length, memory, prompt = len(sample.prompt), self._memory, source.prompt
         is_read = source.tokens == length
         shares = is_read and sample.shares_prompt and prompt is not None and not prompt.is_lent
-        if sample.shares_prompt:
-            sample.sequence_bytes = memory.bytes_for(sample.most)
-            needed = sample.sequence_bytes + (0 if shares else memory.bytes_for(length))
-        else:
-            sample.sequence_bytes = needed = memory.bytes_for(length + sample.most)
+        # A single sequence goes on in the run of its prompt.
+        room = length
+        if not sample.shares_prompt:
+            room += len(sample.paused[0].tokens) if sample.paused else 1
+        needed = 0 if shares else memory.pages(room)
         if prompt is not None:
             prompt.users += 1  # not to be forgotten for the sake of this sample
         try:
-            if not memory.try_take(needed):
+            if not memory.try_take(needed, self._headroom()):
                 return False
-            sample.taken_bytes, sample.spare_places = needed, 1
-            sample.run = self._first_run(source, is_shared=shares)
+            sample.taken_bytes = needed
+            sample.run = source.run if shares else self._first_run(source, room)
         finally:
             if prompt is not None and not (shares and sample.run is not None):
                 prompt.users -= 1
-        sample.read = sample.hits = source.tokens
+        sample.read = source.tokens
+        if not sample.sequences:
+            sample.hits = source.tokens
         self.hit_tokens += source.tokens
+        insort(self._begun, sample, key=_number)
         if is_read:
             assert prompt is not None
             sample.last_1D = prompt.last_1D
             sample.read_prompt = prompt if shares else None
-            self._starting.append(sample)
+            insort(self._starting, sample, key=_number)
         else:
             self._reading.append(sample)
         return True
 
-    def _first_run(self, source: _Source, *, is_shared: bool) -> Run:
-        if source.run is None:
-            return self._empty_run()
-        return source.run if is_shared else source.run.copy(source.tokens)
+    def _first_run(self, source: _Source, room: int) -> Run:
+        if source.run is not None:
+            return source.run.copy(source.tokens, room)
+        run = self._empty_run()
+        run.reserve(room)
+        return run
 
     def next_chunks(self, budget: int) -> list[Chunk]:
-        """One chunk of each prompt whose turn it is, up to the budget but one at least."""
+        """A chunk of each prompt and sequence whose turn it is, up to the budget but one at least.
+
+        Sequences that go on come first: they came before the prompts.
+        """
         chunks: list[Chunk] = []
-        for sample in self._reading:
-            chunk = _chunk_of(sample)
+        for chunk in itertools.chain(
+            map(_drawn_chunk_of, self._resumed), map(_chunk_of, self._reading)
+        ):
             budget -= chunk.end - chunk.start
             if chunks and budget < 0:
                 break
             chunks.append(chunk)
-        self._reading.rotate(-len(chunks))  # the others are first in the next step
+        # The others are first in the next step.
+        self._resumed.rotate(-sum(chunk.sequence is not None for chunk in chunks))
+        self._reading.rotate(-sum(chunk.sequence is None for chunk in chunks))
         return sorted(chunks, key=lambda chunk: chunk.sample.weights.number)
 
     def read(self, chunk: Chunk, hidden_TD: Tensor) -> None:
@@ -170,9 +199,10 @@ class PromptLine:
         sample = chunk.sample
         sample.read = chunk.end
         if sample.read == len(sample.prompt):
+            sample.answers.are_whole()
             sample.last_1D = hidden_TD[-1:].clone()
             self._reading.remove(sample)
-            self._starting.append(sample)
+            insort(self._starting, sample, key=_number)
             self._keep_prompt(sample)
 
     def _keep_prompt(self, sample: Sample) -> None:
@@ -184,7 +214,7 @@ class PromptLine:
         if sample.shares_prompt:
             # The cache accounts for it from now on, for as long as this sample uses it and after.
             prompt.users = 1
-            self._give_back(sample, self._memory.bytes_for(prompt.length))
+            self._give_back(sample, sample.taken_bytes)
         else:
             prompt.is_lent = True
         sample.read_prompt = prompt
@@ -192,52 +222,152 @@ class PromptLine:
 
     # Sequences
 
-    def start_sequences(self, places: int) -> list[RunningSequence]:
-        """Begin sequences of prompts that are read, as there is room, so many at most."""
+    def start_sequences(self, places: int, *, is_idle: bool) -> list[RunningSequence]:
+        """Begin sequences of prompts that are read, and let paused ones go on, as there is room.
+
+        Args:
+            places: For so many at most.
+            is_idle: No sequence runs.
+        """
         started: list[RunningSequence] = []
+        places -= len(self._resumed)
+        spare, is_short = self._headroom() if self._starting else 0, False
         for sample in list(self._starting):
-            # Only the first may ask for more memory: others would take it away before its turn.
-            is_first = sample is self._starting[0]
-            while sample.unstarted and places > 0 and self._has_place(sample, is_first=is_first):
-                assert sample.run is not None
-                sample.spare_places -= 1
-                shared = sample.run if sample.shares_prompt else None
-                own = self._empty_run() if sample.shares_prompt else sample.run
-                started.append(sample.start_sequence(SequenceKeys(shared, own)))
+            while places > 0 and sample.run is not None and (sample.paused or sample.unstarted):
+                size = self._bytes_to_start(sample)
+                # Only the first may ask for memory: others would take it away before its turn.
+                if size and (is_short or not self._memory.try_take(size, spare)):
+                    is_forced = is_idle and not started and not self._resumed and not is_short
+                    is_short = True
+                    if not (is_forced and self._try_force(sample, size)):
+                        break
+                started += self._start(sample, size)
+                spare += PAGE_TOKENS * self._memory.token_bytes
                 places -= 1
-            if not sample.unstarted:
+            if sample in self._starting and not sample.paused and not sample.unstarted:
                 self._starting.remove(sample)
         return started
 
-    def _has_place(self, sample: Sample, *, is_first: bool) -> bool:
-        if sample.spare_places:
-            return True
-        if not is_first or not self._memory.try_take(sample.sequence_bytes):
-            return False
-        sample.taken_bytes += sample.sequence_bytes
-        sample.spare_places = 1
+    def _bytes_to_start(self, sample: Sample) -> int:
+        """What its next sequence takes; a single one has its memory since the prompt began."""
+        if not sample.shares_prompt:
+            return 0
+        return self._memory.pages(len(sample.paused[0].tokens) if sample.paused else 1)
+
+    def _try_force(self, sample: Sample, size: int) -> bool:
+        """Take memory for the oldest, when nothing runs that could make room by ending."""
+        while not self._memory.try_take(size):
+            if self._begun[-1] is sample:
+                return False  # one that came before it has not read its prompt yet
+            self._pause_youngest()
         return True
 
-    def end_sequence(self, sequence: RunningSequence) -> None:
-        """A sequence has its last token; another may have its place."""
-        sample = sequence.sample
+    def _start(self, sample: Sample, size: int) -> list[RunningSequence]:
+        """Begin a sequence with so much memory; none if a paused one goes on instead."""
+        assert sample.run is not None, "its prompt is read"
+        sample.taken_bytes += size
+        keys = SequenceKeys(None, sample.run)
+        if sample.shares_prompt:
+            keys = SequenceKeys(sample.run, self._empty_run())
+        try:
+            keys.own.reserve(size // self._memory.token_bytes)
+        except Exception as exc:  # noqa: BLE001 - out of memory, of this sample
+            self.failed.append((sample, exc))
+            self.release(sample)
+            return []
+        if not sample.paused:
+            started = sample.start_sequence(keys)
+            started.taken_bytes = size
+            return [started]
+        resumed = sample.paused.pop(0)
+        resumed.keys, resumed.taken_bytes = keys, size
+        self._resumed.append(resumed)
+        return []
+
+    def resumed(self) -> list[RunningSequence]:
+        """Sequences that were paused and may draw again."""
+        ready = [one for one in self._resumed if one.unread == 1]
+        for one in ready:
+            self._resumed.remove(one)
+        return ready
+
+    def grow(self, running: Sequence[RunningSequence]) -> list[RunningSequence]:
+        """Take memory for a token of each, if need be from the youngest; returns who still runs."""
+        full = [one for one in running if one.keys is not None and one.keys.own.is_full]
+        for one in sorted(full, key=lambda one: (one.sample.number, one.index)):
+            while one.keys is not None:
+                own = one.keys.own
+                more = self._memory.growth(own, own.length + 1)
+                if self._memory.try_take(more):
+                    one.sample.taken_bytes += more
+                    one.taken_bytes += more
+                    break
+                self._pause_youngest()
+        return [one for one in running if one.keys is not None]
+
+    def _headroom(self) -> int:
+        """What those that have begun are expected to take beside what they have."""
+        tokens = 0
+        for sample in self._begun:
+            if not sample.sequences:
+                tokens += PAGE_TOKENS
+            for one in sample.sequences:
+                if one.keys is not None:
+                    drawn = len(one.tokens)
+                    more = min(max(PAGE_TOKENS, drawn // 2), sample.most - drawn)
+                    tokens += max(0, one.keys.own.length + one.unread + more - one.keys.own.room)
+        return tokens * self._memory.token_bytes
+
+    def _pause_youngest(self) -> None:
+        """Let the youngest sequence give way, or the youngest sample if none of it runs."""
+        sample = self._begun[-1]
+        one = next((one for one in reversed(sample.sequences) if one.keys is not None), None)
+        if one is not None:
+            self._pause(one)
+        if one is not None and sample.shares_prompt:
+            if sample not in self._starting:
+                insort(self._starting, sample, key=_number)
+            return
+        self._leave(sample)
+        insort(self._waiting, sample, key=_number)
+
+    def _pause(self, sequence: RunningSequence) -> None:
+        if sequence in self._resumed:
+            self._resumed.remove(sequence)
+        insort(sequence.sample.paused, sequence, key=lambda one: one.index)
+        self._drop_keys(sequence)
+        self.pauses += 1
+
+    def _drop_keys(self, sequence: RunningSequence) -> None:
         sequence.keys = None
-        sample.running -= 1
-        if sample.unstarted:
-            sample.spare_places += 1
-        elif sample.shares_prompt:
-            self._give_back(sample, sample.sequence_bytes)
+        if sequence.sample.shares_prompt:  # else they are the sample's
+            self._give_back(sequence.sample, sequence.taken_bytes)
+        sequence.taken_bytes = 0
+
+    def end_sequence(self, sequence: RunningSequence) -> None:
+        """A sequence has its last token."""
+        sequence.sample.ended += 1
+        self._drop_keys(sequence)
 
     def release(self, sample: Sample) -> None:
         """Let go of everything that a sample has, wherever it is."""
-        for queue in (self._waiting, self._reading, self._starting):
-            if sample in queue:
-                queue.remove(sample)
+        if sample in self._waiting:
+            self._waiting.remove(sample)
         for sequence in sample.sequences:
             sequence.keys = None
+            if sequence in self._resumed:
+                self._resumed.remove(sequence)
+        sample.paused.clear()
+        self._leave(sample)
+
+    def _leave(self, sample: Sample) -> None:
+        """Give back the sample's memory, and what it has of its prompt."""
+        for queue in (self._reading, self._starting, self._begun):
+            if sample in queue:
+                queue.remove(sample)
         self._give_back(sample, sample.taken_bytes)
         prompt, run = sample.read_prompt, sample.run
-        sample.read_prompt = sample.run = None
+        sample.read_prompt = sample.run = sample.last_1D = None
         if prompt is None or run is None:
             return
         if prompt.is_lent:
@@ -251,7 +381,7 @@ class PromptLine:
         length = prompt.length
         try:
             if run.bytes > 2 * self._memory.bytes_for(length):
-                run = run.copy(length)
+                run = run.copy(length, length)
             run.length = length
             prompt.run, prompt.is_lent = run, False
         except Exception:  # noqa: BLE001 - no memory for a copy: it need not be kept
@@ -267,3 +397,13 @@ def _chunk_of(sample: Sample) -> Chunk:
     """The next chunk of its prompt."""
     end = (sample.read // CHUNK_TOKENS + 1) * CHUNK_TOKENS
     return Chunk(sample, sample.read, min(end, len(sample.prompt)))
+
+
+def _drawn_chunk_of(sequence: RunningSequence) -> Chunk:
+    """The next of the tokens that it has drawn, but for the last one."""
+    start, last = len(sequence.tokens) - sequence.unread, len(sequence.tokens) - 1
+    return Chunk(sequence.sample, start, min(start + CHUNK_TOKENS, last), sequence)
+
+
+def _number(sample: Sample) -> int:
+    return sample.number

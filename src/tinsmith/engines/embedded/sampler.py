@@ -68,6 +68,8 @@ class SamplerStatistics(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int
     reading: int
     running: int
+    pauses: int
+    """How often a sequence gave way to older ones, for lack of memory."""
     taken_bytes: int
     cached_bytes: int
 
@@ -198,6 +200,7 @@ class Sampler:
             waiting=len(self._arrived) + self._line.waiting,
             reading=self._line.reading,
             running=len(self._running),
+            pauses=self._line.pauses,
             taken_bytes=self._memory.taken_bytes,
             cached_bytes=self._memory.cache.bytes,
         )
@@ -208,18 +211,19 @@ class Sampler:
     def step(self) -> list[SampleEvent]:
         """Read the next chunks and draw the next tokens; tell what came and what ended."""
         self._take_messages()
-        rows = read_pack(self._transformer, self._running, self._next_chunks())
-        for sample, error in rows.failed:
-            self._fail(sample, error)
+        running = self._line.grow(_by_weights([*self._running, *self._line.resumed()]))
+        rows = read_pack(self._transformer, running, self._next_chunks(is_busy=bool(running)))
+        self._fail_some(rows.failed)
         for chunk, hidden_TD in rows.chunks:
             self._take_chunk(chunk, hidden_TD)
         running, hidden_SD = rows.sequences, rows.hidden
         places = self._settings.most_sequences - len(running)
-        started = _by_weights(self._line.start_sequences(places))
+        started = _by_weights(self._line.start_sequences(places, is_idle=not running))
         if started:
             hidden_SD = torch.cat([hidden_SD, *(_last_row(one.sample) for one in started)])
         self._draw([*running, *started], hidden_SD)
-        self._running = _by_weights(one for one in [*running, *started] if one.keys is not None)
+        self._running = [one for one in [*running, *started] if one.keys is not None]
+        self._fail_some(self._line.failed)
         self._steps += 1
         return self._events()
 
@@ -256,15 +260,16 @@ class Sampler:
         self._told = []
         return [event for _, event in told]
 
-    def _next_chunks(self) -> list[Chunk]:
+    def _next_chunks(self, *, is_busy: bool) -> list[Chunk]:
         settings = self._settings
-        budget = settings.busy_prefill_tokens if self._running else settings.prefill_tokens
-        for sample, error in self._line.begin(budget, is_idle=not self._running):
-            self._fail(sample, error)
+        budget = settings.busy_prefill_tokens if is_busy else settings.prefill_tokens
+        self._line.begin(budget)
         return self._line.next_chunks(budget)
 
     def _take_chunk(self, chunk: Chunk, hidden_TD: Tensor) -> None:
         head, sample = self._transformer.head, chunk.sample
+        if chunk.sequence is not None:
+            return
         try:
             sample.answers.take(chunk.start, hidden_TD, head, sample.weights.lora)
         except Exception as exc:  # noqa: BLE001 - of this sample and of no other
@@ -322,6 +327,11 @@ class Sampler:
                 self._told.append((sample, outcome))
         except Exception as exc:  # noqa: BLE001 - of this sample and of no other
             self._fail(sample, exc)
+
+    def _fail_some(self, failed: list[tuple[Sample, Exception]]) -> None:
+        for sample, error in failed:
+            self._fail(sample, error)
+        failed.clear()
 
     def _fail(self, sample: Sample, error: BaseException) -> None:
         self._line.release(sample)

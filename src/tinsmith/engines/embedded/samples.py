@@ -59,6 +59,8 @@ class Sample:
         self.seed = work.work_id if params.seed is None else str(params.seed)
         self.answers = PromptAnswers(request, self.prompt, self.seed, vocabulary)
         self.is_cancelled = False
+        self.number = 0
+        """Samples have theirs in the order in which they came."""
         self.run: Run | None = None
         """Of its prompt."""
         self.read = 0
@@ -70,13 +72,13 @@ class Sample:
         self.last_1D: Tensor | None = None
         """What the first token of each sequence is drawn from, once the prompt is read."""
         self.sequences: list[RunningSequence] = []
-        self.running = 0
-        self.sequence_bytes = 0
-        """What a sequence may take of the memory for keys and values."""
+        """Those that have begun."""
+        self.paused: list[RunningSequence] = []
+        """Those of them that gave way to others, and go on when there is room."""
+        self.ended = 0
+        """How many of them have their last token."""
         self.taken_bytes = 0
-        """What all of the sample may take."""
-        self.spare_places = 0
-        """For how many sequences that have not begun there is room in it."""
+        """What it has of the memory for keys and values, its sequences included."""
 
     @property
     def shares_prompt(self) -> bool:
@@ -91,13 +93,12 @@ class Sample:
     @property
     def is_done(self) -> bool:
         """Whether all sequences have ended."""
-        return not self.unstarted and not self.running
+        return self.ended == self.work.request.num_samples
 
     def start_sequence(self, keys: SequenceKeys) -> RunningSequence:
         """Begin the next of its sequences."""
         sequence = RunningSequence(self, len(self.sequences), keys)
         self.sequences.append(sequence)
-        self.running += 1
         return sequence
 
     def outcome(self) -> SampleOutcome:
@@ -123,6 +124,7 @@ class RunningSequence:
         "logprobs",
         "sample",
         "stop_reason",
+        "taken_bytes",
         "tokens",
     )
 
@@ -131,12 +133,24 @@ class RunningSequence:
         self.index = index
         self.key = stream_key(sample.seed, str(index))
         self.keys: SequenceKeys | None = keys
+        """None when it has ended or is paused."""
+        self.taken_bytes = 0
+        """What a run of its own has of the memory, if that is not the sample's."""
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.stop_reason: StopReason | None = None
         self._best: list[Best] = []
         self._stop_text = sample.stops.follow(sample.prompt[-16:].tolist())
         self._told = 0
+
+    @property
+    def unread(self) -> int:
+        """How many of its tokens, from the end, are not in its keys; one of a sequence that runs.
+
+        The last one is never read before the next is drawn.
+        """
+        assert self.keys is not None, "it runs, or is about to"
+        return len(self.sample.prompt) + len(self.tokens) - self.keys.length
 
     @property
     def position(self) -> int:

@@ -1,0 +1,320 @@
+"""Samples that give way to others when memory is short, and go on as if nothing had been."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.numerics.sample_works import lora, prompt_of, run, work
+from tests.numerics.small_models import make_model
+from tinsmith.engines.base import SampleOutcome, SampleTokens, SampleWork, WeightsId
+from tinsmith.engines.embedded.prefix_cache import CHUNK_TOKENS
+from tinsmith.engines.embedded.sampler import Sampler, SamplerSettings
+from tinsmith.model.load_weights import load_transformer
+from tinsmith.model.transformer import Transformer
+from tinsmith.types import SampleResponse
+
+TOKEN_BYTES = 512
+"""What a token takes in the models here."""
+CONTEXT = 200
+"""How long sequences become that nothing limits."""
+ROOM = 450
+"""For so many tokens there is memory: two sequences that nothing limits."""
+W = WeightsId("w")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
+    folder = tmp_path_factory.mktemp("model")
+    make_model(folder, max_position_embeddings=CONTEXT)
+    return load_transformer(folder, dtype=torch.float32)
+
+
+def _small(model: Transformer, tokens: int = ROOM) -> Sampler:
+    """A sampler with room for so many tokens."""
+    settings = SamplerSettings(kv_bytes=tokens * TOKEN_BYTES)
+    sampler = Sampler(model, settings=settings)
+    sampler.add_weights(W, lora(model, 1))
+    return sampler
+
+
+def _bits(response: SampleResponse) -> list[tuple[bytes, bytes]]:
+    return [
+        (one.tokens_np.tobytes(), one.logprobs_np.tobytes())
+        for one in response.sequences
+        if one.logprobs_np is not None
+    ]
+
+
+def _freely(model: Transformer, *works: SampleWork) -> dict[str, SampleResponse]:
+    """The answers where memory is plenty; `test_sampler.py` compares such with each alone."""
+    sampler = Sampler(model)
+    sampler.add_weights(W, lora(model, 1))
+    found = run(sampler, *works)
+    assert sampler.statistics().pauses == 0
+    return found
+
+
+def _run_bounded(sampler: Sampler, works: list[SampleWork]) -> tuple[dict[str, Any], int]:
+    """The answers in the order in which they came, and how many sequences ran at once."""
+    limit = sampler._settings.kv_bytes
+    for one in works:
+        sampler.admit(one)
+    found, most = dict[str, SampleResponse](), 0
+    while sampler.samples:
+        for event in sampler.step():
+            if isinstance(event, SampleOutcome):
+                assert event.result is not None, event.error
+                found[event.work_id] = event.result
+        held = sampler.statistics()
+        assert held.taken_bytes + held.cached_bytes <= limit
+        most = max(most, held.running)
+    held = sampler.statistics()
+    assert held.taken_bytes == held.waiting == held.reading == held.running == 0
+    return found, most
+
+
+def test_many_without_a_limit_run_at_once_and_are_as_alone(model: Transformer) -> None:
+    """Each may fill nearly half of the memory."""
+    works = [
+        work(str(number), prompt_of(40, number), seed=number, max_tokens=None)
+        for number in range(7)
+    ]
+    expected = _freely(model, *works)
+    sampler = _small(model)
+
+    found, most = _run_bounded(sampler, works)
+
+    assert most >= 4
+    assert sampler.statistics().pauses > 0
+    for name, response in found.items():
+        assert len(response.sequences[0].tokens) == CONTEXT - 40
+        assert _bits(response) == _bits(expected[name])
+    assert next(iter(found)) == "0"  # the oldest never gives way
+
+
+def test_short_samples_without_a_limit_do_not_wait_for_room_that_they_do_not_need(
+    model: Transformer,
+) -> None:
+    """As when a model ends its answers: forty of a few tokens run at once, and none is paused."""
+    free = [work(str(n), prompt_of(9, n), seed=n, max_tokens=12) for n in range(40)]
+    stops = {
+        name: response.sequences[0].tokens[-1]
+        for name, response in run(Sampler(model), *free).items()
+    }
+    works = [
+        work(str(n), prompt_of(9, n), seed=n, max_tokens=None, stop=[stops[str(n)]])
+        for n in range(40)
+    ]
+    sampler = _small(model, 64 * 90)
+
+    _, most = _run_bounded(sampler, works)
+
+    assert most == 40
+    assert sampler.statistics().pauses == 0
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "one token": {"prompt": prompt_of(1)},
+    "more than a chunk": {"prompt": prompt_of(CHUNK_TOKENS + 9), "max_tokens": 60},
+    "many": {"prompt": prompt_of(50), "num_samples": 6},
+    "adapter": {"prompt": prompt_of(90), "weights": "w", "num_samples": 3},
+    "filtered": {"prompt": prompt_of(40), "top_k": 9, "top_p": 0.9, "temperature": 0.9},
+    "asking": {
+        "prompt": prompt_of(70),
+        "prompt_logprobs": True,
+        "topk_prompt_logprobs": 3,
+        "prompt_alt_tokens_k": 2,
+        "topk_sample_logprobs": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_paused_sample_is_the_same(model: Transformer, kind: str) -> None:
+    """Bit for bit, whatever it asks for; it came last, so it is the one that gives way."""
+    asked = work(kind, **{"max_tokens": 100, **KINDS[kind]})
+    expected = _freely(model, asked)[asked.work_id]
+    others = [work(f"o-{n}", prompt_of(30, n), seed=n, max_tokens=None) for n in range(3)]
+    sampler = _small(model)
+
+    found, _ = _run_bounded(sampler, [*others, asked])
+
+    assert sampler.statistics().pauses > 0
+    assert _bits(found[kind]) == _bits(expected)
+    assert found[kind]._parts()[:4] == expected._parts()[:4]
+    assert found[kind].prompt_alt_tokens == expected.prompt_alt_tokens
+
+
+@pytest.mark.parametrize("options", [{"num_samples": 9}, {"num_samples": 9, "weights": "w"}])
+def test_sequences_of_one_sample_give_way_to_each_other(
+    model: Transformer, options: dict[str, Any]
+) -> None:
+    """A group without a limit, in memory for two of its sequences."""
+    asked = work("it", prompt_of(20), max_tokens=None, **options)
+    expected = _freely(model, asked)[asked.work_id]
+    sampler = _small(model)
+
+    found, most = _run_bounded(sampler, [asked])
+
+    assert most > 2
+    assert sampler.statistics().pauses > 0
+    assert _bits(found["it"]) == _bits(expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("Mistral", torch.float32), ("Gemma2", torch.float32), ("Llama", torch.bfloat16)],
+)
+def test_paused_samples_of_other_models_are_the_same(
+    tmp_path: Path, family: str, dtype: torch.dtype
+) -> None:
+    """With windows that sequences outgrow, capped scores, and rounded keys."""
+    window = {} if family == "Llama" else {"sliding_window": 70}
+    make_model(tmp_path, family, max_position_embeddings=CONTEXT, **window)
+    other = load_transformer(tmp_path, dtype=dtype)
+    token_bytes = Sampler(other)._memory.token_bytes
+    works = [
+        work(str(n), prompt_of(20, n), seed=n, max_tokens=None, num_samples=1 + n % 2)
+        for n in range(4)
+    ]
+    expected = run(Sampler(other), *works)
+    sampler = Sampler(other, settings=SamplerSettings(kv_bytes=ROOM * token_bytes))
+
+    found, _ = _run_bounded(sampler, works)
+
+    assert sampler.statistics().pauses > 0
+    for name, response in found.items():
+        assert _bits(response) == _bits(expected[name])
+
+
+def test_a_stream_tells_each_token_once_whatever_was_paused(model: Transformer) -> None:
+    """In order; what is read again is not told again."""
+    works = [
+        work(str(n), prompt_of(20, n), max_tokens=None, num_samples=1 + n % 2, is_streamed=True)
+        for n in range(6)
+    ]
+    sampler = _small(model)
+    for one in works:
+        sampler.admit(one)
+    told: dict[tuple[str, int], list[int]] = {}
+    found: dict[str, SampleResponse] = {}
+    while sampler.samples:
+        for event in sampler.step():
+            if isinstance(event, SampleTokens):
+                told.setdefault((event.work_id, event.sequence), []).extend(event.tokens)
+            elif event.result is not None:
+                found[event.work_id] = event.result
+
+    assert sampler.statistics().pauses > 0
+    assert told == {
+        (name, index): one.tokens
+        for name, response in found.items()
+        for index, one in enumerate(response.sequences)
+    }
+
+
+def _until_paused(sampler: Sampler, works: list[SampleWork]) -> None:
+    for one in works:
+        sampler.admit(one)
+    while not sampler.statistics().pauses:
+        assert sampler.samples == len(works)
+        sampler.step()
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_a_paused_sample_can_be_cancelled(model: Transformer, samples: int) -> None:
+    """Nothing more is told of it, nothing of it stays, and the others are as they are alone."""
+    works = [
+        work(str(n), prompt_of(20, n), max_tokens=None, num_samples=number, is_streamed=True)
+        for n, number in enumerate([1, 1, 1, samples])
+    ]
+    sampler = _small(model)
+    expected = _freely(model, *works)
+    _until_paused(sampler, works)
+
+    sampler.cancel("3")  # the youngest
+    events = []
+    while sampler.samples:
+        events += sampler.step()
+
+    assert "3" not in {event.work_id for event in events}
+    held = sampler.statistics()
+    assert held.taken_bytes == held.waiting == held.reading == held.running == 0
+    for event in events:
+        if isinstance(event, SampleOutcome):
+            assert event.result is not None
+            assert _bits(event.result) == _bits(expected[event.work_id])
+    again = run(sampler, works[3])["3"]
+    assert _bits(again) == _bits(expected["3"])
+
+
+def test_a_paused_sample_goes_on_with_weights_that_were_dropped(model: Transformer) -> None:
+    """Its prompt is read again with them, and nobody else finds what was read."""
+    works = [work(str(n), prompt_of(90, n), "w", seed=n, max_tokens=None) for n in range(4)]
+    expected = _freely(model, *works)
+    sampler = _small(model)
+    _until_paused(sampler, works)
+
+    sampler.drop_weights(W)
+    found, _ = _run_bounded(sampler, [])
+
+    assert len(found) == 4
+    for name, response in found.items():
+        assert _bits(response) == _bits(expected[name])
+    assert sampler.statistics().cached_bytes == 0
+
+
+def test_a_sample_that_cannot_be_read_again_fails_alone(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it goes on after a pause; the others do not notice."""
+    works = [work(str(n), prompt_of(20, n), seed=n, max_tokens=None) for n in range(4)]
+    expected = _freely(model, *works)
+    sampler = _small(model)
+    _until_paused(sampler, works)
+    hidden: Callable[..., torch.Tensor] = model.hidden
+    drawn = expected["3"].sequences[0].tokens[:20]
+
+    def failing(tokens_T: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        tokens = tokens_T.tolist()
+        if any(tokens[place : place + 20] == drawn for place in range(len(tokens))):
+            raise MemoryError("no room for these rows")
+        return hidden(tokens_T, *args, **options)
+
+    monkeypatch.setattr(model, "hidden", failing)
+    ends: dict[str, SampleOutcome] = {}
+    while sampler.samples:
+        for event in sampler.step():
+            assert isinstance(event, SampleOutcome)
+            ends[event.work_id] = event
+
+    assert isinstance(ends["3"].error, MemoryError)
+    for name in ("0", "1", "2"):
+        result = ends[name].result
+        assert result is not None
+        assert _bits(result) == _bits(expected[name])
+    assert sampler.statistics().taken_bytes == 0
+
+
+def test_everything_ends_when_samples_are_paused_too(model: Transformer) -> None:
+    """As when the engine closes."""
+    works = [work(str(n), prompt_of(20, n), max_tokens=None) for n in range(3)]
+    works.append(work("3", prompt_of(20), max_tokens=None, num_samples=2))
+    sampler = _small(model)
+    _until_paused(sampler, works)
+
+    events = sampler.fail_all(RuntimeError("closed"))
+
+    assert {event.work_id for event in events} == {"0", "1", "2", "3"}
+    held = sampler.statistics()
+    assert held.taken_bytes == held.waiting == held.reading == held.running == 0
