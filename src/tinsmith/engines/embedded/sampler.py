@@ -234,6 +234,7 @@ class Sampler:
             admitted = list(self._samples.values())
         for sample in admitted:
             self._fail(sample, error)
+        self._line.failed.clear()  # they are among all
         self._running = []
         return self._events()
 
