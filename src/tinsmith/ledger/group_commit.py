@@ -153,6 +153,11 @@ class GroupWriter:
             while (group := self._next_group()) is not None:
                 self._commit(group)
                 self._tell(self._deliver, group)
+                # Whoever began to stand by during the commit has looked too early to see it.
+                late: list[_Write] = [*self._take_standing(group)]
+                if late:
+                    self._commit(late)
+                    self._tell(self._deliver, late)
         finally:
             self._connection.close()
             self._tell(_set_value, self._ended, None)
@@ -229,13 +234,20 @@ class GroupWriter:
     def _joined_by_standing(self, group: list[_Write]) -> Iterator[_Write]:
         """The writes of a group, and then, as members of it, those that waited for its news."""
         yield from list(group)
+        for standing in self._take_standing(group):
+            group.append(standing)
+            yield standing
+
+    def _take_standing(self, group: list[_Write]) -> list[_StandBy[Any]]:
+        """Those who wait for news that a group has; they stand by no longer."""
         topics = {topic for write in group for topic in write.effects.topics}
+        taken = []
         for standing in [one for one in self._standing if one.topic in topics]:
             with contextlib.suppress(ValueError):  # it was just taken back
                 self._standing.remove(standing)
                 standing.is_taken = True
-                group.append(standing)
-                yield standing
+                taken.append(standing)
+        return taken
 
     def _set_sync(self, *, is_soft: bool) -> None:
         """Say whether commits are synced from now on, which only goes between transactions."""

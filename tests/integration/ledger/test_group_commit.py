@@ -1,7 +1,8 @@
-"""Which commits are synced: all but those whose loss in a power cut does no harm."""
+"""Which commits are synced, and who is told of them."""
 
 import asyncio
 import sqlite3
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from tinsmith.ledger.group_commit import GroupWriter
 from tinsmith.ledger.steps import Effects, Steps
 
 FULL, NORMAL = 2, 1
+WAIT_S = 30.0
 
 
 def test_a_commit_is_synced_if_one_of_its_writes_is(tmp_path: Path) -> None:
@@ -44,3 +46,41 @@ def test_a_commit_is_synced_if_one_of_its_writes_is(tmp_path: Path) -> None:
 
     asyncio.run(write())
     assert levels == [FULL, NORMAL, FULL, NORMAL]
+
+
+def test_who_stands_by_while_news_are_committed_is_told_of_them(tmp_path: Path) -> None:
+    """It looked before they could be seen, and nobody would tell it again."""
+    commits, goes_on = threading.Event(), threading.Event()
+
+    class Slow(sqlite3.Connection):
+        def execute(self, sql: str, *values: Any) -> sqlite3.Cursor:
+            if sql == "COMMIT":
+                commits.set()
+                assert goes_on.wait(WAIT_S)
+            return super().execute(sql, *values)
+
+    def news(effects: Effects) -> Steps[None]:
+        effects.topics.append("topic")
+        yield from ()
+
+    def claim(_: Effects) -> Steps[str]:
+        yield from ()
+        return "claimed"
+
+    async def test() -> str:
+        path = tmp_path / "db"
+        writer = GroupWriter(
+            lambda: sqlite3.connect(path, isolation_level=None, factory=Slow), lambda _: None
+        )
+        await writer.start()
+        writing = asyncio.create_task(writer.write(news))
+        assert await asyncio.to_thread(commits.wait, WAIT_S)
+        with writer.standing_by("topic", claim) as standing:
+            goes_on.set()
+            await writing
+            async with asyncio.timeout(WAIT_S):
+                told = await standing.future
+        await writer.close()
+        return told
+
+    assert asyncio.run(test()) == "claimed"
