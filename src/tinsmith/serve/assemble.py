@@ -29,7 +29,7 @@ from tinsmith.observe.metrics import ServiceMetrics
 from tinsmith.observe.spans import Spans, open_spans
 from tinsmith.scheduler.loop import Scheduler
 from tinsmith.scheduler.settings import SchedulerSettings
-from tinsmith.serve.fetching import fetched_models
+from tinsmith.serve.fetching import fetched_models, loading
 from tinsmith.serve.measuring import Measuring
 from tinsmith.serve.settings import Limits, ServiceSettings
 from tinsmith.serve.working import Working
@@ -131,14 +131,14 @@ class Service:
             )
             opened.callback(store.close)
             models = await fetched_models(settings, tell)
-            tell(f"loading {', '.join(model.name for model in models)}")
-            engine = make_engine(
-                settings.engine,
-                models,
-                settings.embedded,
-                has_own_process=settings.has_engine_process,
-            )
-            await opened.enter_async_context(engine)
+            with loading(models, settings, tell):
+                engine = make_engine(
+                    settings.engine,
+                    models,
+                    settings.embedded,
+                    has_own_process=settings.has_engine_process,
+                )
+                await opened.enter_async_context(engine)
             spans = open_spans(settings.otel_endpoint)
             service = cls(settings, ledger, store, engine, spans, is_private=is_private)
             opened.pop_all()

@@ -6,10 +6,11 @@ People at a terminal see a bar; a log has a line now and then; `/readyz` has wha
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from tinsmith.engines.registry import ModelSource, find_models
@@ -45,6 +46,20 @@ async def fetched_models(
         report = _Report(bar, tell)
         cache = ModelCache(settings.data / "models")
         return await _on_daemon(lambda: find_models(sources, cache, report.take))
+
+
+@contextlib.contextmanager
+def loading(
+    models: list[ModelSource], settings: ServiceSettings, tell: Callable[[str], None]
+) -> Iterator[None]:
+    """Say that the models are being loaded, which takes seconds, while the block lasts."""
+    names = ", ".join(model.name for model in models)
+    tell(f"loading {names}")
+    if settings.engine == "fake":
+        yield
+        return
+    with Progress(f"{names}: loading", None):
+        yield
 
 
 class _Report:

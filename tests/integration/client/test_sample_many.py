@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,21 @@ def test_no_bar_is_drawn_where_there_is_no_terminal(
     sampler.sample_many(prompts(3), PARAMS, progress=True, timeout=WAIT_S)
 
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_bar_is_shown_in_a_notebook(
+    sampler: SamplingClient,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without the codes of terminals, which a cell would print."""
+    monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
+
+    sampler.sample_many(prompts(3), PARAMS, progress=True, timeout=WAIT_S)
+
+    shown = capsys.readouterr().err
+    assert "3/3" in shown
+    assert "\x1b" not in shown
 
 
 def test_a_bar_tells_how_many_are_done_and_how_long_the_rest_may_take() -> None:

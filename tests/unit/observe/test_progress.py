@@ -25,6 +25,17 @@ def test_an_unknown_total_has_no_bar() -> None:
     assert bar.line(1.0) == "Fetching runs  3"
 
 
+def test_a_slow_beginning_does_not_tell_of_hours() -> None:
+    bar = Progress("Converting", 260 * 1024**2, in_bytes=True)
+    bar.add(12 * 1024)
+
+    assert bar.line(10.0) == f"Converting [{'-' * 24}] 12.0 KB of 260.0 MB"
+
+
+def test_what_cannot_be_counted_is_named_alone() -> None:
+    assert Progress("SmolLM2: loading", None).line(3.0) == "SmolLM2: loading"
+
+
 def test_nothing_is_drawn_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress("Deleting", 3) as bar:
         bar.add(1)
