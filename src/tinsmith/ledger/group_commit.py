@@ -115,7 +115,8 @@ class GroupWriter:
     def standing_by(self, topic: str, operation: Operation[T]) -> Iterator[_StandBy[T]]:
         """Have an operation run at the end of the next transaction that has news of a topic.
 
-        If it was not taken into one by the end of the block, it never will be.
+        If it was not taken into one by the end of the block, it never will be; from then on
+        `is_taken` says which.
         """
         if self._is_closed:
             raise LedgerUnavailableError("the ledger is closed")
@@ -125,8 +126,10 @@ class GroupWriter:
         try:
             yield standing
         finally:
-            with contextlib.suppress(ValueError):  # the thread was quicker
+            try:
                 self._standing.remove(standing)
+            except ValueError:  # the thread was quicker
+                standing.is_taken = True
 
     async def close(self) -> None:
         """Write what is queued, and end. May be called again."""
@@ -243,9 +246,9 @@ class GroupWriter:
         topics = {topic for write in group for topic in write.effects.topics}
         taken = []
         for standing in [one for one in self._standing if one.topic in topics]:
-            with contextlib.suppress(ValueError):  # it was just taken back
+            # Whoever removes it has it: this thread, or the caller that takes it back.
+            with contextlib.suppress(ValueError):
                 self._standing.remove(standing)
-                standing.is_taken = True
                 taken.append(standing)
         return taken
 

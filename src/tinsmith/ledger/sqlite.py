@@ -180,7 +180,11 @@ class SqliteLedger(SqlLedger):
             return command_steps.claim(effects, claimer, limit, self.now())
 
         with self._writer.standing_by(NEW_WORK, operation) as standing:
-            if not await self._look(partial(command_steps.has_work, claimer=claimer)):
+            try:
+                has_work = await self._look(partial(command_steps.has_work, claimer=claimer))
+            except LedgerUnavailableError:
+                has_work = True  # or not: to claim tells, and what was taken meanwhile is kept
+            if not has_work:
                 await asyncio.wait([standing.future], timeout=timeout_s)
         if standing.is_taken:
             return await standing.future

@@ -84,3 +84,40 @@ def test_who_stands_by_while_news_are_committed_is_told_of_them(tmp_path: Path) 
         return told
 
     assert asyncio.run(test()) == "claimed"
+
+
+def test_what_is_being_taken_is_not_taken_back(tmp_path: Path) -> None:
+    """Its caller stops to wait just then, and must not think that it never runs."""
+    is_being_taken, goes_on = threading.Event(), threading.Event()
+
+    class Slow(list[Any]):
+        def remove(self, one: Any) -> None:
+            super().remove(one)
+            if threading.current_thread() is not threading.main_thread():
+                is_being_taken.set()
+                assert goes_on.wait(WAIT_S)
+
+    def news(effects: Effects) -> Steps[None]:
+        effects.topics.append("topic")
+        yield from ()
+
+    def claim(_: Effects) -> Steps[str]:
+        yield from ()
+        return "claimed"
+
+    async def test() -> str:
+        path = tmp_path / "db"
+        writer = GroupWriter(lambda: sqlite3.connect(path, isolation_level=None), lambda _: None)
+        writer._standing = Slow()
+        await writer.start()
+        with writer.standing_by("topic", claim) as standing:
+            writing = asyncio.create_task(writer.write(news))
+            assert await asyncio.to_thread(is_being_taken.wait, WAIT_S)
+        is_taken = standing.is_taken
+        goes_on.set()
+        await writing
+        await writer.close()
+        assert is_taken
+        return await standing.future
+
+    assert asyncio.run(test()) == "claimed"

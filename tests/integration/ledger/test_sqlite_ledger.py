@@ -373,6 +373,25 @@ def test_a_claim_that_waits_survives_the_failure_of_what_it_joined(tmp_path: Pat
     asyncio.run(tell())
 
 
+def test_a_claim_whose_look_fails_keeps_what_came_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Claimed and told to nobody it would lie until the next start."""
+
+    async def tell() -> None:
+        async with await opened(tmp_path) as ledger:
+
+            async def fail(_: object) -> None:
+                await ledger.append(training(0))
+                raise LedgerUnavailableError("the disk is away")
+
+            monkeypatch.setattr(ledger, "_look", fail)
+            claimed = await ledger.wait_claim("s", limit=5, timeout_s=60)
+            assert [command.seq_id for command in claimed] == [0]
+
+    asyncio.run(tell())
+
+
 def test_a_ledger_that_closes_ends_claims_that_wait(tmp_path: Path) -> None:
     async def tell() -> None:
         ledger = await opened(tmp_path)
