@@ -7,6 +7,9 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+ACCEPT_TURNS = 10
+"""How often the event loop turns, and more, until a connection that it has accepted is ours."""
+
 
 class Received:
     """One request as it came over the socket."""
@@ -95,11 +98,14 @@ class ScriptedServer:
 
     async def end(self) -> None:
         """Reset all connections and wait until nobody answers any more."""
+        for _ in range(ACCEPT_TURNS):  # one may have come that nobody used, just now
+            await asyncio.sleep(0)
         for connection in self.connections:
             connection.reset()
         for task in self._answering:
             task.cancel()
         await asyncio.gather(*self._answering)
+        await asyncio.sleep(0)  # lets the event loop close the sockets
 
 
 @contextlib.asynccontextmanager
