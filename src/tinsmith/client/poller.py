@@ -164,18 +164,15 @@ class Poll:
 
     def _request(self) -> tuple[Endpoint, HttpRequest, dict[str, str]]:
         endpoint = ENDPOINTS["retrieve_future"]
-        headers = {
-            "X-Tinker-Request-Iteration": str(self._iteration),
-            "X-Tinker-Request-Type": self._kind,
-        }
-        if self._iteration == 0:
-            headers["X-Tinker-Create-Promise-Roundtrip-Time"] = f"{self._submit_s:.6f}"
-        self._iteration += 1
         request = FutureRetrieveRequest(
             request_id=self._request_id, allow_metadata_only=self._takes_size_alone
         )
         sent = exchange.to_http(endpoint, request, accept=self._result.format)
-        return endpoint, sent, headers
+        sent.once["X-Tinker-Request-Iteration"] = str(self._iteration)
+        if self._iteration == 0:
+            sent.once["X-Tinker-Create-Promise-Roundtrip-Time"] = f"{self._submit_s:.6f}"
+        self._iteration += 1
+        return endpoint, sent, {"X-Tinker-Request-Type": self._kind}
 
     # Answers
 

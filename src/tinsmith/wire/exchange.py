@@ -50,8 +50,11 @@ class HttpRequest(msgspec.Struct, frozen=True):
     path: str
     query: dict[str, str]
     headers: dict[str, str]
+    """Those that are the same for every request of a kind; how they are written may be kept."""
     parts: Parts
     """The body, in pieces."""
+    once: dict[str, str] = {}
+    """Headers of this request alone."""
 
 
 class HttpReply(msgspec.Struct, frozen=True):

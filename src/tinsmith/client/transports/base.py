@@ -194,8 +194,18 @@ def request_headers(
     idempotency_key: str | None,
     credential: str,
 ) -> dict[str, str]:
-    """The headers of a request, with those that every request has."""
-    headers = {"Accept-Encoding": "zstd, gzip, deflate", **request.headers}
+    """All headers of a request, but for those that say where it goes and where it ends."""
+    headers = fixed_headers(settings, {**request.headers, **request.once}, credential)
+    if request.method != "GET":
+        headers["X-Idempotency-Key"] = idempotency_key or new_idempotency_key()
+    return headers
+
+
+def fixed_headers(
+    settings: TransportSettings, headers: dict[str, str], credential: str
+) -> dict[str, str]:
+    """The headers of a request with those that every request has."""
+    headers = {"Accept-Encoding": "zstd, gzip, deflate", **headers}
     if settings.headers:
         given = {name.lower() for name in settings.headers}
         kept = {name: value for name, value in headers.items() if name.lower() not in given}
@@ -203,8 +213,6 @@ def request_headers(
     headers.pop("X-API-Key", None)
     if credential:
         headers["X-API-Key"] = credential
-    if request.method != "GET":
-        headers["X-Idempotency-Key"] = idempotency_key or new_idempotency_key()
     return headers
 
 

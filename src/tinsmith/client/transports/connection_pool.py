@@ -40,6 +40,11 @@ class ConnectionPool:
         self._sweep: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
 
+    @property
+    def has_free(self) -> bool:
+        """Whether `free` is likely to give one."""
+        return bool(self._free)
+
     def free(self) -> Connection | None:
         """A connection that nobody uses, for one exchange; to be given back after it."""
         while self._free:

@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from urllib.parse import urlencode, urlsplit
 
 from tinsmith.client.transports.address import Address
 from tinsmith.client.transports.base import (
@@ -26,15 +25,15 @@ from tinsmith.client.transports.base import (
     TransportSettings,
     connection_error,
     late_error,
-    request_headers,
     silent_error,
     unpacked,
 )
 from tinsmith.client.transports.connection import Connection, RawReply, is_small
 from tinsmith.client.transports.connection_pool import ConnectionPool
+from tinsmith.client.transports.heads import Heads
 from tinsmith.client.transports.reply_protocol import ConnectionLostError
 from tinsmith.client.transports.stream_connection import StreamConnection
-from tinsmith.errors import APIConnectionError, DecodeError, ValidationError
+from tinsmith.errors import APIConnectionError, DecodeError
 from tinsmith.wire.endpoints import Pool
 from tinsmith.wire.exchange import HttpRequest
 
@@ -49,7 +48,7 @@ class DirectTransport:
         self._credentials = credentials
         self._address = Address(settings)
         self._pools: dict[Pool, ConnectionPool] = {}
-        self._prefix = urlsplit(settings.base_url).path.rstrip("/")
+        self._heads = Heads(settings, self._address.host_header)
         self._streams: set[StreamConnection] = set()
         self._is_closed = False
 
@@ -65,7 +64,7 @@ class DirectTransport:
         """As `Transport.send`."""
         if self._is_closed:
             raise APIConnectionError("the client is closed; make a new one")
-        head = self._head(request, idempotency_key, credential)
+        head = self._heads.of(request, idempotency_key, credential or self._credentials())
         deadline = asyncio.get_running_loop().time() + timeout_s
         exchange = _Exchange(self._pool(pool), head, request, deadline)
         return await self.reply_of(exchange, exchange.run(), timeout_s)
@@ -75,9 +74,9 @@ class DirectTransport:
     ) -> Begun | None:
         """As `Transport.begin`: if a connection is free and the body is small."""
         connections = self._pool(pool)
-        if self._is_closed or not is_small(request.parts):
+        if self._is_closed or not connections.has_free or not is_small(request.parts):
             return None
-        head = self._head(request, idempotency_key, None)
+        head = self._heads.of(request, idempotency_key, self._credentials())
         connection = connections.free()
         if connection is None:
             return None
@@ -122,7 +121,7 @@ class DirectTransport:
         del pool
         if self._is_closed:
             raise APIConnectionError("the client is closed; make a new one")
-        head = self._head(request, None, None, packings="identity")
+        head = self._heads.of(request, None, self._credentials(), packings="identity")
         connection = StreamConnection(asyncio.get_running_loop())
         self._streams.add(connection)
         try:
@@ -155,38 +154,6 @@ class DirectTransport:
             if not piece:
                 return
             yield piece
-
-    def _head(
-        self,
-        request: HttpRequest,
-        idempotency_key: str | None,
-        credential: str | None,
-        *,
-        packings: str | None = None,
-    ) -> bytes:
-        """The request's first line and headers."""
-        headers = request_headers(
-            self._settings, request, idempotency_key, credential or self._credentials()
-        )
-        headers["Host"] = self._address.host_header
-        if packings is not None:
-            headers["Accept-Encoding"] = packings
-        if request.method != "GET" or request.parts:
-            headers["Content-Length"] = str(sum(map(len, request.parts)))
-        target = self._prefix + request.path
-        if request.query:
-            target += "?" + urlencode(request.query)
-        lines = [f"{request.method} {target} HTTP/1.1"]
-        lines += [f"{name}: {value}" for name, value in headers.items()]
-        text = "\r\n".join(lines)
-        # Nothing given for a header may add a line of its own.
-        count = len(headers)
-        if text.count("\n") != count or text.count("\r") != count or "\0" in text:
-            raise ValidationError("a header of the request holds a line break or a NUL")
-        try:
-            return f"{text}\r\n\r\n".encode("latin-1")
-        except UnicodeEncodeError as exc:
-            raise ValidationError("a header holds a character that HTTP cannot carry") from exc
 
     def _pool(self, pool: Pool) -> ConnectionPool:
         connections = self._pools.get(pool)
