@@ -71,11 +71,11 @@ class Begun(Protocol):
         ...
 
     async def reply(self) -> ExchangeReply:
-        """Wait for the reply; raises and tries again as `Transport.send`."""
+        """The reply, once it is over; raises and tries again as `Transport.send`."""
         ...
 
     def cancel(self) -> None:
-        """Give it up."""
+        """Give it up; it is over then."""
         ...
 
 

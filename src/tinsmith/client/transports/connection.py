@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -31,6 +31,9 @@ class RawReply(msgspec.Struct, frozen=True):
     body: Memory
 
 
+OnOver: TypeAlias = Callable[["RawReply | BaseException"], object]
+
+
 def is_small(parts: Parts) -> bool:
     """Whether a body is written as one piece, so that writing it needs no waiting."""
     return sum(map(len, parts)) <= JOINED_BYTES
@@ -47,7 +50,8 @@ class Connection(ReplyProtocol):
         self._on_lost = on_lost
         self._most_bytes = most_bytes
         self._body: bytes | bytearray = b""
-        self._reply: asyncio.Future[RawReply] | None = None
+        self._on_over: OnOver | None = None
+        self._whole: RawReply | None = None
         self._may_write: asyncio.Future[None] | None = None
         self._deadline = 0.0
         self._alarm: asyncio.TimerHandle | None = None
@@ -71,44 +75,61 @@ class Connection(ReplyProtocol):
             ConnectionLostError: There was no whole reply.
             BodyTooLargeError: The reply is larger than any may be.
         """
-        is_large = not is_small(parts)
-        reply = self._expect(deadline) if is_large else self.begin(head, parts, deadline)
+        reply: asyncio.Future[RawReply] = self._loop.create_future()
+
+        def over(found: RawReply | BaseException) -> None:
+            if reply.done():
+                return
+            if isinstance(found, BaseException):
+                reply.set_exception(found)
+                reply.exception()  # it counts as seen, though its task may be cancelled just now
+            else:
+                reply.set_result(found)
+
         try:
-            if is_large:
+            if is_small(parts):
+                self.begin(head, parts, deadline, over)
+            else:
+                self._expect(deadline, over)
                 await self._write_large(head, parts, reply)
             return await reply
         except BaseException:
             reply.cancel()
             self.close()
             raise
-        finally:
-            self.end()
 
-    def begin(self, head: bytes, parts: Parts, deadline: float) -> asyncio.Future[RawReply]:
+    def begin(self, head: bytes, parts: Parts, deadline: float, on_over: OnOver) -> None:
         """Write a request whose body `is_small`; as `exchange`, without waiting.
 
-        Returns:
-            The reply. Once it is there, has failed or was cancelled, call `end`.
+        Args:
+            head: As in `exchange`.
+            parts: The body.
+            deadline: As in `exchange`.
+            on_over: Called once, with the reply or with what `exchange` would raise. The next
+                exchange may begin there.
+
+        Raises:
+            ConnectionLostError: The connection has ended, and nothing was sent.
         """
-        reply = self._expect(deadline)
+        self._expect(deadline, on_over)
         self._transport.write(b"".join((head, *parts)))
-        return reply
 
-    def end(self) -> None:
-        """The exchange is over."""
-        reply, self._reply = self._reply, None
-        assert reply is not None
-        if reply.cancelled() or reply.exception() is not None:
-            self.close()
-        elif self._transport.get_write_buffer_size():
-            self.is_open = False  # answered early: the rest may never be read
-
-    def _expect(self, deadline: float) -> asyncio.Future[RawReply]:
+    def _expect(self, deadline: float, on_over: OnOver) -> None:
         self._is_touched = False
         self.check_writable()
-        self._reply = reply = self._loop.create_future()
+        self._on_over = on_over
         self._watch(deadline)
-        return reply
+
+    def _end(self, found: RawReply | BaseException) -> None:
+        """The exchange is over, if there is one."""
+        on_over, self._on_over = self._on_over, None
+        if on_over is None:
+            return
+        if isinstance(found, BaseException):
+            self.abort()
+        elif self._transport.get_write_buffer_size():
+            self.is_open = False  # answered early: the rest may never be read
+        on_over(found)
 
     def _watch(self, deadline: float) -> None:
         """See that the exchange ends in time.
@@ -124,7 +145,7 @@ class Connection(ReplyProtocol):
 
     def _ring(self) -> None:
         self._alarm = None
-        if self._reply is None:
+        if self._on_over is None:
             return
         if self._deadline <= self._alarm_at:
             self.fail(TimeoutError("no reply in time"))
@@ -152,17 +173,21 @@ class Connection(ReplyProtocol):
     def fail(self, error: BaseException) -> None:
         """As `ReplyProtocol.fail`."""
         self.is_open = False
-        if self._reply is not None and not self._reply.done():
-            self._reply.set_exception(error)
+        if self._whole is None:
+            self._end(error)
 
     def complete(self) -> None:
-        """As `ReplyProtocol.complete`."""
-        body = self._body if isinstance(self._body, bytes) else memoryview(self._body)
-        raw = RawReply(self.status, self.headers, body)
+        """As `ReplyProtocol.complete`; the parser, which says so, must have ended before we do."""
+        if self._whole is None:  # else it is a second one, which nobody asked for
+            body = self._body if isinstance(self._body, bytes) else memoryview(self._body)
+            self._whole = RawReply(self.status, self.headers, body)
         self.headers, self.status, self._body, self._overhead_bytes = {}, 0, b"", 0
         self.is_open = self.is_open and self._parser.should_keep_alive()
-        if self._reply is not None and not self._reply.done():
-            self._reply.set_result(raw)
+
+    def _hand_over(self) -> None:
+        whole, self._whole = self._whole, None
+        if whole is not None:
+            self._end(whole)
 
     # What the event loop says
 
@@ -174,10 +199,11 @@ class Connection(ReplyProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Read what came; bytes that nobody asked for end the connection."""
-        if self._reply is None or self._reply.done():
+        if self._on_over is None:
             self.close()
-        else:
-            super().data_received(data)
+            return
+        super().data_received(data)
+        self._hand_over()
 
     def pause_writing(self) -> None:
         """Hold the rest of the body back."""
@@ -195,6 +221,7 @@ class Connection(ReplyProtocol):
         self.is_open = False
         self._stop_alarm()
         super().connection_lost(exc)
+        self._hand_over()
         self.resume_writing()
         self._on_lost(self)
 
@@ -202,7 +229,7 @@ class Connection(ReplyProtocol):
 
     def on_message_begin(self) -> None:
         """A reply begins; after another one it is unasked for, and must not become the next."""
-        if self._reply is None or self._reply.done():
+        if self._whole is not None:
             self.is_open = False
 
     def on_headers_complete(self) -> None:

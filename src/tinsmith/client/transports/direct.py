@@ -195,7 +195,7 @@ class _Exchange:
 class _BegunExchange:
     """As `Begun`."""
 
-    __slots__ = ("_connection", "_exchange", "_fn", "_raw", "_timeout_s", "_transport")
+    __slots__ = ("_connection", "_exchange", "_fn", "_found", "_timeout_s", "_transport")
 
     def __init__(
         self,
@@ -206,32 +206,45 @@ class _BegunExchange:
     ) -> None:
         self._transport = transport
         self._exchange = exchange
-        self._connection = connection
+        self._connection: Connection | None = connection
         self._timeout_s = timeout_s
         self._fn: Callable[[], object] | None = None
-        self._raw = connection.begin(exchange.head, exchange.request.parts, exchange.deadline)
-        self._raw.add_done_callback(self._over)
+        self._found: RawReply | BaseException | None = None
+        connection.begin(exchange.head, exchange.request.parts, exchange.deadline, self._over)
 
     def when_over(self, fn: Callable[[], object]) -> None:
         self._fn = fn
 
-    def _over(self, _: object) -> None:
-        self._connection.end()
-        self._exchange.connections.give_back(self._connection)
+    def _over(self, found: RawReply | BaseException) -> None:
+        self._found = found
+        connection, self._connection = self._connection, None
+        assert connection is not None
+        self._exchange.connections.give_back(connection)
         fn, self._fn = self._fn, None  # it may hold whoever holds us: a circle
         if fn is not None:
             fn()
 
     def whole_reply(self) -> ExchangeReply | None:
-        if self._raw.cancelled() or self._raw.exception() is not None:
+        if not isinstance(self._found, RawReply):
             return None
         try:
-            return self._transport.unpacked(self._raw.result())
+            return self._transport.unpacked(self._found)
         except DecodeError:
             return None
 
     async def reply(self) -> ExchangeReply:
-        return await self._transport.reply_of(self._exchange, self._raw, self._timeout_s)
+        return await self._transport.reply_of(self._exchange, self._first(), self._timeout_s)
+
+    async def _first(self) -> RawReply:
+        found, self._found = self._found, None
+        assert found is not None
+        try:
+            if isinstance(found, BaseException):
+                raise found
+            return found
+        finally:
+            del found  # an error holds our frame: a circle
 
     def cancel(self) -> None:
-        self._raw.cancel()
+        if self._connection is not None:
+            self._connection.close()
