@@ -52,31 +52,23 @@ def encode(value: Record | Frozen | dict[str, Any]) -> bytes:
     return b"".join(encode_parts(value))
 
 
-def encode_parts(
-    value: Record | Frozen | dict[str, Any], *, array_text: Callable[[Numbers], Parts] | None = None
-) -> Parts:
-    """The JSON body that stands for `value`, in parts that need not be joined to be sent.
-
-    Args:
-        value: What to write.
-        array_text: Gives the text of a long array; the function of that name if None.
-    """
-    writer = BodyWriter(array_text)
+def encode_parts(value: Record | Frozen | dict[str, Any]) -> Parts:
+    """The JSON body that stands for `value`, in parts that need not be joined to be sent."""
+    writer = BodyWriter()
     return writer.parts(to_plain(value, write_array=writer.write_array))
 
 
 class BodyWriter:
     """Makes one body: long arrays are set aside while the rest is encoded."""
 
-    def __init__(self, array_text_: Callable[[Numbers], Parts] | None = None) -> None:
+    def __init__(self) -> None:
         self._texts: list[Parts] = []
-        self._array_text = array_text_ or array_text
 
     def write_array(self, numbers: Numbers) -> Any:
         """What stands for an array in plain data, for `to_plain`."""
         if len(numbers) < _LONG_ARRAY:
             return _written(numbers)
-        self._texts.append(self._array_text(numbers))
+        self._texts.append(array_text(numbers))
         return _SET_ASIDE
 
     def parts(self, plain: Any) -> Parts:
@@ -185,6 +177,11 @@ def array_writer() -> Callable[[Numbers], Any]:
     return write_raw
 
 
+def numbers_text(numbers: Numbers) -> Parts:
+    """An array as JSON text, in parts if it is long."""
+    return [_text(numbers)] if len(numbers) < _LONG_ARRAY else array_text(numbers)
+
+
 def array_text(numbers: Numbers) -> Parts:
     """A long array as JSON text, a block at a time, so that never a list of it all is made.
 
@@ -196,16 +193,15 @@ def array_text(numbers: Numbers) -> Parts:
     start, count = 0, len(numbers)
     while start < count:
         stop = min(count, start + max(_SMALLEST_BLOCK, (count - start) // 8))
-        parts.append(_block_text(b"," if parts else b"[", numbers.slice(start, stop)))
+        text = memoryview(_text(numbers.slice(start, stop)))
+        parts.append(b"".join((b"," if parts else b"[", text[1:-1])))
         start = stop
     return [*parts, b"]"]
 
 
-def _block_text(before: bytes, numbers: Numbers) -> bytes:
-    """The numbers between commas."""
+def _text(numbers: Numbers) -> bytes:
     written = _written(numbers)
-    text = written if isinstance(written, msgspec.Raw) else msgspec.json.encode(written)
-    return b"".join((before, memoryview(text)[1:-1]))
+    return bytes(written) if isinstance(written, msgspec.Raw) else msgspec.json.encode(written)
 
 
 def _written(numbers: Numbers) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from tinsmith.client import events
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.lease import SessionLease
-from tinsmith.client.samples.prompt_texts import PromptTexts
+from tinsmith.client.samples.request_texts import RequestTexts
 from tinsmith.errors import APIResponseValidationError, APITimeoutError, DecodeError
 from tinsmith.types.inputs import DmelChunk, ImageChunk, ModelInputChunk
 from tinsmith.types.requests import SampleRequest
@@ -104,11 +104,11 @@ class SampleCall:
     # The request as it is sent. It is written when it leaves and dropped when it has arrived:
     # thousands that wait for their turn or for their results would take gigabytes.
 
-    def write(self, texts: PromptTexts, *, packs: bool) -> None:
+    def write(self, texts: RequestTexts, *, packs: bool) -> None:
         """Write the request, under its number.
 
         Args:
-            texts: Of prompts that were written before.
+            texts: Of what was written before.
             packs: Whether token ids may be sent as memory.
 
         Raises:

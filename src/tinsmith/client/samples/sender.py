@@ -23,7 +23,7 @@ from tinsmith.client.calls import BegunCall
 from tinsmith.client.retry import BILLING_PAUSE_S, Retrier, may_pass
 from tinsmith.client.samples.call import SampleCall
 from tinsmith.client.samples.group import WRAP_BYTES, error_of, joined, pause_s
-from tinsmith.client.samples.prompt_texts import PromptTexts
+from tinsmith.client.samples.request_texts import RequestTexts
 from tinsmith.client.session import Session, death_of
 from tinsmith.client.waits import Wait
 from tinsmith.errors import (
@@ -101,7 +101,7 @@ class SampleSender:
         self._changed: asyncio.Future[None] | None = None
         self._takes_many = True
         self._takes_packed = True
-        self._texts = PromptTexts()
+        self._texts = RequestTexts()
 
     @property
     def in_flight(self) -> int:

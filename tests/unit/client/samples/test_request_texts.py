@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from tinsmith.client.samples.prompt_texts import PromptTexts
-from tinsmith.types import ModelInput, SampleRequest, SamplingParams, TensorData
+from tinsmith.client.samples.request_texts import MOST_KEPT_SETTINGS, RequestTexts
+from tinsmith.types import EncodedTextChunk, ModelInput, SampleRequest, SamplingParams, TensorData
 from tinsmith.types.buffers import Numbers
 from tinsmith.wire import json_format
 from tinsmith.wire.protobuf import Parts
@@ -35,7 +35,7 @@ def count_writing(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_a_prompt_is_written_once_for_all_samples_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts, request = PromptTexts(), a_request(a_prompt())
+    texts, request = RequestTexts(), a_request(a_prompt())
     written = count_writing(monkeypatch)
 
     bodies = {b"".join(texts.encode(request)) for _ in range(3)}
@@ -45,7 +45,7 @@ def test_a_prompt_is_written_once_for_all_samples_of_it(monkeypatch: pytest.Monk
 
 
 def test_another_prompt_has_its_own_text() -> None:
-    texts = PromptTexts()
+    texts = RequestTexts()
 
     for first in (1000, 2000, 1000):
         request = a_request(a_prompt(first))
@@ -57,7 +57,7 @@ def test_what_is_kept_is_bounded_and_the_oldest_goes_first(
 ) -> None:
     prompts = [a_request(a_prompt(first)) for first in (1000, 2000, 1500)]
     size = max(len(json_format.encode(prompt)) for prompt in prompts)
-    texts = PromptTexts(most_bytes=2 * size)
+    texts = RequestTexts(most_bytes=2 * size)
     for index in (0, 1, 0, 2):
         texts.encode(prompts[index])
     written = count_writing(monkeypatch)
@@ -72,7 +72,7 @@ def test_what_is_kept_is_bounded_and_the_oldest_goes_first(
 
 
 def test_a_prompt_that_is_too_long_is_not_kept() -> None:
-    texts, request = PromptTexts(most_bytes=1000), a_request(a_prompt())
+    texts, request = RequestTexts(most_bytes=1000), a_request(a_prompt())
 
     assert b"".join(texts.encode(request)) == json_format.encode(request)
 
@@ -81,7 +81,7 @@ def test_a_prompt_that_is_too_long_is_not_kept() -> None:
 
 def test_tensors_are_written_as_they_are_now() -> None:
     numpy = pytest.importorskip("numpy")
-    texts, targets = PromptTexts(), numpy.zeros((TOKENS - 1, 1), dtype="int64")
+    texts, targets = RequestTexts(), numpy.zeros((TOKENS - 1, 1), dtype="int64")
     request = a_request(a_prompt()).model_copy(
         update={"target_prompt_logprobs": TensorData.from_numpy(targets)}
     )
@@ -91,3 +91,42 @@ def test_tensors_are_written_as_they_are_now() -> None:
 
     assert b"".join(texts.encode(request)) == json_format.encode(request)
     assert b"7,7,7" in json_format.encode(request)
+
+
+def test_each_request_is_written_with_its_own_settings() -> None:
+    texts, prompt = RequestTexts(), a_prompt()
+    many = [
+        a_request(prompt).model_copy(
+            update={"num_samples": count, "sampling_params": SamplingParams(seed=seed, stop=stop)}
+        )
+        for count in (1, 2)
+        for seed in (None, 0, 1)
+        for stop in (None, "\n", '"prompt":{"chunks":[]}')
+    ]
+
+    for request in (*many, *many):
+        assert b"".join(texts.encode(request)) == json_format.encode(request)
+
+    assert len(texts._settings) <= MOST_KEPT_SETTINGS < len(many)
+
+
+def test_a_list_in_the_settings_is_written_as_it_is_now() -> None:
+    texts, params = RequestTexts(), SamplingParams(stop=["a"])
+    request = a_request(a_prompt()).model_copy(update={"sampling_params": params})
+    texts.encode(request)
+
+    assert isinstance(params.stop, list)
+    params.stop.append("b")
+
+    assert b"".join(texts.encode(request)) == json_format.encode(request)
+    assert b'["a","b"]' in json_format.encode(request)
+
+
+def test_a_chunk_that_is_added_to_a_prompt_is_written() -> None:
+    texts, prompt = RequestTexts(), ModelInput.from_ints([1, 2])
+    request = a_request(prompt)
+    texts.encode(request)
+
+    prompt.chunks.append(EncodedTextChunk([3]))
+
+    assert b"".join(texts.encode(request)) == json_format.encode(request)

@@ -1,0 +1,95 @@
+"""Samples as JSON text, of which what they share is kept for those that follow.
+
+A program draws thousands of samples with the same settings, and those of a group from the same
+prompt, mostly one after the other. To write a prompt of 32,768 token ids as text is half of what a
+sample costs, and to write the settings as much as all of a short sample's prompt. So the texts of
+the last prompts and settings are kept.
+
+Prompts are found by the chunks they were made from, not by their numbers, which would have to be
+compared; settings by their values.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import astuple
+
+from tinsmith.types.inputs import EncodedTextChunk, ModelInput, ModelInputChunk
+from tinsmith.types.requests import SampleRequest
+from tinsmith.wire import json_format
+from tinsmith.wire.protobuf import Parts
+
+MOST_KEPT_BYTES = 1024 * 1024
+"""How much text of prompts is kept: five of 32,768 tokens. A longer one is not kept at all."""
+MOST_KEPT_SETTINGS = 16
+
+_NOTHING = ModelInput.empty()
+_PROMPT = SampleRequest.__struct_fields__.index("prompt")
+_PLACE = b'"prompt":{"chunks":[]}'  # stands once in a text: inside a string it would be escaped
+
+
+class RequestTexts:
+    """The texts of one sampler's requests. For one thread."""
+
+    def __init__(self, most_bytes: int = MOST_KEPT_BYTES) -> None:
+        self._most_bytes = most_bytes
+        # Each with the chunks that it was made from: as long as those are held, no others have
+        # their identity. Those used last come last.
+        self._kept: dict[tuple[int, ...], tuple[list[ModelInputChunk], Parts]] = {}
+        self._kept_bytes = 0
+        self._settings: dict[tuple[object, ...], tuple[bytes, bytes]] = {}
+
+    def encode(self, request: SampleRequest) -> Parts:
+        """The request as JSON; raises as `json_format.encode_parts`."""
+        before, after = self._around_prompt(request)
+        return [before, *self._prompt(request.prompt), after]
+
+    # What stands before and after the prompt
+
+    def _around_prompt(self, request: SampleRequest) -> tuple[bytes, bytes]:
+        fields = astuple(request)
+        settings = (*fields[:_PROMPT], *fields[_PROMPT + 1 :])
+        try:
+            known = self._settings.get(settings)
+        except TypeError:  # with a list or a tensor in it, which may change
+            return _around(request)
+        if known is None:
+            known = _around(request)
+            if len(self._settings) >= MOST_KEPT_SETTINGS:
+                self._settings.clear()
+            self._settings[settings] = known
+        return known
+
+    # The prompt
+
+    def _prompt(self, prompt: ModelInput) -> Parts:
+        chunks = prompt.chunks
+        key = tuple(map(id, chunks))
+        known = self._kept.pop(key, None)
+        if known is None:
+            text = _prompt_text(chunks)
+            size = sum(map(len, text))
+            if size > self._most_bytes:
+                return text
+            self._make_room(size)
+            known = (chunks.copy(), text)
+        self._kept[key] = known
+        return known[1]
+
+    def _make_room(self, size: int) -> None:
+        self._kept_bytes += size
+        while self._kept_bytes > self._most_bytes:
+            _, oldest = self._kept.pop(next(iter(self._kept)))
+            self._kept_bytes -= sum(map(len, oldest))
+
+
+def _around(request: SampleRequest) -> tuple[bytes, bytes]:
+    text = json_format.encode(request.model_copy(update={"prompt": _NOTHING}))
+    before, _, after = text.partition(_PLACE)
+    return before + b'"prompt":', after
+
+
+def _prompt_text(chunks: list[ModelInputChunk]) -> Parts:
+    if len(chunks) == 1 and isinstance(chunks[0], EncodedTextChunk):  # nearly every one
+        numbers = json_format.numbers_text(chunks[0].numbers)
+        return [b'{"chunks":[{"tokens":', *numbers, b',"type":"encoded_text"}]}']
+    return json_format.encode_parts(ModelInput(chunks))
