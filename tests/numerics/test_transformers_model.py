@@ -119,7 +119,7 @@ def test_gradients_are_those_of_peft(
         hidden = theirs.base_model.model.base_model(tokens[one.start : one.end][None])[0][0]
         (hidden * scale * slopes[one.start : one.end]).sum().backward()
 
-    lora = layout.fused(flat, torch.float32, with_gradients=True)
+    lora = layout.fused(flat, torch.float32, gradients=torch.zeros_like(flat))
     spans = [LoraSpan(0, 50, lora)]
     rows = ours.hidden(
         tokens, POSITIONS, PackAttention(STRETCHES), spans, saves_memory=saves_memory

@@ -179,7 +179,7 @@ class LoraLayout:
         flat: Tensor,
         dtype: torch.dtype,
         *,
-        with_gradients: bool = False,
+        gradients: Tensor | None = None,
         is_frozen: bool = False,
     ) -> FusedLora:
         """The adapter as passes of that type use it; a view where the vector has the type.
@@ -187,11 +187,10 @@ class LoraLayout:
         Args:
             flat: The weights.
             dtype: That of the base model.
-            with_gradients: Backward passes gather the gradients.
+            gradients: Where backward passes add the gradients; None if there are none.
             is_frozen: The vector never changes again; rows of samples then come out the same
                 whatever is beside them.
         """
-        gradients = torch.zeros_like(flat) if with_gradients else None
         used = flat.to(dtype)
         factors: dict[tuple[int, LinearKind], Factors] = {}
         for place in self._places:

@@ -24,14 +24,20 @@ from tinsmith.engines.base import AdapterSpec, Saved
 from tinsmith.errors import ValidationError
 from tinsmith.model.architecture import ALPHA, Architecture
 from tinsmith.model.lora import LoraLayout
+from tinsmith.model.optimizer import take_step
+from tinsmith.model.spare_vectors import SpareVectors
 from tinsmith.types.record import to_plain
-from tinsmith.types.training import LoraConfig
+from tinsmith.types.training import LoraConfig, OptimParams
 
 NAME = "embedded"
 
 
 class Adapter:
-    """The state of one adapter. Its vectors are replaced and never changed in place."""
+    """The state of one adapter.
+
+    Weights and moments are replaced and never changed in place. What was replaced is used again,
+    unless a copy holds it.
+    """
 
     def __init__(self, spec: AdapterSpec, layout: LoraLayout, weights: Tensor) -> None:
         self.spec = spec
@@ -42,6 +48,8 @@ class Adapter:
         self.moments: dict[str, Tensor] = {}
         """Of the optimizer, by name; empty before the first step."""
         self.steps = 0
+        self._is_held = False
+        """Whether a copy may have these vectors too."""
 
     @property
     def bytes(self) -> int:
@@ -55,11 +63,43 @@ class Adapter:
 
     def as_it_is(self) -> Adapter:
         """A copy that later works do not change."""
+        self._is_held = True
         return copy.copy(self)
 
-    def gather(self, gradients: Tensor) -> None:
-        """Add the gradients of a work that has ended well."""
-        self.gradients = gradients if self.gradients is None else self.gradients + gradients
+    def gather(self, gradients: Tensor, spares: SpareVectors) -> None:
+        """Add the gradients of a work that has ended well. Their vector is the adapter's now."""
+        if self.gradients is None:
+            self.gradients = gradients
+        elif self._is_held:
+            self.gradients = gradients.add_(self.gradients)
+        else:
+            self.gradients.add_(gradients)
+            spares.give(gradients)
+
+    def step(self, params: OptimParams, spares: SpareVectors) -> dict[str, float]:
+        """Take a step along the gradients, which are then gone; its metrics.
+
+        Raises:
+            ValidationError: It cannot be taken; nothing has changed.
+        """
+        made = take_step(
+            self.spec.optimizer,
+            params,
+            self.weights,
+            self.gradients,
+            self.moments,
+            self.steps,
+            self.matrices,
+            spares,
+        )
+        if not self._is_held:
+            spares.give(self.weights, *self.moments.values())
+            if self.gradients is not None:
+                spares.give(self.gradients)
+        self.weights, self.moments, self.gradients = made.weights, made.moments, None
+        self.steps += 1
+        self._is_held = False
+        return made.metrics
 
 
 def layout_of(architecture: Architecture, lora: LoraConfig) -> LoraLayout:

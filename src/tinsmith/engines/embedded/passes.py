@@ -35,6 +35,7 @@ from tinsmith.model.attention import PackAttention, Stretch
 from tinsmith.model.custom_loss import CustomLoss
 from tinsmith.model.lora import FusedLora, LoraSpan
 from tinsmith.model.losses import Loss, TokenLoss, make_loss
+from tinsmith.model.spare_vectors import SpareVectors
 from tinsmith.model.transformer import Transformer
 from tinsmith.types.inputs import LossFnOutput
 from tinsmith.types.tensors import TensorData
@@ -48,7 +49,14 @@ class Pass:
         ValidationError: The data do not fit the model or the loss.
     """
 
-    def __init__(self, work: PassWork, adapter: Adapter, model: Transformer, budget: Budget):
+    def __init__(
+        self,
+        work: PassWork,
+        adapter: Adapter,
+        model: Transformer,
+        budget: Budget,
+        spares: SpareVectors,
+    ) -> None:
         shape = model.architecture
         self.work = work
         self.adapter = adapter
@@ -60,19 +68,27 @@ class Pass:
         self.error: TinkerError | None = None
         """Why it failed, if it has; its rows in a pack then have no slopes."""
         self.lp_C = torch.full((self.loss.targets.cells,), torch.nan)
+        self._spares = spares
         self._lora: FusedLora | None = None
 
     def start(self) -> None:
         """Take the memory that it runs in, and forget what was computed before."""
-        self._lora = None
-        self._lora = self.adapter.layout.fused(
-            self.adapter.weights, self.model.dtype, with_gradients=self.work.with_gradients
-        )
+        self.release()
+        weights = self.adapter.weights
+        gradients = self._spares.take(weights).zero_() if self.work.with_gradients else None
+        self._lora = self.adapter.layout.fused(weights, self.model.dtype, gradients=gradients)
         self.lp_C.fill_(torch.nan)
 
     def release(self) -> None:
         """Give that memory back."""
+        if self._lora is not None and self.work.with_gradients:
+            self._spares.give(self._lora.gradients())
         self._lora = None
+
+    def gather(self) -> None:
+        """Add its gradients to those of the adapter, which may keep the vector; it has ended."""
+        gradients, self._lora = self.lora.gradients(), None
+        self.adapter.gather(gradients, self._spares)
 
     @property
     def lora(self) -> FusedLora:

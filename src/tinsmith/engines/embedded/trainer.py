@@ -30,7 +30,7 @@ from tinsmith.engines.embedded.passes import Pass, run_pack
 from tinsmith.engines.embedded.pieces import Budget, Pack, make_packs
 from tinsmith.errors import ClosedError, NotFoundError, TinkerError, ValidationError
 from tinsmith.model.architecture import Architecture
-from tinsmith.model.optimizer import take_step
+from tinsmith.model.spare_vectors import SpareVectors
 from tinsmith.model.transformer import Transformer
 from tinsmith.types.training import ForwardBackwardOutput, OptimStepResponse
 
@@ -74,6 +74,7 @@ class Trainer:
             id(model): budget_for(model.architecture, model.dtype, pass_bytes)
             for model in models.values()
         }
+        self._spares = SpareVectors()
         self._is_closing = False
 
     @property
@@ -100,8 +101,12 @@ class Trainer:
         while any(lines.values()):
             self._run_passes(_heads(lines, PassWork), adapters, ended)
             for place, step in _heads(lines, StepWork):
-                ended[place] = _outcome(step, partial(_step, step, adapters))
+                ended[place] = _outcome(step, partial(self._step, step, adapters))
         return [ended[place] for place in range(len(batch))]
+
+    def _step(self, work: StepWork, adapters: Mapping[AdapterId, Adapter]) -> OptimStepResponse:
+        metrics = _loaded(work, adapters).step(work.params, self._spares)
+        return OptimStepResponse(metrics=metrics)
 
     # Passes
 
@@ -126,7 +131,7 @@ class Trainer:
     def _read(self, work: PassWork, adapters: Mapping[AdapterId, Adapter]) -> Pass:
         adapter = _loaded(work, adapters)
         model = self._models[adapter.spec.base_model]
-        return Pass(work, adapter, model, self._budgets[id(model)])
+        return Pass(work, adapter, model, self._budgets[id(model)], self._spares)
 
     def _run_together(self, passes: Sequence[Pass]) -> dict[Pass, Exception]:
         """Run passes in shared packs, and alone those whose pack failed; why that failed too."""
@@ -209,7 +214,7 @@ def _finished(one: Pass, failure: Exception | None) -> TrainingOutcome:
             raise failure
         result = one.result()
         if one.work.with_gradients:
-            one.adapter.gather(one.lora.gradients())
+            one.gather()
         return result
 
     return _outcome(one.work, run)
@@ -244,23 +249,3 @@ def _loaded(work: TrainingWork, adapters: Mapping[AdapterId, Adapter]) -> Adapte
     if adapter is None:
         raise NotFoundError(f"model {work.adapter_id} is not loaded")
     return adapter
-
-
-# Steps
-
-
-def _step(work: StepWork, adapters: Mapping[AdapterId, Adapter]) -> OptimStepResponse:
-    adapter = _loaded(work, adapters)
-    step = take_step(
-        adapter.spec.optimizer,
-        work.params,
-        adapter.weights,
-        adapter.gradients,
-        adapter.moments,
-        adapter.steps,
-        adapter.matrices,
-    )
-    adapter.weights, adapter.moments = step.weights, step.moments
-    adapter.gradients = None
-    adapter.steps += 1
-    return OptimStepResponse(metrics=step.metrics)
