@@ -30,8 +30,13 @@ def write_config(lora: LoraConfig | None, optimizer: OptimizerConfig | None) -> 
 def read_config(config: dict[str, Any]) -> tuple[LoraConfig, OptimizerConfig]:
     """What `write_config` was given."""
     lora = config.get("lora_config")
-    optimizer = config.get("optimizer_config")
     return (
         LoraConfig.model_validate(lora) if lora else LoraConfig(rank=DEFAULT_RANK),
-        OptimizerConfigBase.model_validate(optimizer) if optimizer else AdamOptimizerConfig(),
+        read_optimizer(config),
     )
+
+
+def read_optimizer(config: dict[str, Any]) -> OptimizerConfig:
+    """The second of what `write_config` was given."""
+    optimizer = config.get("optimizer_config")
+    return OptimizerConfigBase.model_validate(optimizer) if optimizer else AdamOptimizerConfig()

@@ -9,9 +9,8 @@ Knows nothing of what the topics mean. Used from one event loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Self, TypeVar
 
 T = TypeVar("T")
 
@@ -30,11 +29,25 @@ def feed_topic(line: str, clone: int) -> str:
 
 
 class Ticket:
-    """One wait for news of a topic, from when it was taken."""
+    """One wait for news of a topic, for as long as its `with` block lasts."""
 
-    def __init__(self) -> None:
+    __slots__ = ("_is_told", "_tickets", "_topic", "_waiting")
+
+    def __init__(self, tickets: dict[str, set[Ticket]], topic: str) -> None:
+        self._tickets = tickets
+        self._topic = topic
         self._is_told = False
         self._waiting: asyncio.Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        self._tickets.setdefault(self._topic, set()).add(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        tickets = self._tickets[self._topic]
+        tickets.discard(self)
+        if not tickets:
+            del self._tickets[self._topic]
 
     def tell(self) -> None:
         """There is news."""
@@ -64,18 +77,9 @@ class Wakeups:
     def __init__(self) -> None:
         self._tickets: dict[str, set[Ticket]] = {}
 
-    @contextmanager
-    def ticket(self, topic: str) -> Iterator[Ticket]:
-        """Listen to a topic for as long as the block lasts."""
-        ticket = Ticket()
-        self._tickets.setdefault(topic, set()).add(ticket)
-        try:
-            yield ticket
-        finally:
-            tickets = self._tickets[topic]
-            tickets.discard(ticket)
-            if not tickets:
-                del self._tickets[topic]
+    def ticket(self, topic: str) -> Ticket:
+        """Listen to a topic, for as long as the block lasts that this is used for."""
+        return Ticket(self._tickets, topic)
 
     async def wait_until(
         self,

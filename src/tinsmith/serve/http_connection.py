@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import functools
 import http
 import logging
 import math
@@ -49,6 +50,8 @@ LINGER_S = 10.0
 
 _ONCE = frozenset({"host", "x-api-key"})
 """Headers by which it is decided who may do what: a proxy may look at the other one."""
+_LONGEST_USUAL = 64
+"""Names of headers up to this length are remembered."""
 _STATUS_LINES = {
     int(status): f"HTTP/1.1 {int(status)} {status.phrase}\r\n" for status in http.HTTPStatus
 }
@@ -153,8 +156,8 @@ class HttpConnection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header, or a trailer, which nobody is given."""
-        text = name.decode("latin-1").lower()
-        if text in _ONCE and text in self._headers:
+        text = _usual_name(name) if len(name) <= _LONGEST_USUAL else _lowered(name)
+        if text in self._headers and text in _ONCE:
             raise self._refused(f"the header {text} came twice")
         self._headers[text] = value.decode("latin-1")
 
@@ -342,6 +345,14 @@ class HttpConnection(asyncio.Protocol):
         assert self._refusal is not None
         self.transport.write(self._refusal)
         self._close()
+
+
+def _lowered(name: bytes) -> str:
+    return name.decode("latin-1").lower()
+
+
+_usual_name = functools.lru_cache(maxsize=1024)(_lowered)
+"""Clients send a dozen headers with every request, and always the same ones."""
 
 
 def _local_part(url: bytes) -> bytes:

@@ -43,6 +43,8 @@ class Measuring:
         if report.status == _UNAUTHORISED:
             self._metrics.unauthorised.add(1)
         log_exchange(report)
+        if not self._spans.is_on:
+            return
         self._spans.tell(
             request=report.call_id,
             endpoint=report.endpoint,

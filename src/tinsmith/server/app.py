@@ -204,7 +204,8 @@ class App:
     ) -> TenantId:
         if endpoint.name in self._open:
             return TenantId("")
-        holder = await self.service.credentials.holder(headers.get("x-api-key"))
+        credentials, given = self.service.credentials, headers.get("x-api-key")
+        holder = credentials.remembered(given) or await credentials.holder(given)
         if holder.key is None:
             check_local(headers)
         report.tenant_id = holder.tenant.tenant_id

@@ -31,6 +31,10 @@ class Credentials:
         self._secret = secret
         self._keys = KeyRing(ledger)
 
+    def remembered(self, credential: str | None) -> Holder | None:
+        """As `holder`, if that was looked up a moment ago; None if it has to be."""
+        return self._keys.remembered(credential)
+
     async def holder(self, credential: str | None) -> Holder:
         """Who it belongs to.
 

@@ -13,6 +13,7 @@ process changed, such as `tinsmith key revoke`.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import re
@@ -101,18 +102,34 @@ class KeyRing:
         self._open_until: float | None = None
         self._anybody: Holder | None = None
         self._has_keys = False
+        self._looking = asyncio.Lock()
 
     async def has_keys(self) -> bool:
         """Whether a key was ever made; from then on every call needs one."""
         if self._has_keys:
             return True
-        now = self._clock()
-        if self._open_until is not None and now < self._open_until:
+        if self._is_known_open():
             return False
-        self._has_keys = await self._ledger.entries(ApiKey).count() > 0
-        self._anybody = None  # its quotas may have changed
-        self._open_until = now + self._recheck_s
+        async with self._looking:  # many ask when it is to be looked up again: one does it for all
+            if not self._is_known_open():
+                now = self._clock()
+                self._has_keys = await self._ledger.entries(ApiKey).count() > 0
+                self._anybody = None  # its quotas may have changed
+                self._open_until = now + self._recheck_s
         return self._has_keys
+
+    def _is_known_open(self) -> bool:
+        """Whether there was no key a moment ago."""
+        return self._open_until is not None and self._clock() < self._open_until
+
+    def remembered(self, credential: str | None) -> Holder | None:
+        """As `holder`, if it was looked up a moment ago; None if it has to be."""
+        if not self._has_keys:
+            return self._anybody if self._is_known_open() else None
+        if not credential or len(credential) > LONGEST_CREDENTIAL:
+            return None
+        until, holder = self._remembered.get(digest_of(credential), (0.0, None))
+        return holder if self._clock() < until else None
 
     async def holder(self, credential: str | None) -> Holder:
         """Who a key belongs to; anybody is the default tenant while there are no keys.

@@ -73,6 +73,8 @@ def accepts_protobuf(accept: str | None) -> bool:
 
 
 def _media_type(text: str | None) -> str:
+    if text == JSON_TYPE:  # nearly always
+        return text
     return (text or "").partition(";")[0].strip(" \t").lower()
 
 
@@ -127,7 +129,7 @@ def decompress(
         DecodeError: The encoding is not supported, or more than one is named; or the body is cut
             off, damaged, of another encoding, followed by other bytes, or in over 1,024 frames.
     """
-    name = _only_encoding(encoding)
+    name = _only_encoding(encoding) if encoding else "identity"
     if name == "identity":
         check_size(memoryview(body).nbytes, limits.memory_bytes)
         return body if isinstance(body, bytes) else memoryview(body)

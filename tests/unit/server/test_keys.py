@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 import pytest
 
 from tinsmith.errors import AuthenticationError, UnknownEntryError, ValidationError
+from tinsmith.ledger.base import Entries
 from tinsmith.ledger.memory import MemoryLedger
-from tinsmith.ledger.records import ApiKey, Tenant
+from tinsmith.ledger.records import ApiKey, Entry, Tenant
 from tinsmith.server.keys import (
     DEFAULT_TENANT,
     MOST_REMEMBERED,
@@ -24,6 +25,7 @@ from tinsmith.server.keys import (
 )
 
 T = TypeVar("T")
+E = TypeVar("E", bound=Entry)
 
 
 class Ticks:
@@ -289,5 +291,46 @@ def test_listings_go_beyond_one_page_and_keep_to_a_tenant() -> None:
         assert len(await list_keys(ledger, "a")) == 1005
         assert [key.name for key in await list_keys(ledger, "b")] == ["b"]
         assert await list_keys(ledger, "\0") == []
+
+    run(work())
+
+
+def test_many_who_ask_when_it_is_to_be_looked_up_share_one_look() -> None:
+    class Counting(MemoryLedger):
+        looks = 0
+
+        def entries(self, kind: type[E]) -> Entries[E]:
+            self.looks += kind is ApiKey
+            return super().entries(kind)
+
+    async def work() -> None:
+        ledger = Counting()
+        ring = KeyRing(ledger)
+
+        await asyncio.gather(*(ring.holder("tml-any") for _ in range(50)))
+
+        assert ledger.looks == 1
+
+    run(work())
+
+
+def test_what_is_remembered_is_given_without_waiting_and_only_for_its_time() -> None:
+    async def work() -> None:
+        ledger, ticks = MemoryLedger(), Ticks()
+        ring = KeyRing(ledger, recheck_s=1.0, clock=ticks)
+        assert ring.remembered(None) is None
+        anybody = await ring.holder(None)
+        assert ring.remembered("whatever") == anybody
+        _, key = await create_key(ledger, await add_tenant(ledger, "default"), "")
+        ticks.now += 1.0
+        assert ring.remembered(None) is None
+
+        holder = await ring.holder(key)
+
+        assert ring.remembered(key) == holder
+        assert ring.remembered(None) is None
+        assert ring.remembered(key + "x") is None
+        ticks.now += 1.0
+        assert ring.remembered(key) is None
 
     run(work())

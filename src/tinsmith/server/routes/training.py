@@ -6,7 +6,7 @@ import asyncio
 
 from tinsmith.engines.base import BaseModel
 from tinsmith.errors import BadRequestError, NotFoundError, TinkerError
-from tinsmith.ledger.model_config import read_config, write_config
+from tinsmith.ledger.model_config import read_config, read_optimizer, write_config
 from tinsmith.ledger.records import CheckpointEntry, CustomLoss, Model, SessionId, TenantId
 from tinsmith.server import checks, data_checks
 from tinsmith.server.call import Call, Handler
@@ -135,7 +135,7 @@ async def _check(call: Call, model: Model) -> None:
     if isinstance(request, ForwardBackwardRequest):
         await _check_pass(call, model)
     elif isinstance(request, OptimStepRequest):
-        checks.check_step(request, read_config(model.config)[1])
+        checks.check_step(request, read_optimizer(model.config))
     elif isinstance(request, LoadWeightsRequest):
         await _check_load(call, model)
     elif isinstance(
