@@ -20,7 +20,7 @@ from typing import NamedTuple
 from tinsmith.checkpoints.base import PIECE_BYTES, CheckpointStore, Reading
 from tinsmith.checkpoints.checks import check_version
 from tinsmith.checkpoints.disk import disk_errors
-from tinsmith.checkpoints.format import ADAPTER_MODEL, Layout, layer_of, tensor_name
+from tinsmith.checkpoints.format import ADAPTER_MODEL, Layout, name_in
 from tinsmith.checkpoints.manifest import FileEntry
 from tinsmith.checkpoints.paths import CheckpointPath
 from tinsmith.checkpoints.safetensors_file import encode_header, read_header
@@ -124,17 +124,11 @@ class Archive:
             header = read_header(folder / entry.name)
         except CheckpointFormatError:  # a download is not the place to judge it
             return as_it_is
-        renamed = {self._renamed(name): tensor for name, tensor in header.tensors.items()}
+        renamed = {name_in(self._layout, name): tensor for name, tensor in header.tensors.items()}
         return [
             _Part(encode_header(renamed, header.metadata)),
             _Part(b"", entry.name, header.data_start, header.data_bytes),
         ]
-
-    def _renamed(self, name: str) -> str:
-        try:
-            return tensor_name(*layer_of(name), self._layout)
-        except CheckpointFormatError:  # an engine's own
-            return name
 
 
 def _of_part(folder: Path, part: _Part, start: int, stop: int) -> Iterator[bytes]:

@@ -141,6 +141,14 @@ def layer_of(name: str) -> tuple[str, Factor]:
     return (OUTPUT_LAYER if found[1] in _OUTPUT_NAMES.values() else found[1]), factor
 
 
+def name_in(layout: Layout, name: str) -> str:
+    """What a tensor of either layout is called in this one; an engine's own keeps its name."""
+    try:
+        return tensor_name(*layer_of(name), layout)
+    except CheckpointFormatError:
+        return name
+
+
 def write_adapter(folder: Path, adapter: Adapter, *, layout: Layout = Layout.PEFT) -> None:
     """Write weights into a folder that has none.
 

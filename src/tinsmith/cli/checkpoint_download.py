@@ -14,6 +14,7 @@ import logging
 import pathlib
 from collections.abc import Iterator
 
+from tinsmith.checkpoints.peft_names import give_peft_names
 from tinsmith.cli.connect import limit_s, rest_client, service_client, wait
 from tinsmith.cli.failures import CommandError, in_short
 from tinsmith.cli.fetch import Addresses, Fetch
@@ -93,7 +94,9 @@ def _from_archive(
     _fetch(arguments, addresses, staging)
     archive = (staging.files / ARCHIVE).rename(staging.folder / ARCHIVE)
     try:
-        return unpack(archive, staging.files)
+        unpack(archive, staging.files)
+        give_peft_names(staging.files)
+        return sum(path.stat().st_size for path in staging.files.rglob("*") if path.is_file())
     except BaseException:
         staging.clear()  # a broken archive is no better the next time
         raise

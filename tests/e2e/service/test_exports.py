@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
+import os
+import subprocess
+import sys
 import tarfile
 import urllib.request
 from collections.abc import Iterator
@@ -86,3 +90,25 @@ def test_the_archive_of_sampler_weights_has_the_names_that_tools_read(
     assert any(name.startswith("base_model.model.model.layers.0.") for name in names)
     assert "base_model.model.model.unembed_tokens.lora_A.weight" in names
     assert read_adapter(tmp_path).rank == 4
+
+
+def test_what_the_command_downloads_has_the_names_that_peft_reads(
+    served: Served, training: tinsmith.TrainingClient, tmp_path: Path
+) -> None:
+    path = training.save_weights_for_sampler("s").result(WAIT_S).path
+    command = [sys.executable, "-m", "tinsmith", "checkpoint", "download", path]
+
+    ended = subprocess.run(
+        [*command, "-f", "json", "-o", str(tmp_path)],
+        env=os.environ | {"TINKER_BASE_URL": served.base_url, "TINKER_API_KEY": API_KEY},
+        capture_output=True,
+        check=True,
+        timeout=WAIT_S,
+    )
+
+    told = json.loads(ended.stdout)
+    folder = Path(told["destination"])
+    names = read_header(folder / ADAPTER_MODEL).tensors
+    assert "base_model.model.lm_head.lora_A.weight" in names
+    assert not any("unembed_tokens" in name for name in names)
+    assert told["file_size_bytes"] == sum(file.stat().st_size for file in folder.iterdir())
