@@ -85,12 +85,12 @@ class Transport(Protocol):
     def begin(
         self, request: HttpRequest, *, pool: Pool, timeout_s: float, idempotency_key: str
     ) -> Begun | None:
-        """Send a request, if that can be done here and now; it is over when its reply is there.
+        """Send a request without waiting; it is over when its reply is there.
 
         For those who make thousands of small calls: a task for each costs more than the call.
 
         Returns:
-            None if it could not be sent at once, and `send` has to.
+            None if more than a connection has to be waited for, and `send` has to do it.
         """
         ...
 

@@ -40,11 +40,6 @@ class ConnectionPool:
         self._sweep: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
 
-    @property
-    def has_free(self) -> bool:
-        """Whether `free` is likely to give one."""
-        return bool(self._free)
-
     def free(self) -> Connection | None:
         """A connection that nobody uses, for one exchange; to be given back after it."""
         while self._free:
@@ -60,19 +55,28 @@ class ConnectionPool:
             TimeoutError: There was none before `deadline`.
             OSError: None could be made.
         """
-        turn: asyncio.Future[Connection] = self._loop.create_future()
-        self._waiting.append(turn)
-        self._open_more()
+        turn = self.turn()
         try:
             async with asyncio.timeout_at(deadline):
                 return await turn
         except (asyncio.CancelledError, TimeoutError):
-            if turn.done() and not turn.cancelled() and turn.exception() is None:
-                self.give_back(turn.result())  # it was given to us as we were cancelled
-            else:
-                with contextlib.suppress(ValueError):
-                    self._waiting.remove(turn)
+            self.leave(turn)
             raise
+
+    def turn(self) -> asyncio.Future[Connection]:
+        """As `next_free`, without waiting; whoever does not want it any more calls `leave`."""
+        turn: asyncio.Future[Connection] = self._loop.create_future()
+        self._waiting.append(turn)
+        self._open_more()
+        return turn
+
+    def leave(self, turn: asyncio.Future[Connection]) -> None:
+        """Wait no longer; a connection that has just been given is given back."""
+        if turn.done() and not turn.cancelled() and turn.exception() is None:
+            self.give_back(turn.result())
+        else:
+            with contextlib.suppress(ValueError):
+                self._waiting.remove(turn)
 
     def close_free(self) -> None:
         """Close those that nobody uses: what ended one of them may have ended all."""

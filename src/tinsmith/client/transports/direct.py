@@ -72,21 +72,15 @@ class DirectTransport:
     def begin(
         self, request: HttpRequest, *, pool: Pool, timeout_s: float, idempotency_key: str
     ) -> Begun | None:
-        """As `Transport.begin`: if a connection is free and the body is small."""
-        connections = self._pool(pool)
-        if self._is_closed or not connections.has_free or not is_small(request.parts):
+        """As `Transport.begin`: if the body is small."""
+        if self._is_closed or not is_small(request.parts):
             return None
         head = self._heads.of(request, idempotency_key, self._credentials())
-        connection = connections.free()
-        if connection is None:
-            return None
         deadline = asyncio.get_running_loop().time() + timeout_s
-        exchange = _Exchange(connections, head, request, deadline)
-        try:
-            return _BegunExchange(self, exchange, connection, timeout_s)
-        except ConnectionLostError:  # it has just ended, and nothing was sent
-            connections.give_back(connection)
-            return None
+        begun = _BegunExchange(
+            self, _Exchange(self._pool(pool), head, request, deadline), timeout_s
+        )
+        return begun if begun.start() else None
 
     async def reply_of(
         self, exchange: _Exchange, raw: Awaitable[RawReply], timeout_s: float
@@ -193,24 +187,80 @@ class _Exchange:
 
 
 class _BegunExchange:
-    """As `Begun`."""
+    """As `Begun`. Where no connection is free, it is sent over the next one that is."""
 
-    __slots__ = ("_connection", "_exchange", "_fn", "_found", "_timeout_s", "_transport")
+    __slots__ = (
+        "_alarm",
+        "_connection",
+        "_exchange",
+        "_fn",
+        "_found",
+        "_timeout_s",
+        "_transport",
+        "_turn",
+    )
 
-    def __init__(
-        self,
-        transport: DirectTransport,
-        exchange: _Exchange,
-        connection: Connection,
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, transport: DirectTransport, exchange: _Exchange, timeout_s: float) -> None:
         self._transport = transport
         self._exchange = exchange
-        self._connection: Connection | None = connection
         self._timeout_s = timeout_s
+        self._turn: asyncio.Future[Connection] | None = None
+        self._alarm: asyncio.TimerHandle | None = None
+        self._connection: Connection | None = None
         self._fn: Callable[[], object] | None = None
         self._found: RawReply | BaseException | None = None
+
+    def start(self) -> bool:
+        """Send it, or wait for a connection; False if neither can be."""
+        connections = self._exchange.connections
+        connection = connections.free()
+        if connection is None:
+            self._turn = connections.turn()
+            loop = asyncio.get_running_loop()
+            self._alarm = loop.call_at(self._exchange.deadline, self._come_too_late)
+            self._turn.add_done_callback(self._take_turn)
+            return True
+        try:
+            self._send(connection)
+        except ConnectionLostError:  # it has just ended, and nothing was sent
+            connections.give_back(connection)
+            return False
+        return True
+
+    def _take_turn(self, turn: asyncio.Future[Connection]) -> None:
+        if self._turn is None:
+            return  # it was left
+        self._stop_waiting()
+        error = turn.exception()
+        if error is None:
+            try:
+                self._send(turn.result())
+            except ConnectionLostError as exc:
+                self._exchange.connections.give_back(turn.result())
+                error = exc
+        if error is not None:
+            self._over(error)
+
+    def _send(self, connection: Connection) -> None:
+        exchange = self._exchange
         connection.begin(exchange.head, exchange.request.parts, exchange.deadline, self._over)
+        self._connection = connection
+
+    def _come_too_late(self) -> None:
+        self._leave(TimeoutError("no connection in time"))
+
+    def _leave(self, error: BaseException) -> None:
+        turn = self._turn
+        assert turn is not None
+        self._stop_waiting()
+        self._exchange.connections.leave(turn)
+        self._over(error)
+
+    def _stop_waiting(self) -> None:
+        self._turn = None
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
 
     def when_over(self, fn: Callable[[], object]) -> None:
         self._fn = fn
@@ -218,8 +268,8 @@ class _BegunExchange:
     def _over(self, found: RawReply | BaseException) -> None:
         self._found = found
         connection, self._connection = self._connection, None
-        assert connection is not None
-        self._exchange.connections.give_back(connection)
+        if connection is not None:
+            self._exchange.connections.give_back(connection)
         fn, self._fn = self._fn, None  # it may hold whoever holds us: a circle
         if fn is not None:
             fn()
@@ -246,5 +296,7 @@ class _BegunExchange:
             del found  # an error holds our frame: a circle
 
     def cancel(self) -> None:
-        if self._connection is not None:
+        if self._turn is not None:
+            self._leave(ConnectionLostError("the client was closed", is_untouched=False))
+        elif self._connection is not None:
             self._connection.close()
