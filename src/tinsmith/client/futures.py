@@ -146,7 +146,7 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
             loop = asyncio.get_running_loop()
             waiter = loop.create_future()
             inbox = _inboxes.of(loop)
-            self.when_settled(lambda _: inbox.put(waiter))
+            self.when_settled(functools.partial(inbox.put, waiter))
             await waiter
         if self.cancelled():
             raise asyncio.CancelledError(f"{self.what} was cancelled")
@@ -213,7 +213,8 @@ class _Inbox:
         self._ready: collections.deque[asyncio.Future[None]] = collections.deque()
         self._is_woken = False
 
-    def put(self, waiter: asyncio.Future[None]) -> None:
+    def put(self, waiter: asyncio.Future[None], _: object = None) -> None:
+        """Let a waiter go on; the future that was settled may be given too."""
         # Append, then look at the flag; the loop clears the flag, then drains: nothing is missed.
         self._ready.append(waiter)
         if self._is_woken:

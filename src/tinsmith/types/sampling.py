@@ -74,7 +74,7 @@ class SampledSequence(Frozen):
         given = tokens if tokens_np is None else tokens_np
         set_once(self, "stop_reason", stop_reason)
         set_once(self, "sequence_id", sequence_id)
-        set_once(self, "_tokens", pack(() if given is None else given, "int32", "tokens")[0])
+        set_once(self, "_tokens", _held(() if given is None else given, "int32", "tokens"))
         given = logprobs if logprobs_np is None else logprobs_np
         set_once(self, "_logprobs", _optional(given, "float32", "logprobs"))
         set_once(self, "_topk", topk_logprobs_np)
@@ -337,4 +337,9 @@ class GetSamplerResponse(Record):
 
 
 def _optional(values: Any, kind: Kind, what: str) -> Numbers | None:
-    return None if values is None else pack(values, kind, what)[0]
+    return None if values is None else _held(values, kind, what)
+
+
+def _held(values: Any, kind: Kind, what: str) -> Numbers:
+    is_held = isinstance(values, Numbers) and values.kind == kind  # as all that decoders make
+    return values if is_held else pack(values, kind, what)[0]

@@ -190,11 +190,15 @@ def array_text(numbers: Numbers) -> Parts:
     takes more than its text.
     """
     parts: Parts = []
-    start, count = 0, len(numbers)
+    view, is_list = numbers.view(), numbers.kind != "float32" and "numpy" not in sys.modules
+    start, count = 0, len(view)
     while start < count:
         stop = min(count, start + max(_SMALLEST_BLOCK, (count - start) // 8))
-        text = memoryview(_text(numbers.slice(start, stop)))
-        parts.append(b"".join((b"," if parts else b"[", text[1:-1])))
+        if is_list:  # as `_text` does in the end
+            text = msgspec.json.encode(view[start:stop].tolist())
+        else:
+            text = _text(numbers.slice(start, stop))
+        parts.append(b"".join((b"," if parts else b"[", memoryview(text)[1:-1])))
         start = stop
     return [*parts, b"]"]
 

@@ -8,9 +8,10 @@ it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tinsmith.client import events
+from tinsmith.client.background import background
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.lease import SessionLease
 from tinsmith.client.samples.request_texts import RequestTexts
@@ -72,7 +73,7 @@ class SampleCall:
         self.written: PackedText | None = None
         self._about_bytes = _ABOUT_BYTES + sum(map(_about_bytes, request.prompt.chunks))
         self.request_id: str | None = None
-        self.sequence_ids: list[str] = []
+        self.sequence_ids: Sequence[str] = ()
         self.began = 0.0
         self.sent_at = 0.0
         self.submit_s = 0.0
@@ -171,6 +172,10 @@ class SampleCall:
             self.is_given_up = True
             self._end(asyncio.CancelledError())
             self.future.cancel()
+
+    def ask_to_give_up(self) -> None:
+        """As `give_up`, from any thread."""
+        background().call_soon(self.give_up)
 
     def _expire(self) -> None:
         self.is_given_up = not self.is_over

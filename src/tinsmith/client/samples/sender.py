@@ -132,7 +132,7 @@ class SampleSender:
             if call.future.cancelled():
                 continue
             call.begin(loop, self._ended)
-            call.future.stop_work_with(lambda call=call: background().call_soon(call.give_up))  # type: ignore[misc]
+            call.future.stop_work_with(call.ask_to_give_up)
             self._line.append(call)
         waits = background().waits
         waits.sources.add(self._waits)
@@ -377,7 +377,7 @@ class SampleSender:
     def _accept(self, call: SampleCall, request_id: str, sequence_ids: list[str] | None) -> None:
         call.written = None
         call.request_id = request_id
-        call.sequence_ids = sequence_ids or []
+        call.sequence_ids = sequence_ids or ()
         call.failures, call.failing_since = 0, None
         call.submit_s = asyncio.get_running_loop().time() - call.sent_at
         if call.is_over:

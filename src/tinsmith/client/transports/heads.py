@@ -50,16 +50,22 @@ class Heads:
         Raises:
             ValidationError: A header holds what HTTP cannot carry.
         """
-        beginning = self._beginning(request, credential, packings)
-        own = {name: value for name, value in request.once.items() if self._is_ours(name)}
+        text = ""
         if request.method != "GET":
-            own["X-Idempotency-Key"] = idempotency_key or new_idempotency_key()
+            text = f"X-Idempotency-Key: {idempotency_key or new_idempotency_key()}\r\n"
         if request.method != "GET" or request.parts:
-            own["Content-Length"] = str(sum(map(len, request.parts)))
-        return beginning + _lines(own) + b"\r\n"
+            text += f"Content-Length: {sum(map(len, request.parts))}\r\n"
+        own = _lines(self._not_overridden(request.once)) if request.once else b""
+        return b"".join(
+            (self._beginning(request, credential, packings), own, text.encode(), b"\r\n")
+        )
 
-    def _is_ours(self, name: str) -> bool:
-        return not self._overridden or name.lower() not in self._overridden
+    def _not_overridden(self, headers: dict[str, str]) -> dict[str, str]:
+        if not self._overridden:
+            return headers
+        return {
+            name: value for name, value in headers.items() if name.lower() not in self._overridden
+        }
 
     def _beginning(self, request: HttpRequest, credential: str, packings: str | None) -> bytes:
         if request.query:
