@@ -34,6 +34,7 @@ from tinsmith.serve.measuring import Measuring
 from tinsmith.serve.settings import Limits, ServiceSettings
 from tinsmith.serve.working import Working
 from tinsmith.server.app import App, make_app
+from tinsmith.server.keys import KeyRing
 from tinsmith.server.parts import Parts
 from tinsmith.server.settings import ServerSettings
 from tinsmith.server.sweeper import Sweeper
@@ -126,6 +127,8 @@ class Service:
             ledger = await opened.enter_async_context(
                 await open_ledger(settings.database, retention=settings.retention)
             )
+            if not is_private:
+                await _check_reach(settings, ledger)
             store = await asyncio.to_thread(
                 open_store, settings.checkpoints, work=settings.data / "work"
             )
@@ -211,6 +214,16 @@ class Service:
         trace: TracebackType | None,
     ) -> None:
         await self.close()
+
+
+async def _check_reach(settings: ServiceSettings, ledger: Ledger) -> None:
+    """Before models are fetched and loaded: nobody should wait for a refusal."""
+    if settings.is_loopback or await KeyRing(ledger).has_keys():
+        return
+    raise ValidationError(
+        f"{settings.host} can be reached by others, and there is no key: anybody could use it",
+        remedy="run `tinsmith key create` first, or serve on 127.0.0.1",
+    )
 
 
 def _every(period_s: float, work: Callable[[], Awaitable[object]]) -> Callable[[], Awaitable[None]]:

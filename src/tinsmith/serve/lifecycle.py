@@ -25,7 +25,6 @@ from tinsmith.serve.http_server import BACKLOG, HttpServer
 from tinsmith.serve.loading import check_certificate
 from tinsmith.serve.operator_pages import OperatorPages
 from tinsmith.serve.settings import ServiceSettings, masked
-from tinsmith.server.keys import KeyRing
 
 _log = logging.getLogger(__name__)
 
@@ -87,7 +86,6 @@ async def _serve(settings: ServiceSettings) -> int:
                 if service is None:
                     return 0
                 async with service:
-                    await _check_reach(settings, service)
                     pages.service = service
                     _spare_collector()
                     _log.info(
@@ -190,15 +188,6 @@ def _address(settings: ServiceSettings, listener: socket.socket) -> str:
     scheme = "https" if settings.tls.cert is not None else "http"
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     return f"{scheme}://{host}:{listener.getsockname()[1]}"
-
-
-async def _check_reach(settings: ServiceSettings, service: Service) -> None:
-    if settings.is_loopback or await KeyRing(service.ledger).has_keys():
-        return
-    raise ValidationError(
-        f"{settings.host} can be reached by others, and there is no key: anybody could use it",
-        remedy="run `tinsmith key create` first, or serve on 127.0.0.1",
-    )
 
 
 def _tls(settings: ServiceSettings) -> ssl.SSLContext | None:
