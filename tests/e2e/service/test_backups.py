@@ -19,6 +19,7 @@ LARGE = 20_000
 def printed_commands() -> str:
     """The block that copies the database."""
     blocks = re.findall(r"^```sh\n(.*?)^```", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    found: str
     [found] = [block for block in blocks if "sqlite3" in block]
     return found
 
