@@ -131,8 +131,10 @@ class Singles:
 
     async def _run(self, command: Command, *, is_creation: bool) -> None:
         parts = self._parts
-        started_at = parts.ledger.now()
         try:
+            await parts.suspects.wait_alone()
+            parts.suspects.enter([command.request_id])
+            started_at = parts.ledger.now()
             settlement = await self._settlement(command)
         except ClosedError as exc:
             # The command is not to blame: it stays claimed, and is run after the next start.
@@ -140,6 +142,7 @@ class Singles:
             return
         finally:
             self._creating -= is_creation
+        parts.suspects.leave([command.request_id])
         parts.settler.add(msgspec.structs.replace(settlement, started_at=started_at))
         parts.statistics.count("failed_commands" if settlement.is_failed else "done_commands")
         parts.order.finish(command.line, [command], time.monotonic())
@@ -163,6 +166,7 @@ class Singles:
         if runner is None:
             return failure(command, BadRequestError(f"there is no command {command.kind!r}"))
         try:
+            self._parts.suspects.check(command.request_id)
             return success(command, *await runner(command))
         except ClosedError:
             raise

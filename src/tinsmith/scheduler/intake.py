@@ -113,6 +113,7 @@ class Intake:
             or parts.order.drop(line, number, time.monotonic())
         )
         if is_dropped:
+            parts.suspects.leave([request_id])
             parts.statistics.count("cancelled_commands")
             parts.ended()
 

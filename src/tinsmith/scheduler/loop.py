@@ -38,6 +38,7 @@ from tinsmith.scheduler.sampling import Sampling
 from tinsmith.scheduler.settings import SchedulerSettings
 from tinsmith.scheduler.settling import Settler
 from tinsmith.scheduler.snapshots import Snapshots
+from tinsmith.scheduler.suspects import Suspects
 from tinsmith.scheduler.training import Training
 
 _log = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class Scheduler:
         store: CheckpointStore,
         settings: SchedulerSettings | None = None,
         spans: Spans | None = None,
+        suspects: Suspects | None = None,
     ) -> None:
         settings = settings or SchedulerSettings()
         patient = PatientLedger(ledger.board)
@@ -72,6 +74,7 @@ class Scheduler:
             settler=Settler(ledger, patient, most_unsettled=settings.most_unsettled),
             turns=EngineTurns(is_shared=not engine.samples_apart),
             spans=spans or Spans(),
+            suspects=suspects or Suspects(),
         )
         self._snapshots = Snapshots(self._parts)
         self._training = Training(self._parts, self._snapshots)
@@ -100,6 +103,7 @@ class Scheduler:
             ClosedError: The engine was lost meanwhile; `close` this one, and open another.
         """
         self._parts.ledger.board.release_lines()
+        self._parts.suspects.clear()
         self._report()
         self._start("settling", self._parts.settler.run())
         try:
@@ -136,6 +140,7 @@ class Scheduler:
         self._report()
         parts.wake()
         await self._sampling.stop()
+        parts.suspects.clear()  # whoever waits to enter the engine sees that nothing more does
         ends_at = time.monotonic() + drain_s
         await self._drain(ends_at)
         # Out of order nothing may be settled any more, and nothing is: all who do have ended.

@@ -20,6 +20,7 @@ from tinsmith.scheduler.patience import PatientLedger
 from tinsmith.scheduler.settings import SchedulerSettings
 from tinsmith.scheduler.settling import Settler
 from tinsmith.scheduler.statistics import Statistics
+from tinsmith.scheduler.suspects import Suspects
 from tinsmith.wire.stored import read_stored
 
 T = TypeVar("T")
@@ -44,6 +45,7 @@ class Parts:
     samples: SampleQueue = dataclasses.field(default_factory=SampleQueue)
     statistics: Statistics = dataclasses.field(default_factory=Statistics)
     spans: Spans = dataclasses.field(default_factory=Spans)
+    suspects: Suspects = dataclasses.field(default_factory=Suspects)
     is_recovered: bool = False
     """Whether all models are where their lines are."""
     is_closing: bool = False

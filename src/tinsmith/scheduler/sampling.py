@@ -105,9 +105,12 @@ class Sampling:
         await self._samplers.stop()
 
     async def _prepare(self, command: Command) -> None:
-        request_id = command.request_id
+        request_id, suspects = command.request_id, self._parts.suspects
         try:
             request = await self._read(command)
+            suspects.check(request_id)
+            await suspects.wait_alone()
+            suspects.enter([request_id])
             source = await self._samplers.source(command, request)
             await self._samplers.acquire(source)
             self._enter(command, request, source)
@@ -176,6 +179,7 @@ class Sampling:
         admitted = self._admitted.pop(request_id, None)
         if admitted is None:
             return  # cancelled in the meantime
+        self._parts.suspects.leave([request_id])
         self._samplers.release(admitted.source)
         if event.result is None:
             error = event.error or RuntimeError("the engine gave no outcome")
@@ -189,6 +193,7 @@ class Sampling:
         self._parts.ended()
 
     def _end(self, command: Command, error: BaseException) -> None:
+        self._parts.suspects.leave([command.request_id])
         self._parts.settler.add(failure(command, error))
         self._parts.statistics.count("failed_samples")
         self._parts.ended()

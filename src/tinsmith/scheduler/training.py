@@ -53,11 +53,17 @@ class Training:
         while not parts.is_closing:
             changed.clear()
             await parts.settler.wait_room()
+            if parts.suspects.must_wait:
+                # Not active meanwhile: who is in the engine must not wait for us to take our share.
+                await parts.turns.set_active("training", False)
+                await parts.suspects.wait_alone()
+                continue
             batch = self._choose()
             if batch is None:
                 await parts.turns.set_active("training", False)
                 await changed.wait()
                 continue
+            parts.suspects.enter(command.request_id for command in batch.commands)
             await parts.turns.set_active("training", True)
             await self._run_batch(batch)
         await parts.turns.set_active("training", False)
@@ -70,7 +76,9 @@ class Training:
             most_tokens=min(
                 self._parts.engine.capacity().batch_tokens, self._parts.settings.most_batch_tokens
             ),
-            most_commands=self._parts.settings.most_batch_commands,
+            most_commands=1
+            if self._parts.suspects.are_apart
+            else self._parts.settings.most_batch_commands,
         )
 
     def _base_model(self, line: LineId) -> str:
@@ -86,6 +94,7 @@ class Training:
         started, started_at = time.monotonic(), parts.ledger.now()
         outcomes = await self._train(works)
         work_s = (time.monotonic() - started) / max(1, len(batch.lines))
+        parts.suspects.leave(command.request_id for command in batch.commands)
         self._settle(batch, read, outcomes, started_at)
         for line, commands in batch.lines.items():
             known = parts.models.get(line)
@@ -100,6 +109,7 @@ class Training:
     async def read(self, command: Command) -> TrainingWork | BaseException:
         """A command as a work of the engine, or why it cannot be one."""
         try:
+            self._parts.suspects.check(command.request_id)
             self._parts.models.ready(command.line)
             request = await self._parts.request(command)
             if command.kind not in PASSES:

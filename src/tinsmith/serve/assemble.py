@@ -81,7 +81,9 @@ class Service:
         self._engine = engine
         scheduling = _scheduler_settings(settings)
         self._working = Working(
-            engine, ledger.board, lambda: Scheduler(ledger, engine, store, scheduling, spans)
+            engine,
+            ledger.board,
+            lambda suspects: Scheduler(ledger, engine, store, scheduling, spans, suspects),
         )
         self._measuring = Measuring(self.metrics, ledger, spans)
         self.app: App = make_app(

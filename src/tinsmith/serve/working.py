@@ -2,8 +2,8 @@
 
 An engine in a process of its own is lost when that process crashes or is killed. Nothing that was
 accepted goes with it: what was under way is pending again, and models come back from the ledger and
-their snapshots, as after a restart of the service. An engine that is lost again and again is given
-up, because most likely one of the commands kills it.
+their snapshots, as after a restart of the service. A command that kills the engine is found
+(`scheduler/suspects.py`) and fails. An engine that is lost again and again without one is given up.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from tinsmith.engines.base import Engine
 from tinsmith.errors import EngineLostError, TinkerError
 from tinsmith.ledger.board import ACTIVE, Board, QueueReport, SchedulerReport
 from tinsmith.scheduler.loop import Scheduler
+from tinsmith.scheduler.suspects import Suspects
 
 _log = logging.getLogger(__name__)
 
@@ -31,11 +32,12 @@ SETTLE_S = 10.0
 class Working:
     """See the top of the module. For one event loop."""
 
-    def __init__(self, engine: Engine, board: Board, make: Callable[[], Scheduler]) -> None:
+    def __init__(self, engine: Engine, board: Board, make: Callable[[Suspects], Scheduler]) -> None:
         self._engine = engine
         self._board = board
+        self._suspects = Suspects()
         self._make = make
-        self._scheduler = make()
+        self._scheduler = make(self._suspects)
         self._ending: asyncio.Task[None] | None = None
         """Of a scheduler whose engine was lost."""
         self._lost_at: deque[float] = deque(maxlen=MOST_LOSSES + 1)
@@ -67,6 +69,14 @@ class Working:
         await self._scheduler.close(drain_s)
 
     def _check(self, lost: TinkerError) -> None:
+        to_blame = self._suspects.note_loss()
+        if to_blame is not None:
+            _log.error(
+                "a command is given up, because it ends the engine each time",
+                extra={"command": to_blame},
+            )
+            self._lost_at.clear()
+            return
         self._lost_at.append(time.monotonic())
         is_often = len(self._lost_at) > MOST_LOSSES
         if is_often and time.monotonic() - self._lost_at[0] < LOSSES_S:
@@ -84,7 +94,7 @@ class Working:
         try:
             await self._engine.close()
             await self._engine.open()
-            self._scheduler = self._make()
+            self._scheduler = self._make(self._suspects)
             await self._scheduler.open()
         finally:
             self._board.hold(ACTIVE)

@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import os
 import signal
+from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 
-from tests.integration.scheduler.bench import until
+from tests.integration.scheduler.bench import BASE, QUICK, Bench, until
+from tinsmith.engines.base import (
+    SampleEvent,
+    SampleOutcome,
+    SampleWork,
+    TrainingOutcome,
+    TrainingWork,
+)
 from tinsmith.engines.child import ChildEngine
+from tinsmith.engines.fake.engine import FakeEngine, FakeSettings, fake_model
+from tinsmith.errors import EngineLostError, TinkerError
+from tinsmith.ledger.memory import MemoryLedger
+from tinsmith.scheduler.loop import Scheduler
 from tinsmith.serve.assemble import Service
 from tinsmith.serve.settings import ServiceSettings
+from tinsmith.serve.working import Working
+from tinsmith.types.futures import RequestFailedResponse
 
 WAIT_S = 60.0
 
@@ -70,3 +86,114 @@ def test_a_service_that_is_closed_while_it_begins_anew_leaves_nothing_behind(
 
     for turns in (0, 1, 4, 64):
         asyncio.run(test(turns))
+
+
+class Mortal(FakeEngine):
+    """Is lost whenever it works on one of `poison`."""
+
+    def __init__(self) -> None:
+        super().__init__([fake_model(BASE)], FakeSettings())
+        self.poison: set[str] = set()
+        self.deaths = 0
+        self._sampling: set[str] = set()
+
+    async def open(self) -> None:
+        self._gone: asyncio.Future[TinkerError] = asyncio.get_running_loop().create_future()
+        self._sampling.clear()
+        await super().open()
+
+    async def wait_lost(self) -> TinkerError:
+        return await asyncio.shield(self._gone)
+
+    async def train(self, batch: Sequence[TrainingWork]) -> list[TrainingOutcome]:
+        self._work_on(work.work_id for work in batch)
+        return await super().train(batch)
+
+    def admit(self, work: SampleWork) -> None:
+        self._sampling.add(work.work_id)
+        super().admit(work)
+
+    async def step_sampler(self) -> list[SampleEvent]:
+        self._work_on(self._sampling)
+        events = await super().step_sampler()
+        self._sampling -= {one.work_id for one in events if isinstance(one, SampleOutcome)}
+        return events
+
+    def _work_on(self, work_ids: Iterable[str]) -> None:
+        if self.poison.isdisjoint(work_ids):
+            return
+        if not self._gone.done():
+            self.deaths += 1
+            self._gone.set_result(EngineLostError("it has ended"))
+        raise EngineLostError("it has ended")
+
+
+@contextlib.asynccontextmanager
+async def _working(folder: Path) -> AsyncIterator[tuple[Bench, Mortal]]:
+    """A service without its server, on an engine that can be lost."""
+    bench, engine = Bench(folder, MemoryLedger()), Mortal()
+    bench.engine = engine
+    await engine.open()
+    working = Working(
+        engine,
+        bench.ledger.board,
+        lambda suspects: Scheduler(bench.ledger, engine, bench.store, QUICK, None, suspects),
+    )
+    running = asyncio.create_task(working.run())
+    try:
+        async with asyncio.timeout(WAIT_S):
+            yield bench, engine
+        assert not running.done()
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await working.close(1.0)
+        await engine.close()
+
+
+def test_a_command_that_ends_the_engine_fails_and_all_others_are_done(tmp_path: Path) -> None:
+    """Those of its own model too, and another such command after it."""
+
+    async def test() -> None:
+        async with _working(tmp_path) as (bench, engine):
+            engine.poison = {"s:train:0:2", "s:train:1:3"}
+            lines = [f"s:train:{number}" for number in range(4)]
+            for line in lines:
+                await bench.create(line)
+            asked = [
+                [await bench.forward_backward(line, 1)]
+                + [await bench.step(line, number) for number in (2, 3, 4)]
+                for line in lines
+            ]
+            await bench.add_sampler("s:sample:0")
+            samples = [await bench.sample("s:sample:0", number) for number in range(1, 9)]
+
+            failed = set()
+            for request_id in [*itertools.chain(*asked), *samples]:
+                ended = await bench.result(request_id)
+                if isinstance(ended, RequestFailedResponse):
+                    assert "is given up" in ended.error
+                    failed.add(request_id)
+
+            assert failed == engine.poison
+            assert engine.deaths <= 6  # fewer if both were in it at once
+
+    asyncio.run(test())
+
+
+def test_a_sample_that_ends_the_engine_fails_and_all_others_are_drawn(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with _working(tmp_path) as (bench, engine):
+            engine.poison = {"s:sample:0:3"}
+            await bench.create("s:train:0")
+            await bench.add_sampler("s:sample:0")
+            samples = [await bench.sample("s:sample:0", number) for number in range(1, 9)]
+            steps = [await bench.step("s:train:0", number) for number in (1, 2)]
+
+            ended = {one: await bench.result(one) for one in [*samples, *steps]}
+
+            failed = {one for one, how in ended.items() if isinstance(how, RequestFailedResponse)}
+            assert failed == engine.poison
+            assert engine.deaths == 3
+
+    asyncio.run(test())

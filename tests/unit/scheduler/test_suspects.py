@@ -1,0 +1,98 @@
+"""Who is tried alone after the engine was lost, and who is given up."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tinsmith.errors import InternalServerError
+from tinsmith.ledger.records import RequestId
+from tinsmith.scheduler.suspects import SUSPECTED_S, Suspects
+
+BAD, GOOD, OTHER = RequestId("m:1"), RequestId("n:1"), RequestId("o:1")
+
+
+class Ticks:
+    """A clock that the test sets."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def lose(suspects: Suspects, *inside: RequestId) -> RequestId | None:
+    suspects.clear()
+    suspects.enter(inside)
+    return suspects.note_loss()
+
+
+def test_who_is_alone_in_the_engine_at_the_third_loss_is_given_up() -> None:
+    suspects = Suspects()
+
+    blamed = [lose(suspects, BAD, GOOD), lose(suspects, BAD, OTHER), lose(suspects, BAD)]
+
+    assert blamed == [None, None, BAD]
+    assert not suspects.are_apart
+    suspects.check(GOOD)
+    with pytest.raises(InternalServerError, match="lost 3 times while it ran m:1"):
+        suspects.check(BAD)
+
+
+def test_nobody_is_given_up_who_was_not_alone() -> None:
+    suspects = Suspects()
+
+    blamed = [lose(suspects, BAD, GOOD) for _ in range(5)]
+
+    assert blamed == [None] * 5
+    suspects.check(BAD)
+
+
+def test_one_loss_makes_nobody_wait() -> None:
+    suspects = Suspects()
+
+    lose(suspects, BAD, GOOD)
+
+    assert not suspects.are_apart
+
+
+def test_suspects_enter_one_after_another_until_all_have_ended() -> None:
+    async def test() -> None:
+        suspects, entered = Suspects(), list[RequestId]()
+        lose(suspects, BAD, GOOD)
+        lose(suspects, BAD, GOOD)
+
+        async def enter(request_id: RequestId) -> None:
+            await suspects.wait_alone()
+            suspects.enter([request_id])
+            entered.append(request_id)
+
+        tasks = [asyncio.create_task(enter(one)) for one in (GOOD, BAD, OTHER)]
+        await asyncio.sleep(0)
+        assert entered == [GOOD]
+        suspects.leave([GOOD])
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert entered == [GOOD, BAD]
+        suspects.leave([BAD])  # the last of the suspects: nobody needs to be alone any more
+        await asyncio.gather(*tasks)
+
+        assert entered == [GOOD, BAD, OTHER]
+        assert not suspects.are_apart
+
+    asyncio.run(test())
+
+
+def test_a_loss_long_ago_says_nothing() -> None:
+    ticks = Ticks()
+    suspects = Suspects(ticks)
+    lose(suspects, BAD)
+    ticks.now += SUSPECTED_S
+
+    blamed = [lose(suspects, BAD), lose(suspects, BAD)]
+
+    assert blamed == [None, None]
+    assert suspects.are_apart
+    ticks.now += SUSPECTED_S
+    assert not suspects.are_apart
