@@ -48,8 +48,9 @@ STALLED_S = 60.0
 LINGER_S = 10.0
 """How long the rest of a refused body is passed over, so that its sender can read the answer."""
 
-_ONCE = frozenset({"host", "x-api-key"})
-"""Headers by which it is decided who may do what: a proxy may look at the other one."""
+_ONCE = frozenset({"host", "x-api-key", "transfer-encoding"})
+"""Headers by which it is decided who may do what and where a body ends: a proxy may look at the
+other one."""
 _LONGEST_USUAL = 64
 """Names of headers up to this length are remembered."""
 _STATUS_LINES = {
@@ -80,11 +81,13 @@ class HttpConnection(asyncio.Protocol):
         self._watch: asyncio.TimerHandle | None = None
         self._is_stopping = False
         self._is_lingering = False
-        self._problem = ""
+        self._problem = 400, "not HTTP/1.1"
         """Why a callback of the parser refuses what it was called with."""
         self._refusal: bytes | None = None
         """What is said after the answers to what was asked before; nothing more is read."""
         self.is_lost = False
+        self.has_client_ended = False
+        """Whether it sends no more: it has left, or waits for the answers to what it has sent."""
 
     # What the transport calls
 
@@ -100,13 +103,26 @@ class HttpConnection(asyncio.Protocol):
 
     def connection_lost(self, _: Exception | None) -> None:
         """Tell whoever works for this client that it has left."""
-        self.is_lost = True
+        self.is_lost = self.has_client_ended = True
         self._server.forget(self)
         if self._timer is not None:
             self._timer.cancel()
         self.resume_writing()
         for request in self._requests:
             request.tell_left()
+
+    def eof_received(self) -> bool:
+        """Answer what has come whole, and close then.
+
+        Whoever sends no more has left, as a rule, so nothing is waited for on its behalf; but it
+        may have closed its half of the connection alone.
+        """
+        self.has_client_ended = True
+        if self.scheme == "https" or not self._requests or not self._requests[-1].is_whole:
+            return False  # TLS has no halves
+        for request in self._requests:
+            request.tell_left()
+        return True
 
     def data_received(self, data: bytes) -> None:
         """Read on, and begin with a request that has come."""
@@ -118,7 +134,7 @@ class HttpConnection(asyncio.Protocol):
         except httptools.HttpParserUpgrade:
             self.stop()  # what follows may be anything
         except httptools.HttpParserError:
-            self._refuse(400, self._problem or "not HTTP/1.1")
+            self._refuse(*self._problem)
         if self._head_bytes > MOST_HEAD_BYTES and self._refusal is None:
             self._refuse(431, f"the request's headers are larger than {MOST_HEAD_BYTES} bytes")
         elif self._is_in_head and self._give_up_at == math.inf and not self._requests:
@@ -169,6 +185,8 @@ class HttpConnection(asyncio.Protocol):
         if not self._url.startswith(b"/"):
             self._url = _local_part(self._url)
         path, _, query = self._url.decode("latin-1").partition("?")
+        if self._headers.get("transfer-encoding", "chunked").lower() != "chunked":
+            raise self._refused("transfer-encoding may be chunked and nothing else", 501)
         version = self._parser.get_http_version()
         request = HttpRequest(
             self, self._parser.get_method().decode("ascii"), path, query, self._headers
@@ -227,6 +245,9 @@ class HttpConnection(asyncio.Protocol):
             return
         if self._refusal is not None and not self._requests:
             self._say_refusal()
+            return
+        if self.has_client_ended and not self._requests:
+            self._close()
             return
         if len(self._requests) <= 1:
             self.resume_reading()
@@ -317,9 +338,9 @@ class HttpConnection(asyncio.Protocol):
         else:
             self._watch = self.loop.call_later(self.stalled_s, self._watch_writing, waiting)
 
-    def _refused(self, problem: str) -> ValueError:
+    def _refused(self, problem: str, status: int = 400) -> ValueError:
         """For callbacks of the parser, which makes an error of its own of whatever they raise."""
-        self._problem = problem
+        self._problem = status, problem
         return ValueError(problem)
 
     def _refuse(self, status: int, detail: str) -> None:

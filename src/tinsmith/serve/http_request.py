@@ -129,7 +129,7 @@ class HttpRequest(Incoming):
     def left(self) -> asyncio.Future[None]:
         """`Incoming.left`."""
         self._left = self._connection.loop.create_future()
-        if self._connection.is_lost:
+        if self._connection.has_client_ended:
             self._left.set_result(None)
         return self._left
 

@@ -379,7 +379,7 @@ def test_whoever_works_for_a_client_is_told_when_it_leaves() -> None:
 
 
 @plain
-@pytest.mark.parametrize("name", [b"Host", b"X-Api-Key"])
+@pytest.mark.parametrize("name", [b"Host", b"X-Api-Key", b"Transfer-Encoding"])
 def test_a_header_that_says_who_may_do_what_comes_once(port: int, name: bytes) -> None:
     """A proxy before us may have looked at the other one."""
     answer = answered(port, b"GET / HTTP/1.1\r\n" + 2 * (name + b": a\r\n") + b"\r\n")
@@ -563,3 +563,45 @@ def test_whoever_sends_too_much_reads_why_it_is_refused(port: int) -> None:
         answer = read(connection)
 
     assert answer.startswith(b"HTTP/1.1 413 ")
+
+
+@plain
+@pytest.mark.parametrize("name", [b"gzip, chunked", b"gzip", b"identity", b"chunked, chunked"])
+def test_a_transfer_encoding_that_is_not_undone_is_refused(port: int, name: bytes) -> None:
+    """Else its bytes would be taken for the body."""
+    head = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: " + name + b"\r\n\r\n"
+
+    answer = answered(port, head + b"1\r\nx\r\n0\r\n\r\n")
+
+    assert answer.startswith((b"HTTP/1.1 501 ", b"HTTP/1.1 400 "))
+    assert answer.count(b"HTTP/1.1 ") == 1
+
+
+@plain
+def test_the_usual_transfer_encoding_may_be_written_in_capitals(port: int) -> None:
+    head = b"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\nTransfer-Encoding: Chunked\r\n\r\n"
+
+    assert answered(port, head + b"1\r\nx\r\n0\r\n\r\n").endswith(b"\r\n\r\n1")
+
+
+@plain
+def test_a_client_that_sends_no_more_gets_its_answers(port: int) -> None:
+    """It has closed its half of the connection, and not the other."""
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        asked = b"GET /who HTTP/1.1\r\nhost: x\r\n\r\n" + b"GET /pieces HTTP/1.1\r\nhost: x\r\n\r\n"
+        connection.sendall(asked)
+        connection.shutdown(socket.SHUT_WR)
+
+        answer = read(connection)
+
+    assert b"\r\n\r\nnobody" in answer
+    assert answer.endswith(b"3\r\ntwo\r\n0\r\n\r\n")
+
+
+@plain
+def test_a_client_that_sends_no_more_in_the_middle_of_a_body_is_let_go(port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        connection.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nhalf")
+        connection.shutdown(socket.SHUT_WR)
+
+        assert read(connection) == b""
