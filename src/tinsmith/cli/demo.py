@@ -41,6 +41,7 @@ def run(arguments: argparse.Namespace) -> None:
     from tinsmith.model_files.sources import DEFAULT_MODEL
     from tinsmith.observe.progress import Progress
 
+    _check_installed()
     name = arguments.model or DEFAULT_MODEL
     with Progress(name, None, in_bytes=True, format_=arguments.format) as bar:
         folder = find_model(name, model_cache(arguments), tell=telling(bar, name))
@@ -57,3 +58,17 @@ def run(arguments: argparse.Namespace) -> None:
             seed=arguments.seed,
         )
     )
+
+
+def _check_installed() -> None:
+    """Before a model is fetched that could not be used."""
+    from importlib.util import find_spec
+
+    from tinsmith.cli.failures import CommandError
+
+    for package in ("torch", "gguf"):
+        if find_spec(package) is None:
+            raise CommandError(
+                f"the demo needs {package}, which is not installed",
+                remedy="pip install 'tinsmith[demo]'",
+            )
