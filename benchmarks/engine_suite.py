@@ -71,7 +71,11 @@ _TRAINING_NOTE = (
     "in full for each, with the head on the 33 positions that count (ours has it on all, since the "
     "API returns all log-probabilities). Of the padded batch and of the group the loop computes "
     "two sequences, each of which costs the same. Adapters: eight of them, one sequence of 16 "
-    "tokens and a step for each."
+    "tokens and a step for each. What passes save together is the reading of the base's weights; "
+    "the more tokens a pass has, the less of its time that is. In float32 the base's products "
+    "alone, without adapters and steps, take about 2.0 times as long at 8 × 16 rows as at "
+    "1 × 128 for SmolLM2, and 2.2 times for the 30M model: more than that cannot be reached there "
+    "with batches of this size."
 )
 
 

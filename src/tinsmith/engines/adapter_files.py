@@ -1,4 +1,4 @@
-"""What all engines ask of the files of an adapter, whoever wrote them.
+"""What all engines ask of an adapter, and of its files, whoever wrote them.
 
 `checkpoints/format.py` reads and writes them; here is what is refused, and why, and how adapters
 of other programs are brought to our alpha.
@@ -17,6 +17,8 @@ from tinsmith.checkpoints import format as files
 from tinsmith.engines.base import AdapterSpec, BaseModel
 from tinsmith.errors import CheckpointFormatError, NotFoundError, ValidationError
 from tinsmith.model.architecture import ALPHA
+
+OPTIMIZERS = ("adamw", "dimuon")
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
@@ -70,6 +72,26 @@ def known_model(models: Mapping[str, BaseModel], name: str) -> BaseModel:
     if name not in models:
         raise NotFoundError(f"there is no base model {name!r}")
     return models[name]
+
+
+def model_to_train(models: Mapping[str, BaseModel], spec: AdapterSpec) -> BaseModel:
+    """The base model of an adapter. Which layers can be trained, the engine looks at.
+
+    Raises:
+        NotFoundError: There is none of that name.
+        ValidationError: The rank or the optimizer cannot be had.
+    """
+    model = known_model(models, spec.base_model)
+    if not 1 <= spec.lora.rank <= model.max_rank:
+        raise ValidationError(
+            f"rank is {spec.lora.rank}; for {model.name} it may be 1 to {model.max_rank}"
+        )
+    if spec.optimizer.type not in OPTIMIZERS:
+        raise ValidationError(
+            f"there is no optimizer {spec.optimizer.type!r}",
+            remedy=f"known are {', '.join(OPTIMIZERS)}",
+        )
+    return model
 
 
 def check_base(models: Mapping[str, BaseModel], folder: Path, wanted: str) -> None:

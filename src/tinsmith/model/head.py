@@ -18,7 +18,11 @@ from tinsmith.model.linear import Linear
 from tinsmith.model.lora import LoraSpan
 from tinsmith.model.lora_linear import FactorSpan, spans_of
 
-SLICE_BYTES = 64 << 20
+SLICE_BYTES = 24 << 20
+"""Allocators of C libraries give blocks of 32 MB and more back to the system when they are free,
+and fresh memory is dear: with slices of 64 MB a pass of a 30M model took a tenth longer."""
+_CACHED_ROWS = 16
+"""Rows whose sums are formed at a time: as many logits as caches hold."""
 SlopesOf = Callable[[int, int, Tensor], Tensor]
 """Given the log-probabilities of the rows from start to end: how the loss changes with each."""
 
@@ -102,7 +106,7 @@ class Head:
                 targets_RK[here],
                 slopes_RK[here],
                 logits_RV,
-                torch.logsumexp(logits_RV, -1, keepdim=True),
+                _sums(logits_RV),
                 _cut(spans, start, end),
             )
         return gradient_RD
@@ -176,8 +180,15 @@ def _kept(spans: list[FactorSpan], counts_R: Tensor) -> list[FactorSpan]:
 
 def _chosen(logits_RV: Tensor, targets_RK: Tensor) -> tuple[Tensor, Tensor]:
     """The targets' log-probabilities, and the logarithm of the sum of each row's weights."""
-    sums_R1 = torch.logsumexp(logits_RV, -1, keepdim=True)
+    sums_R1 = _sums(logits_RV)
     return logits_RV.gather(1, targets_RK) - sums_R1, sums_R1
+
+
+def _sums(logits_RV: Tensor) -> Tensor:
+    """The logarithm of the sum of each row's weights."""
+    # It goes over its argument several times: in cache that takes less than half the time.
+    parts = logits_RV.split(_CACHED_ROWS)
+    return torch.cat([torch.logsumexp(part, -1, keepdim=True) for part in parts])
 
 
 def _cut(spans: list[FactorSpan], start: int, end: int) -> list[FactorSpan]:

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from tinsmith.engines.adapter_files import check_base, known_model
+from tinsmith.engines.adapter_files import check_base, known_model, model_to_train
 from tinsmith.engines.base import (
     AdapterId,
     AdapterSpec,
@@ -42,7 +42,6 @@ from tinsmith.model.architecture import Architecture
 from tinsmith.model.lora import FusedLora
 from tinsmith.model.transformer import Transformer
 
-OPTIMIZERS = ("adamw", "dimuon")
 PACKS_AT_A_TIME = 4
 """How many packs one call of `train` should fill at most."""
 
@@ -180,16 +179,7 @@ class EmbeddedEngine(Engine):
 
     def _checked(self, spec: AdapterSpec) -> Transformer:
         """The base model, if it can be trained so."""
-        model = self._model(spec.base_model)
-        if not 1 <= spec.lora.rank <= model.max_rank:
-            raise ValidationError(
-                f"rank is {spec.lora.rank}; for {model.name} it may be 1 to {model.max_rank}"
-            )
-        if spec.optimizer.type not in OPTIMIZERS:
-            raise ValidationError(
-                f"there is no optimizer {spec.optimizer.type!r}",
-                remedy=f"known are {', '.join(OPTIMIZERS)}",
-            )
+        model = model_to_train(self._models, spec)
         transformer = self._transformers[model.name]
         if not files.layout_of(transformer.architecture, spec.lora).size:
             raise ValidationError(

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
-from tinsmith.engines.adapter_files import check_base, known_model
+from tinsmith.engines.adapter_files import check_base, known_model, model_to_train
 from tinsmith.engines.base import (
     AdapterId,
     AdapterSpec,
@@ -34,7 +34,7 @@ from tinsmith.engines.base import (
 from tinsmith.engines.fake import arithmetic, files
 from tinsmith.engines.fake.arithmetic import Array, Vocabulary
 from tinsmith.engines.fake.sampling import Draws, RunningSample
-from tinsmith.engines.fake.training import OPTIMIZERS, Adapter
+from tinsmith.engines.fake.training import Adapter
 from tinsmith.errors import ClosedError, NotFoundError, ValidationError
 
 VOCABULARY = 200_000
@@ -161,18 +161,9 @@ class FakeEngine(Engine):
 
     def _checked(self, spec: AdapterSpec) -> Array:
         """The table of the base model, if it can be trained so."""
-        model = self._model(spec.base_model)
-        if not 1 <= spec.lora.rank <= model.max_rank:
-            raise ValidationError(
-                f"rank is {spec.lora.rank}; for {model.name} it may be 1 to {model.max_rank}"
-            )
+        model = model_to_train(self._models, spec)
         if not arithmetic.trained_parts(spec.lora):
             raise ValidationError("one of train_attn, train_mlp and train_unembed must be true")
-        if spec.optimizer.type not in OPTIMIZERS:
-            raise ValidationError(
-                f"there is no optimizer {spec.optimizer.type!r}",
-                remedy=f"known are {', '.join(OPTIMIZERS)}",
-            )
         return self._tables[model.name]
 
     def _model(self, name: str) -> BaseModel:

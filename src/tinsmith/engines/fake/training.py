@@ -24,8 +24,6 @@ from tinsmith.types.training import (
     OptimStepResponse,
 )
 
-OPTIMIZERS = ("adamw", "dimuon")
-
 
 class Adapter:
     """The state of one adapter."""
