@@ -24,8 +24,9 @@ class ConnectionPool:
     """The connections for one purpose.
 
     Whoever finds none free waits for the next that is given back or made, whichever comes first.
-    They are made in rounds, each as large as what is there: a burst of short calls is served by a
-    few of them, and a burst of long ones soon has as many as it needs.
+    They are made in rounds, each as large as what is there, but not for those whom the exchanges of
+    another such round would serve: a burst of short calls is served by a few of them, and a burst
+    of long ones soon has as many as it needs.
     """
 
     def __init__(self, address: Address, settings: TransportSettings) -> None:
@@ -37,6 +38,8 @@ class ConnectionPool:
         self._opening: set[asyncio.Task[None]] = set()
         self._waiting: collections.deque[asyncio.Future[Connection]] = collections.deque()
         self._round: asyncio.TimerHandle | None = None
+        self._served = 0
+        """How many were given a used connection in this round."""
         self._sweep: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
 
@@ -89,6 +92,11 @@ class ConnectionPool:
         if not connection.is_open:
             connection.close()
             return
+        if self._waiting:
+            self._served += 1
+        self._hand_out(connection)
+
+    def _hand_out(self, connection: Connection) -> None:
         while self._waiting:
             turn = self._waiting.popleft()
             if not turn.done():
@@ -99,12 +107,12 @@ class ConnectionPool:
         if self._sweep is None:
             self._sweep = self._loop.call_later(KEEP_ALIVE_S, self._close_old)
 
-    def _open_more(self) -> None:
+    def _open_more(self, soon_served: int = 0) -> None:
         """Have more connections made, if those who wait need them and there may be more."""
         if self._round is not None:
             return  # another round is coming
         count = min(
-            len(self._waiting) - len(self._opening),
+            len(self._waiting) - len(self._opening) - soon_served,
             max(FIRST_CONNECTIONS, len(self._all)),
             self._most - len(self._all) - len(self._opening),
         )
@@ -112,12 +120,13 @@ class ConnectionPool:
             task = self._loop.create_task(self._open())
             self._opening.add(task)
             task.add_done_callback(self._opened)
-        if count > 0:
+        if count > 0 or (soon_served and self._waiting):
+            self._served = 0
             self._round = self._loop.call_later(ROUND_S, self._next_round)
 
     def _next_round(self) -> None:
         self._round = None
-        self._open_more()
+        self._open_more(self._served)
 
     async def _open(self) -> None:
         connection = Connection(self._lost, self._most_bytes, self._loop)
@@ -130,7 +139,7 @@ class ConnectionPool:
             self._fail_next(connection.lost("the server closed the connection"))
             return
         self._all.add(connection)
-        self.give_back(connection)
+        self._hand_out(connection)
 
     def _opened(self, task: asyncio.Task[None]) -> None:
         self._opening.discard(task)

@@ -1,0 +1,119 @@
+"""Requests that are begun while no connection is free, and whatever may become of them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from tests.integration.client.scripted_server import Connection, Received, ScriptedServer
+from tests.integration.client.transport_runs import Run, echo, post
+from tinsmith.client.transports.base import Begun, TransportSettings
+from tinsmith.client.transports.direct import DirectTransport
+from tinsmith.errors import APIConnectionError, APITimeoutError
+from tinsmith.wire.endpoints import Pool
+from tinsmith.wire.exchange import HttpRequest
+
+
+class Held:
+    """A server that answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.answer = asyncio.Event()
+
+    async def __call__(self, request: Received, connection: Connection) -> None:
+        await self.answer.wait()
+        await echo(request, connection)
+
+
+def begin(
+    transport: DirectTransport, body: bytes = b"{}", timeout_s: float = 20.0
+) -> tuple[Begun, asyncio.Event]:
+    """Begin a request; gives what was begun, and what is set when it is over."""
+    request = HttpRequest("POST", "/api/v1/asample", {}, {}, [body])
+    begun = transport.begin(request, pool=Pool.SAMPLE, timeout_s=timeout_s, idempotency_key="k")
+    assert begun is not None
+    over = asyncio.Event()
+    begun.when_over(over.set)
+    return begun, over
+
+
+def test_each_is_sent_over_the_next_connection_that_is_free(run_direct: Run) -> None:
+    async def scenario(transport: DirectTransport, server: ScriptedServer) -> int:
+        many = [begin(transport, b"%d" % number) for number in range(100)]
+        for number, (begun, over) in enumerate(many):
+            await over.wait()
+            reply = begun.whole_reply()
+            assert reply is not None
+            assert bytes(reply.body) == b"%d" % number
+        return len(server.connections)
+
+    assert run_direct(echo, scenario, most_connections=4) <= 4
+
+
+def test_those_that_take_long_soon_have_a_connection_each(run_direct: Run) -> None:
+    held = Held()
+
+    async def scenario(transport: DirectTransport, server: ScriptedServer) -> None:
+        many = [begin(transport) for _ in range(60)]
+        await server.wait_received(60)
+        held.answer.set()
+        for _, over in many:
+            await over.wait()
+
+    run_direct(held, scenario)
+
+
+def test_one_that_has_no_connection_in_time_is_over_and_late(run_direct: Run) -> None:
+    held = Held()
+
+    async def scenario(transport: DirectTransport, server: ScriptedServer) -> None:
+        first, first_over = begin(transport)
+        await server.wait_received(1)
+        late, late_over = begin(transport, timeout_s=0.05)
+        await late_over.wait()
+        assert late.whole_reply() is None
+        with pytest.raises(APITimeoutError):
+            await late.reply()
+        held.answer.set()
+        await first_over.wait()
+        assert first.whole_reply() is not None
+        assert (await post(transport)).status == 200
+
+    run_direct(held, scenario, most_connections=1)
+
+
+def test_one_that_is_given_up_while_it_waits_is_never_sent(run_direct: Run) -> None:
+    held = Held()
+
+    async def scenario(transport: DirectTransport, server: ScriptedServer) -> int:
+        first, first_over = begin(transport)
+        await server.wait_received(1)
+        given_up, over = begin(transport)
+        given_up.cancel()
+        assert over.is_set()
+        assert given_up.whole_reply() is None
+        held.answer.set()
+        await first_over.wait()
+        assert first.whole_reply() is not None
+        assert (await post(transport)).status == 200
+        return len(server.received)
+
+    assert run_direct(held, scenario, most_connections=1) == 2
+
+
+def test_one_that_finds_nobody_at_the_address_says_so(run_direct: Run) -> None:
+    async def scenario(_: DirectTransport, __: ScriptedServer) -> None:
+        with socket.socket() as closed:
+            closed.bind(("127.0.0.1", 0))
+            url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+            transport = DirectTransport(TransportSettings(base_url=url), lambda: "tml-key")
+            begun, over = begin(transport)
+            await over.wait()
+            assert begun.whole_reply() is None
+            with pytest.raises(APIConnectionError, match=url):
+                await begun.reply()
+            await transport.close()
+
+    run_direct(echo, scenario)
