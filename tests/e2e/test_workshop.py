@@ -106,6 +106,13 @@ def test_every_name_leads_to_a_whole_model(workshop: Path) -> None:
         assert (workshop / name / "model.safetensors").is_file()
 
 
+def test_models_have_a_head_of_their_own_as_their_namesakes_do(workshop: Path) -> None:
+    """Programs that fold an adapter in look for it: one trained on the head has a weight of it."""
+    for family in FAMILIES:
+        weights = (workshop / "models" / family / "model.safetensors").read_bytes()
+        assert b'"lm_head.weight"' in weights
+
+
 def test_every_mark_of_a_family_is_one_token_and_its_template_makes_them(workshop: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     jinja2 = pytest.importorskip("jinja2")

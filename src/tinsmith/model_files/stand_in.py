@@ -33,7 +33,7 @@ _SIZES = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
     "hidden_act": "silu",
-    "tie_word_embeddings": True,
+    "tie_word_embeddings": False,
 }
 
 

@@ -1,0 +1,43 @@
+"""What `recipes.py` makes of runs; the recipes themselves are run by hand."""
+
+from __future__ import annotations
+
+import re
+
+from tests.e2e.recipes import HEAD, PAGE, RECIPES, TABLE, Recipe, Run, compared, row
+from tinsmith.model_files.workshop import NAMES
+
+LOSS: dict[str, object] = {"step": 1, "train_mean_nll": 5.5, "time/total": 1.0}
+
+
+def test_figures_are_compared_without_times_and_places() -> None:
+    one = Run(None, 1.0, [LOSS, {**LOSS, "train_mean_nll": 5.4}])
+    later = Run(None, 1.0, [{**LOSS, "time/total": 9.0}, {**LOSS, "train_mean_nll": 5.4}])
+    parted = Run(None, 1.0, [LOSS, {**LOSS, "train_mean_nll": 5.3}])
+    sampled = Run(None, 1.0, [{**LOSS, "train_mean_nll": 5.0}])
+    named = Run(None, 1.0, [{**LOSS, "more": 1.0}])
+
+    assert compared([one, later]) == "the same"
+    assert compared([one, parted]) == "the same at the first step"
+    assert compared([one, sampled]) == "of their own samples"
+    assert compared([one, named]) == "other figures: more"
+    assert compared([one, Run("failed", 1.0, [])]) == ""
+
+
+def test_a_row_tells_how_each_way_ended() -> None:
+    runs = {"official": Run(None, 1.0, []), "embedded": Run("Error: a | b", 1.0, [])}
+
+    assert row(Recipe("sl_loop", ""), runs) == "| sl_loop | well |  | Error: a \\| b |  |"
+    assert HEAD.splitlines()[0].count("|") == 6
+
+
+def test_recipes_use_models_that_the_workshop_has() -> None:
+    used = re.findall(r"model_name=(\S+)", " ".join(recipe.arguments for recipe in RECIPES))
+
+    assert used
+    assert set(used) <= set(NAMES)
+    assert len({recipe.shown for recipe in RECIPES}) == len(RECIPES)
+
+
+def test_the_table_has_its_place_in_the_page() -> None:
+    assert TABLE.search(PAGE.read_text(encoding="utf-8")) is not None
