@@ -1,7 +1,11 @@
-"""Tests of what many threads do run twice: as usual, and with threads that always give way."""
+"""What holds for all tests: threads that always give way, and a quick collector.
+
+Tests of what many threads do run twice: as usual, and with threads that always give way.
+"""
 
 from __future__ import annotations
 
+import gc
 import re
 import sys
 from collections.abc import Iterator
@@ -21,6 +25,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if CONCURRENT.match(metafunc.function.__name__) and not is_eager:
         metafunc.fixturenames.append("switching")
         metafunc.parametrize("switching", ["usual", "eager"], indirect=True)
+
+
+def pytest_collection_finish() -> None:
+    """Let the collector leave alone what stays for the whole run.
+
+    Thousands of tests and what they import are a million objects, and hundreds of tests collect.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

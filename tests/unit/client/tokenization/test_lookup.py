@@ -53,7 +53,7 @@ def tokenizer(directory: Path) -> Tokenizer:
 
 
 @pytest.fixture
-def _threads_switch_often() -> Iterator[None]:
+def eager_switching() -> Iterator[None]:
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -406,7 +406,7 @@ def test_transformers_that_is_missing_or_fails_is_said(
 # First use
 
 
-@pytest.mark.usefixtures("_threads_switch_often")
+@pytest.mark.usefixtures("eager_switching")
 def test_s35_32_threads_on_first_use_read_the_files_once(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -450,11 +450,11 @@ def test_s35_loading_does_not_block_the_callers_loop(
 # Threads, forks, processes
 
 
-@pytest.mark.usefixtures("_threads_switch_often")
+@pytest.mark.usefixtures("eager_switching")
 @pytest.mark.parametrize("copy_per_thread", [False, True])
 def test_s36_32_threads_encode_as_one_does(directory: Path, copy_per_thread: bool) -> None:
     tokenizer = load_tokenizer(str(directory), copy_per_thread=copy_per_thread)
-    texts = [f"hello world {number} {BOS} ü" for number in range(1000)]
+    texts = [f"hello world {number} {BOS} ü" for number in range(200)]
     expected = [tokenizer.encode(text) for text in texts]
     barrier = threading.Barrier(THREADS)
 
@@ -581,7 +581,7 @@ def test_s37_a_name_that_is_no_special_token_is_refused(tokenizer: Tokenizer) ->
         tokenizer.padding_side = "middle"
 
 
-@pytest.mark.usefixtures("_threads_switch_often")
+@pytest.mark.usefixtures("eager_switching")
 def test_s37_a_handle_may_be_changed_while_others_encode_with_it(tokenizer: Tokenizer) -> None:
     """Nobody finds the native tokenizer borrowed, and no change is lost."""
     stop = threading.Event()
