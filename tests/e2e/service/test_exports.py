@@ -23,11 +23,13 @@ from tinsmith.checkpoints.safetensors_file import read_header
 from tinsmith.errors import BadRequestError
 
 
-@pytest.fixture(params=["folder", "url"])
-def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Served]:
+@pytest.fixture(scope="module", params=["folder", "url"])
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
     """With checkpoints in a folder, and at a URL, which here leads to the server's own memory."""
     where = ["--checkpoints", "memory://bucket/folder"] if request.param == "url" else []
-    with serving(tmp_path / "service", *where) as running:
+    with serving(tmp_path_factory.mktemp(f"at-a-{request.param}"), *where) as running:
         yield running
 
 

@@ -11,7 +11,8 @@ import tinsmith
 from tests.e2e.service.served import BASE_MODEL
 from tinsmith.types import AdamParams, Datum, ModelInput, SamplingParams, TensorData
 
-WAIT_S = 300.0
+WAIT_S = 900.0
+"""What hangs is given up. A service that is killed fifty times takes minutes on a busy machine."""
 API_KEY = "tml-any"
 
 
