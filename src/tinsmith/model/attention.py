@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from tinsmith.model.kv_cache import Run, SequenceKeys
+from tinsmith.model.kv_cache import LayerKeys, Run, SequenceKeys
 from tinsmith.model.masked_attention import masked_attention
 
 FEWEST_QUERIES = 4
@@ -59,13 +59,14 @@ def _reach(rule: AttentionRule, device: torch.device) -> int:
     return sys.maxsize if rule.window is None else rule.window
 
 
+_flash_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
 def _flash(
     q: Tensor, k: Tensor, v: Tensor, scale: float, *, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
     """N × heads × L × D in, out the result and the logarithm of the sum of each row's weights."""
-    out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, is_causal, scale=scale
-    )
+    out, sums = _flash_kernel(q, k, v, 0.0, is_causal, scale=scale)
     return out, sums
 
 
@@ -303,19 +304,57 @@ class CachedStretch(NamedTuple):
         return self.own_end + (0 if shared is None else shared.length)
 
 
+class _Single(NamedTuple):
+    """A row that sees all of its own run up to itself, in one call."""
+
+    row: int
+    seen: LayerKeys
+
+
+class _Several(NamedTuple):
+    """Rows that see what was in their own run, and of themselves what is before."""
+
+    start: int
+    end: int
+    seen: LayerKeys | None
+    itself: LayerKeys
+
+
+class _Shared(NamedTuple):
+    """Rows that see all of a run that is not their own."""
+
+    rows_N: Tensor
+    seen: LayerKeys
+
+
 class _Parted(NamedTuple):
-    whole: list[CachedStretch]
-    shared: list[tuple[Run, Tensor]]
-    """The rows of these that see each shared run."""
+    """Which calls there are to make in each layer."""
+
+    singles: list[_Single]
+    severals: list[_Several]
+    shared: list[_Shared]
     masked: list[CachedStretch]
 
 
 def _parted(stretches: Sequence[CachedStretch], reach: int) -> _Parted:
-    whole: list[CachedStretch] = []
-    masked: list[CachedStretch] = []
+    parted = _Parted([], [], [], [])
+    sharing: dict[int, tuple[Run, list[int]]] = {}
     for one in stretches:
-        (whole if one.sequence_length <= reach else masked).append(one)
-    return _Parted(whole, _shared_groups(whole), masked)
+        start, end, keys, place = one
+        if one.sequence_length > reach:
+            parted.masked.append(one)
+            continue
+        if end - start == 1:
+            parted.singles.append(_Single(start, keys.own.read(0, place + 1)))
+        else:
+            seen = keys.own.read(0, place) if place else None
+            itself = keys.own.read(place, one.own_end)
+            parted.severals.append(_Several(start, end, seen, itself))
+        if keys.shared is not None:
+            sharing.setdefault(id(keys.shared), (keys.shared, []))[1].extend(range(start, end))
+    for run, rows in sharing.values():
+        parted.shared.append(_Shared(torch.tensor(rows), run.read(0, run.length)))
+    return parted
 
 
 class CachedAttention:
@@ -325,6 +364,9 @@ class CachedAttention:
         self._stretches = stretches
         for one in stretches:
             one.keys.own.reserve(one.own_end)
+        # Only now: a run that has grown lies elsewhere.
+        self._places = [one.keys.own.places(one.place, one.own_end) for one in stretches]
+        self._sizes = [one.end - one.start for one in stretches]
         self._parted: dict[int, _Parted] = {}
         """By how long a sequence may be for the flash kernel."""
 
@@ -333,14 +375,17 @@ class CachedAttention:
     ) -> Tensor:
         """`Attention.attend`."""
         kept_2GTD = torch.stack((k_TGD.transpose(0, 1), v_TGD.transpose(0, 1)))
-        for start, end, keys, place in self._stretches:
-            keys.own.write(layer, place, kept_2GTD[:, :, start:end])
+        places = [layers[layer] for layers in self._places]
+        torch._foreach_copy_(places, kept_2GTD.split(self._sizes, 2))
         reach = _reach(rule, q_THD.device)
         if reach not in self._parted:
             self._parted[reach] = _parted(self._stretches, reach)
+        parted = self._parted[reach]
+        if len(parted.singles) == len(self._stretches) and not parted.shared:
+            return _single_rows(layer, rule.scale, q_THD, k_TGD.shape[1], parted.singles)[0]
         out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
-        self._flash(layer, rule.scale, q_THD, k_TGD.shape[1], self._parted[reach], out_THD)
-        for one in self._parted[reach].masked:
+        _fill(layer, rule.scale, q_THD, k_TGD.shape[1], parted, out_THD)
+        for one in parted.masked:
             rows = slice(one.start, one.end)
             out_THD[rows] = _masked_step(layer, rule, q_THD[rows], one)
         return out_THD
@@ -350,44 +395,51 @@ class CachedAttention:
         for one in self._stretches:
             one.keys.own.length = one.own_end
 
-    def _flash(
-        self,
-        layer: int,
-        scale: float,
-        q_THD: Tensor,
-        key_heads: int,
-        parted: _Parted,
-        out_THD: Tensor,
-    ) -> None:
-        """Fill in the rows of the stretches that the kernel reaches."""
-        sums_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
-        # The heads that have one key head, as several queries of it: it is then read once.
-        grouped = (-1, key_heads, q_THD.shape[1] // key_heads)
-        q_TGHD = q_THD.reshape(*grouped, q_THD.shape[2])
-        out_TGHD, sums_TGH = out_THD.view(q_TGHD.shape), sums_TH.view(grouped)
-        for start, end, keys, place in parted.whole:
-            if end - start == 1:
-                k, v = keys.own.read(layer, 0, place + 1)
-                out_TGHD[start:end], sums_TGH[start:end] = _flash(
-                    q_TGHD[start:end], k, v, scale, is_causal=False
-                )
-            else:
-                out, sums = _own(layer, scale, q_THD[start:end], keys.own, place)
-                out_THD[start:end], sums_TH[start:end] = _rows_first(out), _rows_first(sums)
-        for run, rows_N in parted.shared:
-            out, sums = _seen_whole(q_THD[rows_N], *run.read(layer, 0, run.length), scale)
-            past = _rows_first(out), _rows_first(sums)
-            out_THD[rows_N], _ = _joined(past, (out_THD[rows_N], sums_TH[rows_N]))
+
+def _fill(
+    layer: int, scale: float, q_THD: Tensor, key_heads: int, parted: _Parted, out_THD: Tensor
+) -> None:
+    """Put in the rows of the stretches that the kernel reaches."""
+    sums_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
+    if parted.singles:
+        rows = [one.row for one in parted.singles]
+        out, sums = _single_rows(layer, scale, q_THD[rows], key_heads, parted.singles)
+        out_THD[rows], sums_TH[rows] = out, sums
+    for start, end, seen, itself in parted.severals:
+        out, sums = _several_rows(layer, scale, q_THD[start:end], seen, itself)
+        out_THD[start:end], sums_TH[start:end] = _rows_first(out), _rows_first(sums)
+    for rows_N, (keys, values) in parted.shared:
+        out, sums = _seen_whole(q_THD[rows_N], keys[layer], values[layer], scale)
+        past = _rows_first(out), _rows_first(sums)
+        out_THD[rows_N], _ = _joined(past, (out_THD[rows_N], sums_TH[rows_N]))
 
 
-def _own(layer: int, scale: float, q_LHD: Tensor, run: Run, place: int) -> tuple[Tensor, Tensor]:
+def _single_rows(
+    layer: int, scale: float, q_NHD: Tensor, key_heads: int, singles: Sequence[_Single]
+) -> tuple[Tensor, Tensor]:
+    """What each row takes from its own run."""
+    rows, heads, size = q_NHD.shape
+    # The heads that have one key head, as several queries of it: it is then read once.
+    q_NGHD = q_NHD.reshape(rows, key_heads, heads // key_heads, size)
+    parts = [
+        _flash_kernel(q, seen[0][layer], seen[1][layer], 0.0, False, scale=scale)
+        for q, (_, seen) in zip(q_NGHD.split(1), singles, strict=True)
+    ]
+    if rows == 1:
+        out, sums = parts[0]
+    else:
+        out, sums = (torch.cat(some) for some in zip(*parts, strict=True))
+    return out.reshape(rows, heads, size), sums.reshape(rows, heads)
+
+
+def _several_rows(
+    layer: int, scale: float, q_LHD: Tensor, seen: LayerKeys | None, itself: LayerKeys
+) -> tuple[Tensor, Tensor]:
     """What rows take from their own run: what was in it, and themselves."""
-    k, v = run.read(layer, place, place + q_LHD.shape[0])
-    itself = _flash(_heads_first(q_LHD), k, v, scale, is_causal=True)
-    if place == 0:
-        return itself
-    past = _seen_whole(q_LHD, *run.read(layer, 0, place), scale)
-    return _joined(past, itself)
+    found = _flash(_heads_first(q_LHD), itself[0][layer], itself[1][layer], scale, is_causal=True)
+    if seen is None:
+        return found
+    return _joined(_seen_whole(q_LHD, seen[0][layer], seen[1][layer], scale), found)
 
 
 def _seen_whole(q_LHD: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -410,19 +462,10 @@ def _seen_whole(q_LHD: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tens
     return out.reshape(1, heads, rows, size), sums.reshape(1, heads, rows)
 
 
-def _shared_groups(stretches: Sequence[CachedStretch]) -> list[tuple[Run, Tensor]]:
-    """The rows that see each shared run."""
-    groups: dict[int, tuple[Run, list[int]]] = {}
-    for start, end, keys, _ in stretches:
-        if keys.shared is not None:
-            groups.setdefault(id(keys.shared), (keys.shared, []))[1].extend(range(start, end))
-    return [(run, torch.tensor(rows)) for run, rows in groups.values()]
-
-
 def _masked_step(layer: int, rule: AttentionRule, q_LHD: Tensor, one: CachedStretch) -> Tensor:
     keys = one.keys
-    k, v = keys.own.read(layer, 0, one.own_end)
+    k, v = (both[layer] for both in keys.own.read(0, one.own_end))
     if keys.shared is not None:
-        past_k, past_v = keys.shared.read(layer, 0, keys.shared.length)
+        past_k, past_v = (both[layer] for both in keys.shared.read(0, keys.shared.length))
         k, v = torch.cat((past_k, k), 2), torch.cat((past_v, v), 2)
     return masked_attention(q_LHD, k[0].transpose(0, 1), v[0].transpose(0, 1), *rule)

@@ -14,6 +14,9 @@ attention itself.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypeAlias
+
 import torch
 from torch import Tensor
 
@@ -25,6 +28,10 @@ PAGE_TOKENS = 64
 def whole_pages(tokens: int) -> int:
     """So many tokens, and what is left of their last page."""
     return -(-tokens // PAGE_TOKENS) * PAGE_TOKENS
+
+
+LayerKeys: TypeAlias = tuple[Sequence[Tensor], Sequence[Tensor]]
+"""The keys of each layer, and the values of each layer."""
 
 
 class Run:
@@ -42,10 +49,8 @@ class Run:
         self.room = kept_L2GPD.shape[3]
         """How many tokens it can hold without growing."""
         self._kept_L2GPD = kept_L2GPD
-        # Views of each layer, made once: attention asks for them with every token.
-        self._layers = [
-            (both, both[0].unsqueeze(0), both[1].unsqueeze(0)) for both in kept_L2GPD.unbind(0)
-        ]
+        # Keys and values one behind the other; a view, made once for all that are made of it.
+        self._views_L1GPD = kept_L2GPD.flatten(0, 1).unsqueeze(1)
 
     @property
     def bytes(self) -> int:
@@ -69,14 +74,18 @@ class Run:
         if length > self.room:
             self._keep(self._resized(self.room_for(length), self.length), self.length)
 
-    def write(self, layer: int, place: int, kept_2GTD: Tensor) -> None:
-        """Put keys and values of a layer at a place that was reserved."""
-        self._layers[layer][0].narrow(2, place, kept_2GTD.shape[2]).copy_(kept_2GTD)
+    def places(self, start: int, end: int) -> Sequence[Tensor]:
+        """Where keys and values of each layer belong: 2 × key heads × places × dimensions."""
+        return self._kept_L2GPD.narrow(3, start, end - start).unbind(0)
 
-    def read(self, layer: int, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, as views: 1 × key heads × places × dimensions."""
-        _, keys, values = self._layers[layer]
-        return keys.narrow(2, start, end - start), values.narrow(2, start, end - start)
+    def read(self, start: int, end: int) -> LayerKeys:
+        """Keys and values of all layers, as views: 1 × key heads × places × dimensions.
+
+        Of all layers at a time, since views that are made one by one take longer than attention to
+        a short sequence does.
+        """
+        views = self._views_L1GPD.narrow(3, start, end - start).unbind(0)
+        return views[::2], views[1::2]
 
     def copy(self, length: int, room: int) -> Run:
         """Its first tokens, in memory of its own, with room for so many."""

@@ -36,7 +36,8 @@ from tinsmith.engines.embedded.samples import RunningSequence, Sample
 from tinsmith.model.kv_cache import PAGE_TOKENS, Run, SequenceKeys
 
 MOST_READING = 8
-"""Prompts that are read in turns; more would only share the same budget."""
+"""Prompts that are read in turns; more would only share the same budget. Those of one chunk have
+their one turn beside them: they do not wait until a long one is read."""
 MOST_LOOKED_AT = 64
 """How many waiting samples are looked at in a step: some wait for a prompt that another reads."""
 
@@ -96,8 +97,8 @@ class PromptLine:
             budget: How many tokens a step reads.
         """
         for sample in list(itertools.islice(self._waiting, MOST_LOOKED_AT)):
-            if not self._takes_more(budget):
-                break
+            if not self._takes_more(sample, budget):
+                continue
             source = self._find_source(sample)
             if source is None:  # another sample reads what it begins with
                 continue
@@ -114,10 +115,12 @@ class PromptLine:
             else:
                 self._waiting.remove(sample)
 
-    def _takes_more(self, budget: int) -> bool:
+    def _takes_more(self, sample: Sample, budget: int) -> bool:
+        if _is_short(sample):
+            return sum(len(one.prompt) for one in self._reading if _is_short(one)) < budget
         if len(self._reading) < MOST_READING:
             return True
-        return sum(_chunk_of(sample).end - sample.read for sample in self._reading) < budget
+        return sum(_chunk_of(one).end - one.read for one in self._reading) < budget
 
     def _find_source(self, sample: Sample) -> _Source | None:
         """What is known of the prompt; None to wait until another sample has read more of it."""
@@ -391,6 +394,10 @@ class PromptLine:
     def _give_back(self, sample: Sample, size: int) -> None:
         sample.taken_bytes -= size
         self._memory.give_back(size)
+
+
+def _is_short(sample: Sample) -> bool:
+    return len(sample.prompt) <= CHUNK_TOKENS
 
 
 def _chunk_of(sample: Sample) -> Chunk:

@@ -42,6 +42,10 @@ from tinsmith.model.transformer import Transformer
 HEAD_ROWS = 128
 """For how many sequences logits are made at a time."""
 
+PROMPT_TOKENS_FOR_EACH = 8
+"""How many tokens of prompts are read, if many prompts wait, for each sequence that runs. They take
+about twice as long as that sequence's own token, and those that came together begin together."""
+
 
 class SamplerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How much a sampler does at a time. None of it changes what is drawn."""
@@ -51,7 +55,7 @@ class SamplerSettings(msgspec.Struct, frozen=True, kw_only=True):
     prefill_tokens: int = 4 * CHUNK_TOKENS
     """How many tokens of prompts a step reads when no sequence is running."""
     busy_prefill_tokens: int = 2 * CHUNK_TOKENS
-    """The same when some are, and wait for their next token meanwhile."""
+    """The same when some are, and wait for their next token meanwhile; more if many are."""
     most_sequences: int = 512
     """How many sequences run at a time; others wait."""
 
@@ -212,7 +216,7 @@ class Sampler:
         """Read the next chunks and draw the next tokens; tell what came and what ended."""
         self._take_messages()
         running = self._line.grow(_by_weights([*self._running, *self._line.resumed()]))
-        rows = read_pack(self._transformer, running, self._next_chunks(is_busy=bool(running)))
+        rows = read_pack(self._transformer, running, self._next_chunks(len(running)))
         self._fail_some(rows.failed)
         for chunk, hidden_TD in rows.chunks:
             self._take_chunk(chunk, hidden_TD)
@@ -261,9 +265,10 @@ class Sampler:
         self._told = []
         return [event for _, event in told]
 
-    def _next_chunks(self, *, is_busy: bool) -> list[Chunk]:
-        settings = self._settings
-        budget = settings.busy_prefill_tokens if is_busy else settings.prefill_tokens
+    def _next_chunks(self, running: int) -> list[Chunk]:
+        budget = self._settings.prefill_tokens
+        if running:
+            budget = max(self._settings.busy_prefill_tokens, PROMPT_TOKENS_FOR_EACH * running)
         self._line.begin(budget)
         return self._line.next_chunks(budget)
 

@@ -17,6 +17,7 @@ from tests.numerics.small_models import make_model
 from tests.unit.client.small_tokenizer import write_tokenizer
 from tinsmith.engines.base import SampleEvent, SampleOutcome, SampleTokens, SampleWork, WeightsId
 from tinsmith.engines.embedded.prefix_cache import CHUNK_TOKENS
+from tinsmith.engines.embedded.prompt_line import MOST_READING
 from tinsmith.engines.embedded.sampler import Sampler, SamplerSettings
 from tinsmith.errors import ClosedError, NotFoundError, ValidationError
 from tinsmith.model.load_weights import load_transformer
@@ -167,6 +168,26 @@ def test_a_long_prompt_holds_nobody_up(model: Transformer) -> None:
 
     assert first["short"] == 1  # the long one had the first turn
     assert first["long"] == 3
+
+
+def test_many_long_prompts_hold_a_short_one_up_for_a_turn(model: Transformer) -> None:
+    """It is read between them, and not when one of them is done."""
+    settings = SamplerSettings(busy_prefill_tokens=C, prefill_tokens=C)
+    sampler = Sampler(model, settings=settings)
+    for index in range(MOST_READING + 2):
+        prompt = prompt_of(3 * C, index)
+        sampler.admit(work(f"long-{index}", prompt, max_tokens=1, is_streamed=True))
+    sampler.step()
+    sampler.admit(work("short", prompt_of(9), max_tokens=1, is_streamed=True))
+
+    first: dict[str, int] = {}
+    step = 0
+    while sampler.samples:
+        step += 1
+        for event in sampler.step():
+            first.setdefault(event.work_id, step)
+
+    assert first.pop("short") <= MOST_READING + 1 < min(first.values())
 
 
 def test_streamed_tokens_are_those_of_the_result(sampler: Sampler) -> None:
