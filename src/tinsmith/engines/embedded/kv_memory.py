@@ -48,8 +48,9 @@ class KvMemory:
             spare: So much has to be left over, or held by prompts that nobody uses.
         """
         left = self.limit_bytes - self.taken_bytes - size
-        if left - spare < self.cache.used_bytes or not self.cache.shrink(left):
+        if self.cache.bytes > left - spare and self.cache.used_bytes > left - spare:
             return False
+        self.cache.shrink(left)
         self.taken_bytes += size
         return True
 

@@ -48,6 +48,8 @@ class ReadPrompt:
         """A sequence adds its own tokens to the run, which may be copied and not shared."""
         self.is_forgotten = False
         """It is not found any more, and goes with its last user."""
+        self.counted_bytes = 0
+        """What the cache has counted of it."""
 
     @property
     def bytes(self) -> int:
@@ -64,13 +66,12 @@ class PrefixCache:
     """See the top of the module. What was not used for longest goes first."""
 
     def __init__(self) -> None:
+        self.bytes = 0
+        """What all of it takes."""
         self._found: dict[PromptKey, ReadPrompt] = {}
         self._prompts: OrderedDict[int, ReadPrompt] = OrderedDict()
-
-    @property
-    def bytes(self) -> int:
-        """What all of it takes."""
-        return sum(prompt.bytes for prompt in self._prompts.values())
+        self._has_forgotten = False
+        """Some prompts are here for their users alone."""
 
     @property
     def used_bytes(self) -> int:
@@ -104,14 +105,23 @@ class PrefixCache:
             unused = (one for one in self._prompts.values() if one.is_unused)
             self.remove(next(unused, prompt))
         self._prompts[id(prompt)] = prompt
+        self.count(prompt)
         for key in prompt.keys:
             self._found[key] = prompt
+
+    def count(self, prompt: ReadPrompt) -> None:
+        """Take note of what a prompt takes now."""
+        if id(prompt) in self._prompts:
+            self.bytes += prompt.bytes - prompt.counted_bytes
+            prompt.counted_bytes = prompt.bytes
 
     def remove(self, prompt: ReadPrompt) -> None:
         """Find a prompt no more. It counts for as long as it is used."""
         prompt.is_forgotten = True
-        if prompt.is_unused:
-            self._prompts.pop(id(prompt), None)
+        if not prompt.is_unused:
+            self._has_forgotten = True
+        elif self._prompts.pop(id(prompt), None) is not None:
+            self.bytes -= prompt.counted_bytes
         for key in prompt.keys:
             if self._found.get(key) is prompt:
                 del self._found[key]
@@ -124,12 +134,13 @@ class PrefixCache:
 
     def shrink(self, most_bytes: int) -> bool:
         """Forget unused prompts until no more is taken; whether that was enough."""
-        taken = self.bytes
+        if self.bytes <= most_bytes and not self._has_forgotten:
+            return True  # most often; looking through many prompts takes long
+        self._has_forgotten = False
         for prompt in list(self._prompts.values()):
-            if prompt.is_unused and (taken > most_bytes or prompt.is_forgotten):
-                taken -= prompt.bytes
+            if prompt.is_forgotten or (prompt.is_unused and self.bytes > most_bytes):
                 self.remove(prompt)
-        return taken <= most_bytes
+        return self.bytes <= most_bytes
 
 
 def prompt_keys(weights: int, tokens: Array) -> list[PromptKey]:

@@ -381,15 +381,17 @@ class PromptLine:
 
     def _return_prompt(self, prompt: ReadPrompt, run: Run) -> None:
         """Keep of a sequence's run what the prompt has of it."""
-        length = prompt.length
+        length, cache = prompt.length, self._memory.cache
         try:
             if run.bytes > 2 * self._memory.bytes_for(length):
                 run = run.copy(length, length)
-            run.length = length
-            prompt.run, prompt.is_lent = run, False
         except Exception:  # noqa: BLE001 - no memory for a copy: it need not be kept
             prompt.is_lent = False
-            self._memory.cache.remove(prompt)
+            cache.remove(prompt)
+            return
+        run.length = length
+        prompt.run, prompt.is_lent = run, False
+        cache.count(prompt)
 
     def _give_back(self, sample: Sample, size: int) -> None:
         sample.taken_bytes -= size

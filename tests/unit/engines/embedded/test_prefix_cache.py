@@ -125,6 +125,7 @@ def test_what_was_not_used_for_longest_goes_first_and_what_is_used_stays() -> No
     cache.find(prompts[0].keys, C)
     prompts[1].users = 1
     prompts[2].is_lent = True
+    cache.count(prompts[2])
 
     assert cache.bytes == 4 * size  # the lent one is its sequence's to account for
     assert cache.shrink(2 * size)
