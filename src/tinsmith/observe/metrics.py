@@ -66,6 +66,10 @@ FIGURES = {
     "lines": ("tinsmith_lines", "Models with commands in the line."),
     "gapped_lines": ("tinsmith_gapped_lines", "Lines that wait for a number that is missing."),
     "unsettled": ("tinsmith_unsettled_outcomes", "Outcomes that wait for the ledger."),
+    "engine_silence_s": (
+        "tinsmith_engine_silence_seconds",
+        "How long the engine has not come back from its longest call under way.",
+    ),
     "adapters": ("tinsmith_adapters", "Adapters that the engine holds."),
     "most_adapters": ("tinsmith_adapters_limit", "How many it can hold."),
 }

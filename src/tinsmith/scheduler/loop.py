@@ -37,6 +37,7 @@ from tinsmith.scheduler.recovering import Recovering
 from tinsmith.scheduler.sampling import Sampling
 from tinsmith.scheduler.settings import SchedulerSettings
 from tinsmith.scheduler.settling import Settler
+from tinsmith.scheduler.silence import Silence
 from tinsmith.scheduler.snapshots import Snapshots
 from tinsmith.scheduler.suspects import Suspects
 from tinsmith.scheduler.training import Training
@@ -73,6 +74,7 @@ class Scheduler:
             patient=patient,
             settler=Settler(ledger, patient, most_unsettled=settings.most_unsettled),
             turns=EngineTurns(is_shared=not engine.samples_apart),
+            silence=Silence(settings.engine_silence_s),
             spans=spans or Spans(),
             suspects=suspects or Suspects(),
         )
@@ -183,6 +185,7 @@ class Scheduler:
             "gapped_lines": float(len(parts.order.gaps())),
             "unsettled": float(parts.settler.unsettled),
             "ledger_outages": float(parts.patient.outages),
+            "engine_silence_s": parts.silence.longest_s(),
             "adapters": float(capacity.adapters),
             "most_adapters": float(capacity.most_adapters),
             "training_s": used_s["training"],
@@ -237,6 +240,8 @@ class Scheduler:
         problem = self._parts.problem
         if problem is None and self._parts.patient.is_troubled:
             problem = "the ledger is unavailable"
+        if problem is None:
+            problem = self._parts.silence.problem()
         self._parts.ledger.board.scheduler = SchedulerReport(
             is_ready=self._is_ready and problem is None,
             problem=problem,

@@ -19,6 +19,7 @@ from tinsmith.scheduler.order import Order
 from tinsmith.scheduler.patience import PatientLedger
 from tinsmith.scheduler.settings import SchedulerSettings
 from tinsmith.scheduler.settling import Settler
+from tinsmith.scheduler.silence import Silence
 from tinsmith.scheduler.statistics import Statistics
 from tinsmith.scheduler.suspects import Suspects
 from tinsmith.wire.stored import read_stored
@@ -40,6 +41,7 @@ class Parts:
     patient: PatientLedger
     settler: Settler
     turns: EngineTurns
+    silence: Silence
     order: Order = dataclasses.field(default_factory=Order)
     models: Models = dataclasses.field(default_factory=Models)
     samples: SampleQueue = dataclasses.field(default_factory=SampleQueue)

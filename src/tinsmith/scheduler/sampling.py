@@ -158,7 +158,8 @@ class Sampling:
 
     async def _step(self) -> list[SampleEvent]:
         try:
-            return await self._parts.engine.step_sampler()
+            with self._parts.silence.call(f"sampling, {len(self._admitted)} samples"):
+                return await self._parts.engine.step_sampler()
         except ClosedError:
             raise
         except Exception as exc:  # noqa: BLE001 - whatever it is, others go on

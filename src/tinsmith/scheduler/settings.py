@@ -19,6 +19,8 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """After so long a wait the state of a queue says that it waits for its turn."""
     gap_look_s: float = 0.25
     """How often it looks meanwhile whether the missing number was refused."""
+    engine_silence_s: float = 1800.0
+    """How long a call of the engine may take before it is told of as a problem; 0 for any time."""
     most_batch_commands: int = 256
     """How many commands share one call of the engine."""
     most_batch_tokens: int = 65_536

@@ -159,7 +159,11 @@ class Training:
             return {}
         try:
             async with self._parts.turns.turn("training"):
-                with self._parts.spans.span("batch", kind="training", commands=len(works)):
+                what = f"training, {len(works)} commands from {works[0].work_id} on"
+                with (
+                    self._parts.silence.call(what),
+                    self._parts.spans.span("batch", kind="training", commands=len(works)),
+                ):
                     outcomes = await self._parts.engine.train(works)
         except ClosedError:
             raise

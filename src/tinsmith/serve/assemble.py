@@ -245,6 +245,7 @@ def _every(period_s: float, work: Callable[[], Awaitable[object]]) -> Callable[[
 def _scheduler_settings(settings: ServiceSettings) -> SchedulerSettings:
     return SchedulerSettings(
         gap_wait_s=settings.gap_wait_s,
+        engine_silence_s=settings.engine_silence_s,
         snapshot_commands=settings.snapshots.every_commands,
         snapshot_work_s=settings.snapshots.every_s,
         most_batch_tokens=settings.limits.batch_tokens,

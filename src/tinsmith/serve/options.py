@@ -155,6 +155,12 @@ OPTIONS = (
         "how long commands wait for a number before them that is missing",
     ),
     Option(
+        "engine_silence_s",
+        "SECONDS",
+        "1800.0",
+        "how long a call of the engine may take before it is told of as a problem; 0: any time",
+    ),
+    Option(
         "drain_s",
         "SECONDS",
         "30.0",

@@ -154,6 +154,8 @@ class ServiceSettings(Section, frozen=True, kw_only=True):
     long_poll_s: Waited = 30.0
     session_timeout_s: Waited = 300.0
     gap_wait_s: Seconds = 60.0
+    engine_silence_s: Seconds = 1800.0
+    """Of one call; beyond it `/readyz` and the log say so. 0: never."""
     drain_s: Seconds = 30.0
     snapshots: SnapshotSettings = SnapshotSettings()
     retention: Retention = Retention()

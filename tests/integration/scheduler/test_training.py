@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.integration.scheduler.bench import BASE, Bench, bench, until
-from tinsmith.engines.fake.engine import FakeSettings
+from tinsmith.engines.base import TrainingOutcome, TrainingWork
+from tinsmith.engines.fake.engine import FakeEngine, FakeSettings, fake_model
 from tinsmith.errors import CommandPassedError, RequestErrorCategory
 from tinsmith.ledger.memory import MemoryLedger
 from tinsmith.ledger.records import (
@@ -24,6 +26,7 @@ from tinsmith.ledger.records import (
     Settlement,
     TenantId,
 )
+from tinsmith.scheduler.loop import Scheduler
 from tinsmith.scheduler.settings import SchedulerSettings
 from tinsmith.types.futures import RequestFailedResponse
 from tinsmith.types.requests import CreateCustomLossRequest, UnloadModelRequest
@@ -425,3 +428,33 @@ def test_an_uploaded_loss_is_run_in_its_session_and_in_no_other(tmp_path: Path) 
         assert "no loss" in other.error
 
     asyncio.run(run())
+
+
+def test_readiness_says_that_the_engine_does_not_come_back_and_when_it_has(tmp_path: Path) -> None:
+    class Slow(FakeEngine):
+        async def train(self, batch: Sequence[TrainingWork]) -> list[TrainingOutcome]:
+            await goes_on.wait()
+            return await super().train(batch)
+
+    goes_on = asyncio.Event()
+
+    async def test() -> None:
+        soon = SchedulerSettings(engine_silence_s=0.01)
+        made = Bench(tmp_path, MemoryLedger())
+        engine = made.engine = Slow([fake_model(BASE)])
+        made.scheduler = Scheduler(made.ledger, engine, made.store, soon)
+        await made.open()
+        board = made.ledger.board
+        await made.create("s:train:0")
+        asked = await made.step("s:train:0", 1)
+
+        await until(lambda: "training, 1 commands" in str(board.scheduler.problem))
+
+        assert not board.scheduler.is_ready
+        assert board.scheduler.figures["engine_silence_s"] > 0
+        goes_on.set()
+        assert (await made.result(asked)).metrics["step"] == 1
+        await until(lambda: board.scheduler.is_ready)
+        await made.close()
+
+    asyncio.run(test())
