@@ -20,7 +20,7 @@ Gradients are clipped by the norm of the whole vector: where it is above `grad_c
 scaled to it.
 
 Nothing that is given is changed: a step gives other vectors, so one that fails leaves no trace, and
-whoever holds the old ones may go on reading. To change them in place would save a quarter of the
+whoever holds the old ones may go on reading. To change them in place would save a third of the
 time, but that the new weights are finite is known only when they are there. AdamW is torch's own
 kernel, on so much at a time as caches hold; memory is read and written once. All is float32, but
 for the last sums of norms. The same numbers give the same step, bit for bit, whatever the number
