@@ -181,7 +181,8 @@ class Calls:
         is_ours = credential is None
         if is_ours and self.credentials.is_stale():
             await self.renew_credential()
-        token = self.credentials.token
+        # One that was begun may have been sent with a token that others have renewed since.
+        token = self.credentials.token if begun is None else begun.token
         if begun is None:
             reply = await self._reply(endpoint, sent, idempotency_key, credential)
         else:
@@ -355,7 +356,7 @@ class Calls:
 class BegunCall:
     """A call that was sent at once; see `Calls.begin`."""
 
-    __slots__ = ("_calls", "_fn", "began", "carried", "idempotency_key")
+    __slots__ = ("_calls", "_fn", "began", "carried", "idempotency_key", "token")
 
     def __init__(self, calls: Calls, idempotency_key: str, carried: Begun) -> None:
         self._calls = calls
@@ -363,6 +364,8 @@ class BegunCall:
         self.began = time.monotonic()
         self.idempotency_key = idempotency_key
         self.carried = carried
+        self.token = calls.credentials.token
+        """What it was sent with, if that was no key."""
         calls.begun.add(self)
         carried.when_over(self._over)
 
