@@ -28,7 +28,7 @@ from tinsmith.ledger.records import (
 E = TypeVar("E", bound=Entry)
 
 REMEMBERED_S = 2.0
-MOST_REMEMBERED = 10_000
+MOST_REMEMBERED = 1_000
 
 _NAMES = {
     Session: "session",

@@ -107,7 +107,7 @@ def test_models_have_names_aliases_and_suffixes() -> None:
         "a b=x",
         "a\nb=x",
         "\x1b[31m=x",
-        "a:b:c=x",
+        "a::b=x",
         "a:=x",
         "näme=x",
         "a=x\0y",
