@@ -11,11 +11,14 @@ import importlib
 import json
 import os
 import runpy
+import signal
 import sys
 import traceback
 from pathlib import Path
 from typing import Any
 
+ENDS_WITHIN_S = 900
+"""A program that takes longer is ended by a signal."""
 LIBRARIES = (
     "datasets",
     "torch",
@@ -42,6 +45,7 @@ def main() -> None:
 
 def _run(asked: dict[str, Any]) -> None:
     """Become the program; does not return."""
+    signal.alarm(ENDS_WITHIN_S)
     status = 1
     said = os.open(asked["said"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -4,6 +4,7 @@
     python -m tests.e2e.recipes --python PATH       of a venv that has it, and tinsmith's packages
     python -m tests.e2e.recipes --only sl_loop rl_loop --way official
     python -m tests.e2e.recipes --write             puts the table into docs/workshop.md
+    python -m tests.e2e.recipes --folder DIR        keeps all, and repeats nothing that ended there
 
 Each recipe takes a few small steps: with the official client at a service, with ours in its place
 (`python -m tinsmith.as_tinker -m …`) at the same service, and with ours and no service beside it.
@@ -95,7 +96,7 @@ RECIPES = (
     Recipe("chat_sl.train", "batch_size=8 max_steps=3 eval_every=2", "chat_sl, no_robots"),
     Recipe(
         "chat_sl.train",
-        "batch_size=8 max_steps=3 eval_every=2 dataset=tulu3 model_name=moonshotai/Kimi-K2.6",
+        "batch_size=8 max_steps=3 eval_every=0 dataset=tulu3 model_name=moonshotai/Kimi-K2.6",
         "chat_sl, tulu3 with Kimi",
     ),
     Recipe(
@@ -191,9 +192,9 @@ class Place(msgspec.Struct, frozen=True):
 
     def run(self, recipe: Recipe, way: str) -> Run:
         """Run it to its end, unless it was run before in this place."""
-        out = self.runs / re.sub(r"\W+", "-", recipe.shown) / way
+        out = _place_of(self.runs, recipe, way)
         if (out / RUN).exists():
-            return msgspec.json.decode((out / RUN).read_bytes(), type=Run)
+            return _kept(out)
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir(parents=True)
         run = self._run(recipe, way, out)
@@ -265,13 +266,30 @@ class Process:
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
-        return int(self._process.stdout.readline())
+        told = self._process.stdout.readline()
+        if not told:
+            raise RuntimeError("the process of the recipes has ended; what it said is above")
+        return int(told)
 
     def end(self) -> None:
         """Let nothing of it stay behind."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.communicate()
+
+
+def kept_runs(runs: Path, recipe: Recipe) -> dict[str, Run]:
+    """Those of a recipe that are kept in a folder."""
+    places = {way: _place_of(runs, recipe, way) for way in WAYS}
+    return {way: _kept(out) for way, out in places.items() if (out / RUN).exists()}
+
+
+def _place_of(runs: Path, recipe: Recipe, way: str) -> Path:
+    return runs / re.sub(r"\W+", "-", recipe.shown) / way
+
+
+def _kept(out: Path) -> Run:
+    return msgspec.json.decode((out / RUN).read_bytes(), type=Run)
 
 
 def _logged(out: Path) -> Iterator[dict[str, object]]:
@@ -364,7 +382,10 @@ def main() -> None:
         "--folder", type=Path, help="where all is kept, and run once; else it is removed"
     )
     parser.add_argument("--write", action="store_true", help="put the table into docs/workshop.md")
+    parser.add_argument("--kept", action="store_true", help="run nothing; show what the folder has")
     given = parser.parse_args()
+    if given.kept and given.folder is None:
+        parser.error("--kept needs a --folder")
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
@@ -373,12 +394,23 @@ def main() -> None:
             for recipe in RECIPES
             if not given.only or any(part in recipe.shown for part in given.only)
         ]
-        rows, is_well = _run_all(folder, given.python or make_python(folder), chosen, given.way)
+        if given.kept:
+            rows, is_well = _show_kept(folder / "runs", chosen)
+        else:
+            python = given.python or make_python(folder)
+            rows, is_well = _run_all(folder, python, chosen, given.way)
     if given.write:
         table = "\n".join([HEAD, *rows]) + "\n"
         page = PAGE.read_text(encoding="utf-8")
         PAGE.write_text(TABLE.sub(lambda found: found[1] + table + found[2], page))
     sys.exit(not is_well)
+
+
+def _show_kept(runs: Path, chosen: Sequence[Recipe]) -> tuple[list[str], bool]:
+    kept = {recipe: kept_runs(runs, recipe) for recipe in chosen}
+    rows = [row(recipe, found) for recipe, found in kept.items() if found]
+    print("\n".join([HEAD, *rows]))
+    return rows, all(run.failure is None for found in kept.values() for run in found.values())
 
 
 def _run_all(

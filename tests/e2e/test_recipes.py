@@ -3,8 +3,22 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
-from tests.e2e.recipes import HEAD, PAGE, RECIPES, TABLE, Recipe, Run, compared, row
+import msgspec
+
+from tests.e2e.recipes import (
+    HEAD,
+    PAGE,
+    RECIPES,
+    RUN,
+    TABLE,
+    Recipe,
+    Run,
+    compared,
+    kept_runs,
+    row,
+)
 from tinsmith.model_files.workshop import NAMES
 
 LOSS: dict[str, object] = {"step": 1, "train_mean_nll": 5.5, "time/total": 1.0}
@@ -22,6 +36,17 @@ def test_figures_are_compared_without_times_and_places() -> None:
     assert compared([one, sampled]) == "of their own samples"
     assert compared([one, named]) == "other figures: more"
     assert compared([one, Run("failed", 1.0, [])]) == ""
+
+
+def test_runs_are_kept_by_recipe_and_way(tmp_path: Path) -> None:
+    run = Run("Error", 1.0, [LOSS])
+    recipe = Recipe("math_rl.train", "", "math_rl, gsm8k")
+    place = tmp_path / "math_rl-gsm8k" / "official"
+    place.mkdir(parents=True)
+    (place / RUN).write_bytes(msgspec.json.encode(run))
+
+    assert kept_runs(tmp_path, recipe) == {"official": run}
+    assert kept_runs(tmp_path, Recipe("sl_loop", "")) == {}
 
 
 def test_a_row_tells_how_each_way_ended() -> None:
