@@ -133,6 +133,8 @@ class Singles:
         parts = self._parts
         try:
             await parts.suspects.wait_alone()
+            if parts.is_closing:
+                return  # as below: the engine may be gone, and nobody is to enter it any more
             parts.suspects.enter([command.request_id])
             started_at = parts.ledger.now()
             settlement = await self._settlement(command)

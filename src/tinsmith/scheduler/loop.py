@@ -145,6 +145,7 @@ class Scheduler:
         parts.suspects.clear()  # whoever waits to enter the engine sees that nothing more does
         ends_at = time.monotonic() + drain_s
         await self._drain(ends_at)
+        parts.suspects.clear()  # nor may who was late be taken for one that the engine still has
         # Out of order nothing may be settled any more, and nothing is: all who do have ended.
         await self._stop("settling")
         try:

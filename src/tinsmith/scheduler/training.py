@@ -66,6 +66,8 @@ class Training:
             parts.suspects.enter(command.request_id for command in batch.commands)
             await parts.turns.set_active("training", True)
             await self._run_batch(batch)
+            if parts.suspects.are_apart:
+                await asyncio.sleep(0)  # whoever has waited to be alone in the engine goes first
         await parts.turns.set_active("training", False)
 
     def _choose(self) -> Batch | None:
