@@ -230,10 +230,12 @@ class Credentials:
 
         The first exchange must succeed; when a later one fails the old token stays in use.
         """
+        replaced = self._token if refused is None else refused
         if self._renewal is None:
             self._renewal = asyncio.Lock()
         async with self._renewal:
-            if not self._should_renew(refused):
+            # Who waited while another was exchanged has that one, however short its life.
+            if self._token != replaced or not self._should_renew(refused):
                 return
             patience_s = None if self._token is None else RENEWAL_TIMEOUT_S
             try:

@@ -257,6 +257,30 @@ def test_a_refused_token_is_replaced_once_by_however_many_it_was_refused_to() ->
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_a_short_lived_token_is_replaced_once_by_however_many_need_another(
+    is_refused: bool,
+) -> None:
+    """One that lives for five minutes is near its end as soon as it comes."""
+
+    async def scenario() -> None:
+        clock = Clock()
+        exchanges = Exchanges(clock, lifetime_s=300)
+        credentials = Credentials(some_settings(TINKER_API_KEY="tml-a"), clock=clock)
+        await credentials.renew(exchanges)
+        refused = credentials.token if is_refused else None
+        clock.now += 0 if is_refused else 299
+
+        await asyncio.gather(*(credentials.renew(exchanges, refused=refused) for _ in range(20)))
+
+        assert len(exchanges.given) == 2
+        if is_refused:  # to somebody who hears of it later
+            await credentials.renew(exchanges, refused=refused)
+            assert len(exchanges.given) == 2
+
+    asyncio.run(scenario())
+
+
 def test_a_command_that_fails_later_keeps_the_old_token(tmp_path: pathlib.Path) -> None:
     once = tmp_path / "once"
     command = f"test ! -e {once} && touch {once} && echo fresh"

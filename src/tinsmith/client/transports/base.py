@@ -154,8 +154,11 @@ class NeverAtOnce:
         return None
 
 
-_OWN_HEADERS = frozenset({"x-api-key", "host", "content-length", "transfer-encoding"})
-"""What nobody else may set: the credential (S12), and what says where a request ends."""
+_OWN_HEADERS = frozenset(
+    {"x-api-key", "x-idempotency-key", "host", "content-length", "transfer-encoding"}
+)
+"""What nobody else may set: the credential (S12), what tells calls apart, and what says where a
+request ends."""
 
 
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")

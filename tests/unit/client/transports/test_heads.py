@@ -42,6 +42,14 @@ def test_a_header_of_the_settings_stands_over_a_requests_own() -> None:
     assert "iteration: mine" in head
 
 
+@pytest.mark.parametrize("name", ["X-Idempotency-Key", "x-idempotency-key"])
+def test_a_key_of_the_settings_does_not_make_all_requests_one(name: str) -> None:
+    head = some_heads(**{name: "mine"}).of(a_request(), "key-0", "tml-a").decode()
+
+    assert head.lower().count("x-idempotency-key:") == 1
+    assert "X-Idempotency-Key: key-0\r\n" in head
+
+
 def test_what_is_kept_is_bounded() -> None:
     heads = some_heads()
 
