@@ -14,6 +14,7 @@ from tests.numerics.small_models import make_model
 from tinsmith.engines.base import SampleOutcome, SampleTokens, SampleWork, WeightsId
 from tinsmith.engines.embedded.prefix_cache import CHUNK_TOKENS
 from tinsmith.engines.embedded.sampler import Sampler, SamplerSettings
+from tinsmith.model.kv_cache import PAGE_TOKENS, Run
 from tinsmith.model.load_weights import load_transformer
 from tinsmith.model.transformer import Transformer
 from tinsmith.types import SampleResponse
@@ -318,3 +319,84 @@ def test_everything_ends_when_samples_are_paused_too(model: Transformer) -> None
     assert {event.work_id for event in events} == {"0", "1", "2", "3"}
     held = sampler.statistics()
     assert held.taken_bytes == held.waiting == held.reading == held.running == 0
+
+
+MANY_STEPS = 2_000
+"""More than anything here takes."""
+
+
+def _ends(sampler: Sampler) -> dict[str, SampleOutcome]:
+    """How all samples end, which they do after some steps."""
+    ends: dict[str, SampleOutcome] = {}
+    for _ in range(MANY_STEPS):
+        for event in sampler.step():
+            if isinstance(event, SampleOutcome):
+                ends[event.work_id] = event
+        if not sampler.samples:
+            return ends
+    raise AssertionError(f"{sampler.samples} samples do not end")
+
+
+def test_a_group_ends_that_finds_its_prompt_in_a_run_that_was_longer(model: Transformer) -> None:
+    """What is kept of a sequence's run takes no more than a prompt that was read for the group."""
+    prompt = prompt_of(60)
+    single = work("single", prompt, max_tokens=None)
+    group = work("group", prompt, max_tokens=140, num_samples=2)
+    expected = _freely(model, group)["group"]
+    sampler = _small(model, 353)  # just enough for a sequence of the group
+    run(sampler, single)
+
+    sampler.admit(group)
+    found = _ends(sampler)["group"].result
+
+    assert found is not None
+    assert found.prompt_cache_hit_tokens == 60
+    assert _bits(found) == _bits(expected)
+
+
+def test_a_group_without_memory_for_its_second_sequence_fails_alone(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one had begun in the same step."""
+    works = [work("other", prompt_of(20, 1)), work("group", prompt_of(20), num_samples=3)]
+    expected = _freely(model, *works)
+    sampler = _small(model, 4 * ROOM)
+    reserve, asked = Run.reserve, list[int]()
+
+    def failing(self: Run, length: int) -> None:
+        if not self.room and length == PAGE_TOKENS:  # a run of a sequence's own
+            asked.append(length)
+            if len(asked) == 2:
+                raise MemoryError("no room for this run")
+        reserve(self, length)
+
+    monkeypatch.setattr(Run, "reserve", failing)
+    for one in works:
+        sampler.admit(one)
+    ends = _ends(sampler)
+
+    assert isinstance(ends["group"].error, MemoryError)
+    other = ends["other"].result
+    assert other is not None
+    assert _bits(other) == _bits(expected["other"])
+    assert sampler.statistics().taken_bytes == 0
+
+
+def test_a_paused_group_does_not_wait_for_those_that_came_after_it(model: Transformer) -> None:
+    """Short ones come all the time, and there would always be room for one of them."""
+    sampler = _small(model)
+    _until_paused(
+        sampler,
+        [
+            work("first", prompt_of(20, 1), max_tokens=None),
+            work("group", prompt_of(20, 2), max_tokens=None, num_samples=2),
+        ],
+    )
+    ended = list[str]()
+    for number in range(MANY_STEPS):
+        sampler.admit(work(str(number), prompt_of(9, number), max_tokens=20))
+        ended += [one.work_id for one in sampler.step() if isinstance(one, SampleOutcome)]
+        if "group" in ended:
+            break
+
+    assert "group" in ended

@@ -71,6 +71,8 @@ class PromptLine:
         """All that have memory: those of the two above, and those whose sequences run."""
         self._resumed: deque[RunningSequence] = deque()
         """Sequences that go on, and read what they have drawn before."""
+        self._lacking: Sample | None = None
+        """Who was to begin a sequence in the last step, and found no memory."""
 
     @property
     def waiting(self) -> int:
@@ -97,6 +99,8 @@ class PromptLine:
             budget: How many tokens a step reads.
         """
         for sample in list(itertools.islice(self._waiting, MOST_LOOKED_AT)):
+            if self._lacking is not None and self._lacking.number < sample.number:
+                break  # they would take the memory away before its turn
             if not self._takes_more(sample, budget):
                 continue
             source = self._find_source(sample)
@@ -151,10 +155,12 @@ class PromptLine:
         if prompt is not None:
             prompt.users += 1  # not to be forgotten for the sake of this sample
         try:
+            if prompt is not None and shares:
+                self._fit(prompt)
             if not memory.try_take(needed, self._headroom()):
                 return False
             sample.taken_bytes = needed
-            sample.run = source.run if shares else self._first_run(source, room)
+            sample.run = prompt.run if shares and prompt else self._first_run(source, room)
         finally:
             if prompt is not None and not (shares and sample.run is not None):
                 prompt.users -= 1
@@ -171,6 +177,13 @@ class PromptLine:
         else:
             self._reading.append(sample)
         return True
+
+    def _fit(self, prompt: ReadPrompt) -> None:
+        """Let go of room that a sequence left; while the run is shared, it has to count as read."""
+        length = prompt.length
+        if prompt.run.bytes > self._memory.pages(length):
+            prompt.run = prompt.run.copy(length, length)
+            self._memory.cache.count(prompt)
 
     def _first_run(self, source: _Source, room: int) -> Run:
         if source.run is not None:
@@ -234,14 +247,15 @@ class PromptLine:
         """
         started: list[RunningSequence] = []
         places -= len(self._resumed)
-        spare, is_short = self._headroom() if self._starting else 0, False
+        spare, self._lacking = self._headroom() if self._starting else 0, None
         for sample in list(self._starting):
             while places > 0 and sample.run is not None and (sample.paused or sample.unstarted):
                 size = self._bytes_to_start(sample)
                 # Only the first may ask for memory: others would take it away before its turn.
-                if size and (is_short or not self._memory.try_take(size, spare)):
-                    is_forced = is_idle and not started and not self._resumed and not is_short
-                    is_short = True
+                if size and (self._lacking or not self._memory.try_take(size, spare)):
+                    is_first = self._lacking is None
+                    self._lacking = self._lacking or sample
+                    is_forced = is_idle and is_first and not started and not self._resumed
                     if not (is_forced and self._try_force(sample, size)):
                         break
                 started += self._start(sample, size)
@@ -249,7 +263,7 @@ class PromptLine:
                 places -= 1
             if sample in self._starting and not sample.paused and not sample.unstarted:
                 self._starting.remove(sample)
-        return started
+        return [one for one in started if one.keys is not None]  # their sample may have failed
 
     def _bytes_to_start(self, sample: Sample) -> int:
         """What its next sequence takes; a single one has its memory since the prompt began."""
@@ -368,6 +382,8 @@ class PromptLine:
         for queue in (self._reading, self._starting, self._begun):
             if sample in queue:
                 queue.remove(sample)
+        if self._lacking is sample:
+            self._lacking = None
         self._give_back(sample, sample.taken_bytes)
         prompt, run = sample.read_prompt, sample.run
         sample.read_prompt = sample.run = sample.last_1D = None
