@@ -66,6 +66,7 @@ class Suspects:
         """These have ended, in the engine or before they came to it: they are not to blame."""
         for request_id in request_ids:
             self._inside.discard(request_id)
+            self._given_up.pop(request_id, None)  # it may have ended well, and be replayed
             if self._losses:
                 self._losses.pop(request_id, None)
                 self._suspected.discard(request_id)

@@ -40,6 +40,17 @@ def test_who_is_alone_in_the_engine_at_the_third_loss_is_given_up() -> None:
         suspects.check(BAD)
 
 
+def test_who_ended_well_after_all_is_not_given_up() -> None:
+    """Its outcome was under way when the engine was lost; a replay must not refuse it then."""
+    suspects = Suspects()
+    for _ in range(3):
+        lose(suspects, BAD)
+
+    suspects.leave([BAD])
+
+    suspects.check(BAD)
+
+
 def test_nobody_is_given_up_who_was_not_alone() -> None:
     suspects = Suspects()
 
