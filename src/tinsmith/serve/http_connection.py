@@ -185,7 +185,7 @@ class HttpConnection(asyncio.Protocol):
         if not self._url.startswith(b"/"):
             self._url = _local_part(self._url)
         path, _, query = self._url.decode("latin-1").partition("?")
-        if self._headers.get("transfer-encoding", "chunked").lower() != "chunked":
+        if self._headers.get("transfer-encoding", "chunked").rstrip(" ").lower() != "chunked":
             raise self._refused("transfer-encoding may be chunked and nothing else", 501)
         version = self._parser.get_http_version()
         request = HttpRequest(

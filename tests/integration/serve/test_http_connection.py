@@ -585,6 +585,13 @@ def test_the_usual_transfer_encoding_may_be_written_in_capitals(port: int) -> No
 
 
 @plain
+def test_spaces_after_the_usual_transfer_encoding_are_no_part_of_it(port: int) -> None:
+    head = b"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\nTransfer-Encoding: chunked \r\n\r\n"
+
+    assert answered(port, head + b"1\r\nx\r\n0\r\n\r\n").endswith(b"\r\n\r\n1")
+
+
+@plain
 def test_a_client_that_sends_no_more_gets_its_answers(port: int) -> None:
     """It has closed its half of the connection, and not the other."""
     with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
