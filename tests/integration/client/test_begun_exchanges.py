@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from tests.integration.client.scripted_server import Connection, Received, ScriptedServer
-from tests.integration.client.transport_runs import Run, echo, post
+from tests.integration.client.transport_runs import Run, echo, post, run_with
 from tinsmith.client.transports.base import Begun, TransportSettings
 from tinsmith.client.transports.direct import DirectTransport
 from tinsmith.errors import APIConnectionError, APITimeoutError
@@ -117,3 +117,56 @@ def test_one_that_finds_nobody_at_the_address_says_so(run_direct: Run) -> None:
             await transport.close()
 
     run_direct(echo, scenario)
+
+
+@pytest.mark.parametrize("is_answered", [True, False])
+def test_whoever_fails_on_being_told_harms_no_other(is_answered: bool) -> None:
+    """Not even by keeping the only connection that there may be."""
+    complaints: list[BaseException] = []
+
+    def fail() -> None:
+        raise RuntimeError("it is ours")
+
+    async def answer_or_hang_up(request: Received, connection: Connection) -> None:
+        if is_answered or request.body != b"first":
+            await echo(request, connection)
+        else:
+            connection.reset()
+
+    async def scenario(transport: DirectTransport, _: ScriptedServer) -> None:
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, context: complaints.append(context["exception"])
+        )
+        first, _over = begin(transport, b"first")
+        first.when_over(fail)
+        second, over = begin(transport, b"second", timeout_s=5.0)
+        await over.wait()
+        reply = second.whole_reply()
+        assert reply is not None
+        assert bytes(reply.body) == b"second"
+
+    run_with(DirectTransport, answer_or_hang_up, scenario, most_connections=1)
+
+    assert [str(error) for error in complaints] == ["it is ours"]
+
+
+def test_whoever_fails_on_being_told_keeps_nothing_from_being_closed() -> None:
+    held = Held()
+    complaints: list[BaseException] = []
+
+    def fail() -> None:
+        raise RuntimeError("it is ours")
+
+    async def scenario(transport: DirectTransport, server: ScriptedServer) -> None:
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, context: complaints.append(context["exception"])
+        )
+        many = [begin(transport)[0] for _ in range(3)]
+        for begun in many:
+            begun.when_over(fail)
+        await server.wait_received(3)
+        await transport.close()
+
+    run_with(DirectTransport, held, scenario)
+
+    assert [str(error) for error in complaints] == 3 * ["it is ours"]

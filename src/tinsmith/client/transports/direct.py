@@ -271,8 +271,13 @@ class _BegunExchange:
         if connection is not None:
             self._exchange.connections.give_back(connection)
         fn, self._fn = self._fn, None  # it may hold whoever holds us: a circle
-        if fn is not None:
+        if fn is None:
+            return
+        try:
             fn()
+        except Exception as error:  # noqa: BLE001 - as of any callback: others count on who calls us
+            told = {"message": f"{self._exchange.request.path}: told in vain", "exception": error}
+            asyncio.get_running_loop().call_exception_handler(told)
 
     def whole_reply(self) -> ExchangeReply | None:
         if not isinstance(self._found, RawReply):
