@@ -11,13 +11,17 @@ from typing import Any
 import pytest
 
 from tinsmith.client.background import background
+from tinsmith.client.poller import Poll
 from tinsmith.client.retry import RetryBudget
 from tinsmith.client.samples import result_feed
+from tinsmith.client.samples.group import error_of
+from tinsmith.client.samples.sampler import Sampler
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.service import ServiceClient
 from tinsmith.errors import APITimeoutError, BadRequestError, ClosedError, RequestFailedError
 from tinsmith.testing import ReceivedRequest, ScriptedService, running_service
 from tinsmith.types import ModelInput, SampleResponse, SamplingParams
+from tinsmith.types.extensions import SampleManyItem
 
 WAIT_S = 60.0
 PROMPT = ModelInput.from_ints([5, 6, 7])
@@ -219,6 +223,12 @@ def test_s3_a_429_of_one_item_pauses_all_samples_of_the_key(
     # The second of all may have left before the answer to the first.
     held = [again_at, *(at for number in range(2, 22) for at in came[number])]
     assert min(held) >= refused_at + 0.79  # a timer may be early by its clock's resolution
+
+
+def test_s3_a_429_of_one_item_pauses_no_longer_than_one_of_a_request_may() -> None:
+    refused = SampleManyItem(status=429, retry_after_ms=1e15)
+
+    assert error_of(refused).retry_after_s == 60
 
 
 def test_one_bad_sample_spoils_none_of_its_neighbours(
@@ -493,6 +503,28 @@ def test_s8_a_paused_queue_that_the_poll_tells_of_holds_back_new_samples(
 
     assert number_of(first.result(WAIT_S)) == 0
     assert number_of(second.result(WAIT_S)) == 1
+
+
+@pytest.mark.parametrize("broken", [(Sampler, "_await_result"), (Poll, "found")])
+def test_a_fault_of_our_own_fails_the_sample_instead_of_leaving_it_for_ever(
+    monkeypatch: pytest.MonkeyPatch, broken: tuple[type, str]
+) -> None:
+    """Such as no memory for a reply, where no task is there to end with it."""
+
+    def run_out(*_: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(*broken, run_out)
+    with (
+        running_service(sample_use_retrieve_futures=True) as service,
+        ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
+    ):
+        sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
+        samples = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(3)]
+
+        for sample in samples:
+            with pytest.raises(MemoryError):
+                sample.result(timeout=WAIT_S)
 
 
 def test_a_clone_s_samples_come_back_to_the_clone(sampler: SamplingClient) -> None:

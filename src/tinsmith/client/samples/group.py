@@ -11,6 +11,7 @@ from tinsmith.types.inputs import EncodedTextChunk, ModelInput
 from tinsmith.wire.failures import status_class
 from tinsmith.wire.packed_format import PackedText
 from tinsmith.wire.protobuf import Parts
+from tinsmith.wire.retry_after import DEFAULT_CAP_S
 
 WRAP_BYTES = 64
 """More than a body takes beside its samples and the commas between them."""
@@ -35,10 +36,11 @@ def joined(calls: Iterable[SampleCall]) -> PackedText:
 def error_of(item: SampleManyItem) -> APIStatusError:
     """The error that a refused item stands for."""
     status = item.status if item.status is not None else 500
+    delay_s = None if item.retry_after_ms is None else item.retry_after_ms / 1000
     return status_class(status)(
         f"Error code: {status} - {item.detail or 'refused'}",
         status_code=status,
-        retry_after_s=None if item.retry_after_ms is None else max(0.0, item.retry_after_ms / 1000),
+        retry_after_s=None if delay_s is None else min(max(0.0, delay_s), DEFAULT_CAP_S),
     )
 
 

@@ -204,6 +204,8 @@ class Sampler:
                     self._take_result(call, response)
             except (TinkerError, ValueError) as error:
                 self._fail_or_resubmit(call, error)
+            except Exception as error:  # noqa: BLE001 - there is no task that ends with it
+                call.fail(error)
 
         begun.when_over(answered)
 

@@ -314,6 +314,8 @@ class SampleSender:
                 self._take_answer(group, self._session.decoded(endpoint, reply))
             except TinkerError as error:
                 self._after_refusal(group, error)
+            except Exception as error:  # noqa: BLE001 - there is no task that ends with it
+                _fail_all(group, error)
 
         begun.when_over(answered)
 

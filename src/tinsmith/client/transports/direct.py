@@ -284,7 +284,7 @@ class _BegunExchange:
             return None
         try:
             return self._transport.unpacked(self._found)
-        except DecodeError:
+        except (DecodeError, MemoryError):  # `reply` says so
             return None
 
     async def reply(self) -> ExchangeReply:
