@@ -188,7 +188,14 @@ def _sums(logits_RV: Tensor) -> Tensor:
     """The logarithm of the sum of each row's weights."""
     # It goes over its argument several times: in cache that takes less than half the time.
     parts = logits_RV.split(_CACHED_ROWS)
-    return torch.cat([torch.logsumexp(part, -1, keepdim=True) for part in parts])
+    return torch.cat([_part_sums(part) for part in parts])
+
+
+def _part_sums(logits_RV: Tensor) -> Tensor:
+    if len(logits_RV) == 1:
+        # Threads would share out the sum of a lone row, which gives other bits than beside others.
+        return torch.logsumexp(logits_RV.repeat(2, 1), -1, keepdim=True)[:1]
+    return torch.logsumexp(logits_RV, -1, keepdim=True)
 
 
 def _cut(spans: list[FactorSpan], start: int, end: int) -> list[FactorSpan]:

@@ -1,0 +1,38 @@
+"""Log-probabilities of rows, alone and among others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tinsmith.model.head import Head
+from tinsmith.model.linear import Linear
+
+VOCABULARY, FEATURES, ROWS = 40_000, 8, 120
+"""So many logits that torch shares a row out among threads, if it is the only one."""
+
+
+@pytest.fixture
+def _two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_two_threads")
+def test_a_row_is_the_same_alone_and_among_others() -> None:
+    """Bit for bit; what shares a pack cannot be seen in the numbers."""
+    chance = torch.Generator().manual_seed(0)
+    head = Head(Linear(torch.randn(VOCABULARY, FEATURES, generator=chance)))
+    hidden_RD = torch.randn(ROWS, FEATURES, generator=chance)
+    targets_RK = torch.randint(VOCABULARY, (ROWS, 1), generator=chance)
+
+    together_RK = head.logprobs(hidden_RD, targets_RK)
+
+    for rows in (1, 17):
+        for start in range(0, ROWS - rows, rows):
+            some = slice(start, start + rows)
+            assert torch.equal(head.logprobs(hidden_RD[some], targets_RK[some]), together_RK[some])
