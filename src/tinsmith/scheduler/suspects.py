@@ -54,9 +54,15 @@ class Suspects:
     async def wait_alone(self) -> None:
         """Return when something may enter the engine; it has to before anything else is awaited."""
         while self.must_wait:
-            waiting = asyncio.get_running_loop().create_future()
+            loop = asyncio.get_running_loop()
+            waiting = loop.create_future()
             self._waiting.append(waiting)
-            await waiting
+            # What is in the engine may stay there for longer than suspects are tried alone.
+            timer = loop.call_later(self._until - self._clock(), self._wake)
+            try:
+                await waiting
+            finally:
+                timer.cancel()
 
     def enter(self, request_ids: Iterable[RequestId]) -> None:
         """These are given to the engine now."""

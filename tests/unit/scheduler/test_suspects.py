@@ -95,6 +95,25 @@ def test_suspects_enter_one_after_another_until_all_have_ended() -> None:
     asyncio.run(test())
 
 
+def test_nobody_waits_for_one_that_takes_longer_than_suspects_are_tried_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test() -> None:
+        suspects = Suspects()
+        lose(suspects, BAD, GOOD)
+        lose(suspects, BAD, GOOD)
+        suspects.enter([GOOD])
+        assert suspects.must_wait
+
+        async with asyncio.timeout(5.0):
+            await suspects.wait_alone()
+
+        assert not suspects.are_apart
+
+    monkeypatch.setattr("tinsmith.scheduler.suspects.SUSPECTED_S", 0.2)
+    asyncio.run(test())
+
+
 def test_a_loss_long_ago_says_nothing() -> None:
     ticks = Ticks()
     suspects = Suspects(ticks)
