@@ -234,6 +234,7 @@ class _Inbox:
                 loop.call_soon_threadsafe(self._drain)
         except RuntimeError:  # the loop is closed, and so nobody waits
             _log.debug("a result came for an event loop that is closed")
+            self._is_woken = False  # nor is the next one kept
             self._ready.clear()  # waiters hold their loop, which would be kept for ever
 
     def _drain(self) -> None:

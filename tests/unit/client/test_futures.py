@@ -219,17 +219,20 @@ def test_two_event_loops_can_wait_for_one_result() -> None:
         assert [one.result(20) for one in asked] == [7, 7]
 
 
-def test_s2_a_result_for_a_loop_that_is_closed_does_not_keep_the_loop() -> None:
-    future: APIFuture[int] = APIFuture()
+def test_s2_results_for_a_loop_that_is_closed_do_not_keep_the_loop() -> None:
+    futures: list[APIFuture[int]] = [APIFuture(), APIFuture()]
     loop = asyncio.new_event_loop()
-    waiter = loop.create_task(future.result_async())
+    waiters = [loop.create_task(future.result_async()) for future in futures]
     loop.run_until_complete(asyncio.sleep(0))
     gone = weakref.ref(loop)
     loop.close()
 
-    future.settle(1)
-    waiter._log_destroy_pending = False  # type: ignore[attr-defined]  # left as a notebook does
-    del loop, waiter, future
+    while futures:
+        futures.pop().settle(1)
+    while waiters:
+        waiter = waiters.pop()
+        waiter._log_destroy_pending = False  # type: ignore[attr-defined]  # left as a notebook does
+    del loop, waiter
     gc.collect()
 
     assert gone() is None

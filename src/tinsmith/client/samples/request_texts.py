@@ -19,7 +19,10 @@ from tinsmith.wire import json_format
 from tinsmith.wire.protobuf import Parts
 
 MOST_KEPT_BYTES = 1024 * 1024
-"""How much text of prompts is kept: five of 32,768 tokens. A longer one is not kept at all."""
+"""How much is kept of prompts: the text of five of 32,768 tokens. A longer one is not kept at
+all."""
+_BESIDE_TEXT_BYTES = 512
+"""What a prompt that is kept takes beside its text; nearly all, if it is a short one."""
 MOST_KEPT_SETTINGS = 16
 
 _NOTHING = ModelInput.empty()
@@ -67,7 +70,7 @@ class RequestTexts:
         known = self._kept.pop(key, None)
         if known is None:
             text = _prompt_text(chunks)
-            size = sum(map(len, text))
+            size = _size(text)
             if size > self._most_bytes:
                 return text
             self._make_room(size)
@@ -79,7 +82,11 @@ class RequestTexts:
         self._kept_bytes += size
         while self._kept_bytes > self._most_bytes:
             _, oldest = self._kept.pop(next(iter(self._kept)))
-            self._kept_bytes -= sum(map(len, oldest))
+            self._kept_bytes -= _size(oldest)
+
+
+def _size(text: Parts) -> int:
+    return _BESIDE_TEXT_BYTES + sum(map(len, text))
 
 
 def _around(request: SampleRequest) -> tuple[bytes, bytes]:

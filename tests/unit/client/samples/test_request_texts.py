@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import gc
+import tracemalloc
+
 import pytest
 
 from tinsmith.client.samples.request_texts import MOST_KEPT_SETTINGS, RequestTexts
@@ -56,7 +59,7 @@ def test_what_is_kept_is_bounded_and_the_oldest_goes_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prompts = [a_request(a_prompt(first)) for first in (1000, 2000, 1500)]
-    size = max(len(json_format.encode(prompt)) for prompt in prompts)
+    size = 512 + max(len(json_format.encode(prompt)) for prompt in prompts)
     texts = RequestTexts(most_bytes=2 * size)
     for index in (0, 1, 0, 2):
         texts.encode(prompts[index])
@@ -69,6 +72,20 @@ def test_what_is_kept_is_bounded_and_the_oldest_goes_first(
 
     assert written == [TOKENS]
     assert texts._kept_bytes <= 2 * size
+
+
+def test_short_prompts_take_no_more_memory_than_long_ones() -> None:
+    texts = RequestTexts(most_bytes=100_000)
+    tracemalloc.start()
+    try:
+        for _ in range(2000):
+            texts.encode(a_request(ModelInput.from_ints([1])))
+        gc.collect()
+        taken_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert taken_bytes < 300_000
 
 
 def test_a_prompt_that_is_too_long_is_not_kept() -> None:
