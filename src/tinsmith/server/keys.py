@@ -102,7 +102,7 @@ class KeyRing:
         self._open_until: float | None = None
         self._anybody: Holder | None = None
         self._has_keys = False
-        self._looking = asyncio.Lock()
+        self._looking: asyncio.Task[None] | None = None
 
     async def has_keys(self) -> bool:
         """Whether a key was ever made; from then on every call needs one."""
@@ -110,13 +110,17 @@ class KeyRing:
             return True
         if self._is_known_open():
             return False
-        async with self._looking:  # many ask when it is to be looked up again: one does it for all
-            if not self._is_known_open():
-                now = self._clock()
-                self._has_keys = await self._ledger.entries(ApiKey).count() > 0
-                self._anybody = None  # its quotas may have changed
-                self._open_until = now + self._recheck_s
+        # Many ask when it is to be looked up again: one look is for all, also one that fails.
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._look_for_keys())
+        await asyncio.shield(self._looking)
         return self._has_keys
+
+    async def _look_for_keys(self) -> None:
+        now = self._clock()
+        self._has_keys = await self._ledger.entries(ApiKey).count() > 0
+        self._anybody = None  # its quotas may have changed
+        self._open_until = now + self._recheck_s
 
     def _is_known_open(self) -> bool:
         """Whether there was no key a moment ago."""

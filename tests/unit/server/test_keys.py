@@ -7,7 +7,12 @@ from typing import Any, TypeVar
 
 import pytest
 
-from tinsmith.errors import AuthenticationError, UnknownEntryError, ValidationError
+from tinsmith.errors import (
+    AuthenticationError,
+    LedgerUnavailableError,
+    UnknownEntryError,
+    ValidationError,
+)
 from tinsmith.ledger.base import Entries
 from tinsmith.ledger.memory import MemoryLedger
 from tinsmith.ledger.records import ApiKey, Entry, Tenant
@@ -310,6 +315,65 @@ def test_many_who_ask_when_it_is_to_be_looked_up_share_one_look() -> None:
         await asyncio.gather(*(ring.holder("tml-any") for _ in range(50)))
 
         assert ledger.looks == 1
+
+    run(work())
+
+
+def test_many_who_ask_while_the_ledger_is_away_share_one_failure() -> None:
+    """A look may take half a minute to fail: the last in a row of them would wait for hours."""
+
+    class Away(MemoryLedger):
+        looks = 0
+
+        def entries(self, kind: type[E]) -> Entries[E]:
+            self.looks += kind is ApiKey
+            raise LedgerUnavailableError("it is away")
+
+    async def work() -> None:
+        ledger = Away()
+        ring = KeyRing(ledger)
+
+        asked = (ring.holder("tml-any") for _ in range(50))
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+
+        assert {type(answer) for answer in answers} == {LedgerUnavailableError}
+        assert ledger.looks == 1
+        with pytest.raises(LedgerUnavailableError):
+            await ring.holder("tml-any")
+        assert ledger.looks == 2
+
+    run(work())
+
+
+def test_who_gives_up_does_not_take_the_look_from_the_others() -> None:
+    class Slow(MemoryLedger):
+        def __init__(self) -> None:
+            super().__init__()
+            self.may_go_on = asyncio.Event()
+
+        def entries(self, kind: type[E]) -> Entries[E]:
+            entries = super().entries(kind)
+            count = entries.count
+
+            async def slow_count(*given: Any, **named: Any) -> int:
+                await self.may_go_on.wait()
+                return await count(*given, **named)
+
+            entries.count = slow_count  # type: ignore[method-assign]
+            return entries
+
+    async def work() -> None:
+        ledger = Slow()
+        ring = KeyRing(ledger)
+        asking = [asyncio.create_task(ring.holder(None)) for _ in range(3)]
+        await asyncio.sleep(0)
+        asking[0].cancel()
+        await asyncio.gather(asking[0], return_exceptions=True)
+        ledger.may_go_on.set()
+
+        holders = await asyncio.gather(*asking[1:])
+
+        assert {holder.tenant.id for holder in holders} == {DEFAULT_TENANT}
 
     run(work())
 
