@@ -16,9 +16,9 @@ from tests.numerics.small_models import VOCABULARY, make_model
 from tinsmith.engines.base import SampleOutcome, SampleWork, WeightsId
 from tinsmith.engines.embedded.prefix_cache import CHUNK_TOKENS
 from tinsmith.engines.embedded.sampler import Sampler, SamplerSettings
-from tinsmith.model.attention import PackAttention, Stretch
 from tinsmith.model.load_weights import load_transformer
 from tinsmith.model.lora import FusedLora, LoraSpan
+from tinsmith.model.pack_attention import PackAttention, Stretch
 from tinsmith.model.transformer import Transformer
 from tinsmith.types import SampleResponse, TensorData
 

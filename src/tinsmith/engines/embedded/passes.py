@@ -31,10 +31,10 @@ from tinsmith.engines.embedded.pieces import (
     read_tokens,
 )
 from tinsmith.errors import TinkerError, ValidationError
-from tinsmith.model.attention import PackAttention, Stretch
 from tinsmith.model.custom_loss import CustomLoss
 from tinsmith.model.lora import FusedLora, LoraSpan
 from tinsmith.model.losses import Loss, TokenLoss, make_loss
+from tinsmith.model.pack_attention import PackAttention, Stretch
 from tinsmith.model.spare_vectors import SpareVectors
 from tinsmith.model.transformer import Transformer
 from tinsmith.types.inputs import LossFnOutput

@@ -1,0 +1,218 @@
+"""Attention for sampling, to tokens whose keys and values are kept (`kv_cache.py`)."""
+
+# T row of the pack, H query head, G key head, D dimension of a head, N row among some, L of one
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tinsmith.model.attention import (
+    AttentionRule,
+    flash,
+    flash_kernel,
+    heads_first,
+    joined,
+    reach_of,
+    rows_first,
+)
+from tinsmith.model.kv_cache import LayerKeys, Run, SequenceKeys
+from tinsmith.model.masked_attention import masked_attention
+
+FEWEST_QUERIES = 4
+"""With fewer the kernel computes a row in another way than it would among others."""
+
+
+class CachedStretch(NamedTuple):
+    """Rows that are added to `keys.own` at a place, and see what is before them in `keys`.
+
+    Several stretches may be of one sequence, one behind the other: each row is then computed as it
+    is when it comes alone, which is not to the last bit how it is among others.
+    """
+
+    start: int
+    end: int
+    keys: SequenceKeys
+    place: int
+    """How many tokens of `keys.own` are before it."""
+
+    @property
+    def own_end(self) -> int:
+        """How many there are with it."""
+        return self.place + self.end - self.start
+
+    @property
+    def sequence_length(self) -> int:
+        """Of the sequence up to its end."""
+        shared = self.keys.shared
+        return self.own_end + (0 if shared is None else shared.length)
+
+
+class _Single(NamedTuple):
+    """A row that sees all of its own run up to itself, in one call."""
+
+    row: int
+    seen: LayerKeys
+
+
+class _Several(NamedTuple):
+    """Rows that see what was in their own run, and of themselves what is before."""
+
+    start: int
+    end: int
+    seen: LayerKeys | None
+    itself: LayerKeys
+
+
+class _Shared(NamedTuple):
+    """Rows that see all of a run that is not their own."""
+
+    rows_N: Tensor
+    seen: LayerKeys
+
+
+class _Parted(NamedTuple):
+    """Which calls there are to make in each layer."""
+
+    singles: list[_Single]
+    severals: list[_Several]
+    shared: list[_Shared]
+    masked: list[CachedStretch]
+
+
+def _parted(stretches: Sequence[CachedStretch], reach: int) -> _Parted:
+    parted = _Parted([], [], [], [])
+    sharing: dict[int, tuple[Run, list[int]]] = {}
+    for one in stretches:
+        start, end, keys, place = one
+        if one.sequence_length > reach:
+            parted.masked.append(one)
+            continue
+        if end - start == 1:
+            parted.singles.append(_Single(start, keys.own.read(0, place + 1)))
+        else:
+            seen = keys.own.read(0, place) if place else None
+            itself = keys.own.read(place, one.own_end)
+            parted.severals.append(_Several(start, end, seen, itself))
+        if keys.shared is not None:
+            sharing.setdefault(id(keys.shared), (keys.shared, []))[1].extend(range(start, end))
+    for run, rows in sharing.values():
+        parted.shared.append(_Shared(torch.tensor(rows), run.read(0, run.length)))
+    return parted
+
+
+class CachedAttention:
+    """Attention to tokens that were read before, without a way back; see `attention.py`."""
+
+    def __init__(self, stretches: Sequence[CachedStretch]) -> None:
+        self._stretches = stretches
+        for one in stretches:
+            one.keys.own.reserve(one.own_end)
+        # Only now: a run that has grown lies elsewhere.
+        self._places = [one.keys.own.places(one.place, one.own_end) for one in stretches]
+        self._sizes = [one.end - one.start for one in stretches]
+        self._parted: dict[int, _Parted] = {}
+        """By how long a sequence may be for the flash kernel."""
+
+    def attend(
+        self, layer: int, rule: AttentionRule, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor
+    ) -> Tensor:
+        """`Attention.attend`."""
+        kept_2GTD = torch.stack((k_TGD.transpose(0, 1), v_TGD.transpose(0, 1)))
+        places = [layers[layer] for layers in self._places]
+        torch._foreach_copy_(places, kept_2GTD.split(self._sizes, 2))
+        reach = reach_of(rule, q_THD.device)
+        if reach not in self._parted:
+            self._parted[reach] = _parted(self._stretches, reach)
+        parted = self._parted[reach]
+        if len(parted.singles) == len(self._stretches) and not parted.shared:
+            return _single_rows(layer, rule.scale, q_THD, k_TGD.shape[1], parted.singles)[0]
+        out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+        _fill(layer, rule.scale, q_THD, k_TGD.shape[1], parted, out_THD)
+        for one in parted.masked:
+            rows = slice(one.start, one.end)
+            out_THD[rows] = _masked_step(layer, rule, q_THD[rows], one)
+        return out_THD
+
+    def done(self) -> None:
+        """The rows now count as read."""
+        for one in self._stretches:
+            one.keys.own.length = one.own_end
+
+
+def _fill(
+    layer: int, scale: float, q_THD: Tensor, key_heads: int, parted: _Parted, out_THD: Tensor
+) -> None:
+    """Put in the rows of the stretches that the kernel reaches."""
+    sums_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
+    if parted.singles:
+        rows = [one.row for one in parted.singles]
+        out, sums = _single_rows(layer, scale, q_THD[rows], key_heads, parted.singles)
+        out_THD[rows], sums_TH[rows] = out, sums
+    for start, end, seen, itself in parted.severals:
+        out, sums = _several_rows(layer, scale, q_THD[start:end], seen, itself)
+        out_THD[start:end], sums_TH[start:end] = rows_first(out), rows_first(sums)
+    for rows_N, (keys, values) in parted.shared:
+        out, sums = _seen_whole(q_THD[rows_N], keys[layer], values[layer], scale)
+        past = rows_first(out), rows_first(sums)
+        out_THD[rows_N], _ = joined(past, (out_THD[rows_N], sums_TH[rows_N]))
+
+
+def _single_rows(
+    layer: int, scale: float, q_NHD: Tensor, key_heads: int, singles: Sequence[_Single]
+) -> tuple[Tensor, Tensor]:
+    """What each row takes from its own run."""
+    rows, heads, size = q_NHD.shape
+    # The heads that have one key head, as several queries of it: it is then read once.
+    q_NGHD = q_NHD.reshape(rows, key_heads, heads // key_heads, size)
+    parts = [
+        flash_kernel(q, seen[0][layer], seen[1][layer], 0.0, False, scale=scale)
+        for q, (_, seen) in zip(q_NGHD.split(1), singles, strict=True)
+    ]
+    if rows == 1:
+        out, sums = parts[0]
+    else:
+        out, sums = (torch.cat(some) for some in zip(*parts, strict=True))
+    return out.reshape(rows, heads, size), sums.reshape(rows, heads)
+
+
+def _several_rows(
+    layer: int, scale: float, q_LHD: Tensor, seen: LayerKeys | None, itself: LayerKeys
+) -> tuple[Tensor, Tensor]:
+    """What rows take from their own run: what was in it, and themselves."""
+    found = flash(heads_first(q_LHD), itself[0][layer], itself[1][layer], scale, is_causal=True)
+    if seen is None:
+        return found
+    return joined(_seen_whole(q_LHD, seen[0][layer], seen[1][layer], scale), found)
+
+
+def _seen_whole(q_LHD: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Every query sees every key. 1 × heads × L × D, and 1 × heads × L.
+
+    The queries of the heads that have one key head become more queries of it: the keys are then
+    read once for all of them.
+    """
+    rows, heads, size = q_LHD.shape
+    groups = k.shape[1]
+    q_GLD = q_LHD.reshape(rows, groups, heads // groups, size).transpose(0, 1)
+    q = q_GLD.reshape(1, groups, -1, size)
+    queries = q.shape[2]
+    spare = -queries % FEWEST_QUERIES
+    if spare:
+        q = torch.nn.functional.pad(q, (0, 0, 0, spare))
+    out, sums = flash(q, k, v, scale, is_causal=False)
+    out = out[0, :, :queries].unflatten(1, (rows, -1)).transpose(1, 2)
+    sums = sums[0, :, :queries].unflatten(1, (rows, -1)).transpose(1, 2)
+    return out.reshape(1, heads, rows, size), sums.reshape(1, heads, rows)
+
+
+def _masked_step(layer: int, rule: AttentionRule, q_LHD: Tensor, one: CachedStretch) -> Tensor:
+    keys = one.keys
+    k, v = (both[layer] for both in keys.own.read(0, one.own_end))
+    if keys.shared is not None:
+        past_k, past_v = (both[layer] for both in keys.shared.read(0, keys.shared.length))
+        k, v = torch.cat((past_k, k), 2), torch.cat((past_v, v), 2)
+    return masked_attention(q_LHD, k[0].transpose(0, 1), v[0].transpose(0, 1), *rule)

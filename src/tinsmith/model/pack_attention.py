@@ -1,0 +1,209 @@
+"""Attention for training, with exact gradients.
+
+Its stretches are sequences, or what is left of them behind a prefix that several share and that is
+computed once. The way back needs no more than the parts that `attention.py` tells of: given the
+joined result and its logarithm, the kernel's own gradient of a part is that part's share.
+"""
+
+# T row of the pack, H query head, G key head, D dimension of a head
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tinsmith.model.attention import (
+    AttentionRule,
+    flash,
+    heads_first,
+    joined,
+    reach_of,
+    rows_first,
+)
+from tinsmith.model.masked_attention import masked_attention
+
+
+class Stretch(NamedTuple):
+    """Rows that follow each other in one sequence, and the rows before them that others share."""
+
+    start: int
+    end: int
+    prefix: tuple[int, int] | None = None
+    """Another stretch of the pack, which it follows."""
+
+    @property
+    def sequence_length(self) -> int:
+        """Of the sequence up to its end."""
+        shared = 0 if self.prefix is None else self.prefix[1] - self.prefix[0]
+        return self.end - self.start + shared
+
+
+class _Block(NamedTuple):
+    """Stretches of one length that lie beside each other: one call for all."""
+
+    start: int
+    end: int
+    stretches: int
+
+
+class _Past(NamedTuple):
+    """Stretches behind one prefix that lie beside each other: all see all of it, in one call."""
+
+    start: int
+    end: int
+    prefix: slice
+
+
+class _Plan(NamedTuple):
+    """Which calls there are to make. A stretch that has flash calls has them for its prefix too."""
+
+    blocks: list[_Block]
+    pasts: list[_Past]
+    masked: list[int]
+    """The numbers of the stretches that are left to masks."""
+
+
+class PackAttention:
+    """Attention with exact gradients; see the top of the module."""
+
+    def __init__(self, stretches: Sequence[Stretch]) -> None:
+        self._stretches = tuple(stretches)
+        self._lengths = [one.end - one.start for one in stretches]
+        self._plans: dict[int, _Plan] = {}
+        """By how long a sequence may be for the flash kernel."""
+
+    def attend(
+        self, layer: int, rule: AttentionRule, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor
+    ) -> Tensor:
+        """`Attention.attend`."""
+        del layer
+        plan = self._plan(reach_of(rule, q_THD.device))
+        out_THD: Tensor = _FlashPack.apply(q_THD, k_TGD, v_TGD, plan, rule.scale)  # type: ignore[no-untyped-call]
+        if not plan.masked:
+            return out_THD
+        parts = list(out_THD.split(self._lengths))
+        for number in plan.masked:
+            start, end, prefix = self._stretches[number]
+            k, v = k_TGD[start:end], v_TGD[start:end]
+            if prefix is not None:
+                k = torch.cat((k_TGD[slice(*prefix)], k))
+                v = torch.cat((v_TGD[slice(*prefix)], v))
+            parts[number] = masked_attention(q_THD[start:end], k, v, *rule)
+        return torch.cat(parts)
+
+    def _plan(self, reach: int) -> _Plan:
+        if reach not in self._plans:
+            whole = [one for one in self._stretches if one.sequence_length <= reach]
+            masked = [
+                number for number, one in enumerate(self._stretches) if one.sequence_length > reach
+            ]
+            self._plans[reach] = _Plan(_blocks(whole), _pasts(whole), masked)
+        return self._plans[reach]
+
+    def done(self) -> None:
+        """`Attention.done`."""
+
+
+def _blocks(stretches: Sequence[Stretch]) -> list[_Block]:
+    groups = _neighbours(stretches, lambda one: one.end - one.start)
+    return [_Block(group[0].start, group[-1].end, len(group)) for group in groups]
+
+
+def _pasts(stretches: Sequence[Stretch]) -> list[_Past]:
+    groups = _neighbours(stretches, lambda one: one.prefix)
+    return [
+        _Past(group[0].start, group[-1].end, slice(*group[0].prefix))
+        for group in groups
+        if group[0].prefix is not None
+    ]
+
+
+def _neighbours(
+    stretches: Sequence[Stretch], kind: Callable[[Stretch], object]
+) -> list[list[Stretch]]:
+    """Those of one kind that lie beside each other, without a gap."""
+    groups: list[list[Stretch]] = []
+    for one in stretches:
+        last = groups[-1][-1] if groups else None
+        if last is not None and last.end == one.start and kind(last) == kind(one):
+            groups[-1].append(one)
+        else:
+            groups.append([one])
+    return groups
+
+
+class _FlashPack(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, plan: _Plan, scale: float
+    ) -> Tensor:
+        out_THD = _room_for(q_THD, plan)
+        sums_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
+        for start, end, count in plan.blocks:
+            q, k, v = (heads_first(rows[start:end], count) for rows in (q_THD, k_TGD, v_TGD))
+            out, sums = flash(q, k, v, scale, is_causal=True)
+            out_THD[start:end] = rows_first(out)
+            sums_TH[start:end] = rows_first(sums)
+        for start, end, prefix in plan.pasts:
+            q, k, v = _past_of(q_THD[start:end], k_TGD, v_TGD, prefix)
+            out, sums = flash(q, k, v, scale, is_causal=False)
+            past = rows_first(out), rows_first(sums)
+            both = joined(past, (out_THD[start:end], sums_TH[start:end]))
+            out_THD[start:end], sums_TH[start:end] = both
+        ctx.save_for_backward(q_THD, k_TGD, v_TGD, out_THD, sums_TH)
+        ctx.plan, ctx.scale = plan, scale
+        return out_THD
+
+    @staticmethod
+    def backward(ctx: Any, dout_THD: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q_THD, k_TGD, v_TGD, out_THD, sums_TH = ctx.saved_tensors
+        dq_THD, dk_TGD, dv_TGD = (_room_for(rows, ctx.plan) for rows in (q_THD, k_TGD, v_TGD))
+        for start, end, count in ctx.plan.blocks:
+            dout, q, k, v, out, sums = (
+                heads_first(rows[start:end], count)
+                for rows in (dout_THD, q_THD, k_TGD, v_TGD, out_THD, sums_TH)
+            )
+            parts = _flash_backward(dout, q, k, v, out, sums, ctx.scale, is_causal=True)
+            for gradient, part in zip((dq_THD, dk_TGD, dv_TGD), parts, strict=True):
+                gradient[start:end] = rows_first(part)
+        for start, end, prefix in ctx.plan.pasts:
+            dout, out, sums = (
+                heads_first(rows[start:end]) for rows in (dout_THD, out_THD, sums_TH)
+            )
+            q, k, v = _past_of(q_THD[start:end], k_TGD, v_TGD, prefix)
+            dq, dk, dv = _flash_backward(dout, q, k, v, out, sums, ctx.scale, is_causal=False)
+            dq_THD[start:end] += rows_first(dq)
+            dk_TGD[prefix] += rows_first(dk)
+            dv_TGD[prefix] += rows_first(dv)
+        return dq_THD, dk_TGD, dv_TGD, None, None
+
+
+def _room_for(rows: Tensor, plan: _Plan) -> Tensor:
+    """What a plan fills; zeros where it leaves rows out."""
+    return torch.zeros_like(rows) if plan.masked else torch.empty_like(rows)
+
+
+def _past_of(
+    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, prefix: slice
+) -> tuple[Tensor, Tensor, Tensor]:
+    return heads_first(q_THD), heads_first(k_TGD[prefix]), heads_first(v_TGD[prefix])
+
+
+def _flash_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    scale: float,
+    *,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dout, q, k, v, out, sums, 0.0, is_causal, scale=scale
+    )
+    return dq, dk, dv
