@@ -99,6 +99,8 @@ class KeyRing:
         self._recheck_s = recheck_s
         self._clock = clock
         self._remembered: OrderedDict[str, tuple[float, Holder]] = OrderedDict()
+        self._forgotten = 0
+        """How often everything was forgotten."""
         self._open_until: float | None = None
         self._anybody: Holder | None = None
         self._has_keys = False
@@ -168,10 +170,13 @@ class KeyRing:
         if remembered is not None and now < remembered[0]:
             self._remembered.move_to_end(digest)
             return remembered[1]
+        forgotten = self._forgotten
         holder = await look_up()
         if holder is None:
             self._remembered.pop(digest, None)
             raise AuthenticationError("the API key is not valid")
+        if forgotten != self._forgotten:
+            return holder  # it may have been changed since it was read
         self._remembered[digest] = (now + self._recheck_s, holder)
         self._remembered.move_to_end(digest)
         while len(self._remembered) > MOST_REMEMBERED:
@@ -180,6 +185,7 @@ class KeyRing:
 
     def forget(self) -> None:
         """Look everything up anew; to be called where this process changed a key or a tenant."""
+        self._forgotten += 1
         self._remembered.clear()
         self._open_until = None
 

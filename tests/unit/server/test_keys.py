@@ -166,6 +166,46 @@ def test_a_revocation_is_seen_at_once_if_told_and_within_the_time_if_not() -> No
     run(work())
 
 
+def test_a_look_that_began_before_a_revocation_is_not_remembered_after_it() -> None:
+    class Slow(MemoryLedger):
+        is_slow = False
+        is_asked: asyncio.Event
+        may_go_on: asyncio.Event
+
+        def entries(self, kind: type[E]) -> Entries[E]:
+            entries = super().entries(kind)
+            if kind is Tenant and self.is_slow:
+                get = entries.get
+
+                async def late_get(entry_id: str) -> E | None:
+                    self.is_asked.set()
+                    await self.may_go_on.wait()
+                    return await get(entry_id)
+
+                entries.get = late_get  # type: ignore[method-assign]
+            return entries
+
+    async def work() -> None:
+        ledger = Slow()
+        ledger.is_asked, ledger.may_go_on = asyncio.Event(), asyncio.Event()
+        _, key = await create_key(ledger, await add_tenant(ledger, "acme"), "")
+        ring = KeyRing(ledger)
+        ledger.is_slow = True
+        looking = asyncio.create_task(ring.holder(key))
+        await ledger.is_asked.wait()
+
+        await revoke_key(ledger, digest_of(key))
+        ring.forget()
+        ledger.may_go_on.set()
+        await looking
+
+        assert ring.remembered(key) is None
+        with pytest.raises(AuthenticationError):
+            await ring.holder(key)
+
+    run(work())
+
+
 def test_a_changed_quota_is_seen_within_the_time() -> None:
     async def work() -> None:
         ledger, ticks = MemoryLedger(), Ticks()
