@@ -20,7 +20,7 @@ training = client.create_lora_training_client(MODEL, rank=8, seed=1)
 for _ in range(3):
     step(training)
 sampler = training.save_weights_and_get_sampling_client()
-answer = sampler.sample(TOKENS, 1, tinsmith.SamplingParams(max_tokens=8)).result()
+answer = sampler.sample(TOKENS, 1, tinsmith.SamplingParams(max_tokens=8, stop=[])).result()
 assert len(answer.sequences[0].tokens) == 8
 say(training.save_state("three").result().path)
 say(loss_of(training))
