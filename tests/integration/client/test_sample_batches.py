@@ -505,6 +505,23 @@ def test_s8_a_paused_queue_that_the_poll_tells_of_holds_back_new_samples(
     assert number_of(second.result(WAIT_S)) == 1
 
 
+def test_s8_a_paused_queue_holds_back_no_longer_than_any_server_may_ask_for(
+    sampler: SamplingClient, service: ScriptedService
+) -> None:
+    """Who gave up all samples hears of no end of the pause."""
+    service.faults.pause("asample", retry_after_ms=1e15, times=1)
+    sample = sampler.sample(PROMPT, 1, PARAMS)
+    deadline = time.monotonic() + 20
+    while sampler.limiter.pause().state == "open" and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+    pause = sampler.limiter.pause()
+    sample.cancel()
+
+    assert pause.state == "queue_paused"
+    assert pause.until - time.monotonic() <= 60
+
+
 @pytest.mark.parametrize("broken", [(Sampler, "_await_result"), (Poll, "found")])
 def test_a_fault_of_our_own_fails_the_sample_instead_of_leaving_it_for_ever(
     monkeypatch: pytest.MonkeyPatch, broken: tuple[type, str]

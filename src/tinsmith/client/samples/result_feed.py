@@ -27,6 +27,7 @@ from tinsmith.errors import APIError, APIStatusError, ClosedError, ResultExpired
 from tinsmith.types import extensions as x
 from tinsmith.types.requests import SamplingSessionFuturesTarget
 from tinsmith.wire.failures import error_from_failed
+from tinsmith.wire.retry_after import DEFAULT_CAP_S
 
 _log = logging.getLogger(__name__)
 
@@ -174,7 +175,8 @@ class ResultFeed:
     def _take_queue_state(self, answer: x.ResultsRetrieveResponse, asked_at: float) -> None:
         limiter = self._session.limiter
         if answer.queue_state in ("paused_capacity", "paused_rate_limit"):
-            delay_s = None if answer.retry_after_ms is None else answer.retry_after_ms / 1000
+            asked_ms = answer.retry_after_ms
+            delay_s = None if asked_ms is None else min(asked_ms / 1000, DEFAULT_CAP_S)
             limiter.queue_paused(delay_s, answer.queue_state_reason or "")
         elif answer.queue_state == "active" or answer.completions:
             limiter.queue_active(asked_at)
