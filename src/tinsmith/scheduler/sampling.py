@@ -70,19 +70,22 @@ class Sampling:
     async def step(self) -> None:
         """Step the engine's sampler for as long as there is something in it."""
         parts = self._parts
-        while not parts.is_closing:
-            if not self._admitted:
-                self._has_admitted.clear()
-                await parts.turns.set_active("sampling", False)
-                await self._has_admitted.wait()
-                continue
-            await parts.turns.set_active("sampling", True)
-            await parts.settler.wait_room()
-            async with parts.turns.turn("sampling"):
-                events = await self._step()
-            for event in events:
-                self._take(event)
-        await parts.turns.set_active("sampling", False)
+        try:
+            while not parts.is_closing:
+                if not self._admitted:
+                    self._has_admitted.clear()
+                    await parts.turns.set_active("sampling", False)
+                    await self._has_admitted.wait()
+                    continue
+                await parts.turns.set_active("sampling", True)
+                await parts.settler.wait_room()
+                async with parts.turns.turn("sampling"):
+                    events = await self._step()
+                for event in events:
+                    self._take(event)
+        finally:
+            # Also with the loss of the engine: training must not wait for us to take our share.
+            await parts.turns.set_active("sampling", False)
 
     def cancel(self, request_id: RequestId) -> bool:
         """Drop a sample that its client gave up, wherever it is; False if it is not here."""

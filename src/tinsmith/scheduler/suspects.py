@@ -4,7 +4,7 @@ An engine that is lost takes down whatever was in it, and all of that is run aga
 at two losses is suspected: until it has ended, whatever enters the engine enters alone. Whoever is
 then in it alone at another loss is to blame, and fails instead of being run once more; everybody
 else goes on. An engine that is lost for other reasons, such as by the hand of its operator, gives
-up nobody's command for that.
+up nobody's command for that, unless it is the same one that is caught in it three times.
 
 It outlives schedulers, each of which ends with a loss. Knows nothing of engines.
 """

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from tests.integration.scheduler.bench import BASE, QUICK, Bench, until
-from tinsmith.engines.base import AdapterId, Saved
+from tinsmith.engines.base import AdapterId, SampleEvent, Saved
 from tinsmith.engines.fake.engine import FakeEngine, FakeSettings, fake_model
 from tinsmith.errors import EngineLostError
 from tinsmith.ledger.memory import MemoryLedger
@@ -21,7 +21,7 @@ OTHER = RequestId("o:1")
 
 
 class Losable(FakeEngine):
-    """Saves nothing once it `is_gone`."""
+    """Saves and draws nothing once it `is_gone`."""
 
     def __init__(self) -> None:
         super().__init__([fake_model(BASE)], FakeSettings())
@@ -31,6 +31,11 @@ class Losable(FakeEngine):
         if self.is_gone:
             raise EngineLostError("it has ended")
         await super().save_adapter(adapter_id, folder, parts)
+
+    async def step_sampler(self) -> list[SampleEvent]:
+        if self.is_gone:
+            raise EngineLostError("it has ended")
+        return await super().step_sampler()
 
 
 @asynccontextmanager
@@ -89,5 +94,22 @@ def test_who_waits_to_be_alone_when_the_engine_is_lost_is_not_blamed_if_it_canno
             blamed.append(suspects.note_loss())  # as when it is lost again while it is opened
 
             assert blamed == [None, None]
+
+    asyncio.run(test())
+
+
+def test_training_does_not_wait_for_a_sampler_that_was_lost(tmp_path: Path) -> None:
+    """It sees for itself that the engine is lost; waiting for a turn, it delayed the next start."""
+
+    async def test() -> None:
+        async with suspicious(tmp_path) as (bench, engine, _):
+            await bench.result(await bench.create("s:train:0"))
+            await bench.add_sampler("s:sample:0")
+            engine.is_gone = True
+            await bench.sample("s:sample:0", 1)
+            await until(lambda: bench.ledger.board.scheduler.problem is not None)
+
+            for number in (1, 2, 3):
+                await bench.result(await bench.step("s:train:0", number), timeout_s=5.0)
 
     asyncio.run(test())
