@@ -13,6 +13,18 @@ FULL, NORMAL = 2, 1
 WAIT_S = 30.0
 
 
+def news(effects: Effects) -> Steps[None]:
+    """A write that tells of something."""
+    effects.topics.append("topic")
+    yield from ()
+
+
+def claim(_: Effects) -> Steps[str]:
+    """What stands by for it."""
+    yield from ()
+    return "claimed"
+
+
 def test_a_commit_is_synced_if_one_of_its_writes_is(tmp_path: Path) -> None:
     levels: list[int] = []
 
@@ -59,14 +71,6 @@ def test_who_stands_by_while_news_are_committed_is_told_of_them(tmp_path: Path) 
                 assert goes_on.wait(WAIT_S)
             return super().execute(sql, *values)
 
-    def news(effects: Effects) -> Steps[None]:
-        effects.topics.append("topic")
-        yield from ()
-
-    def claim(_: Effects) -> Steps[str]:
-        yield from ()
-        return "claimed"
-
     async def test() -> str:
         path = tmp_path / "db"
         writer = GroupWriter(
@@ -96,14 +100,6 @@ def test_what_is_being_taken_is_not_taken_back(tmp_path: Path) -> None:
             if threading.current_thread() is not threading.main_thread():
                 is_being_taken.set()
                 assert goes_on.wait(WAIT_S)
-
-    def news(effects: Effects) -> Steps[None]:
-        effects.topics.append("topic")
-        yield from ()
-
-    def claim(_: Effects) -> Steps[str]:
-        yield from ()
-        return "claimed"
 
     async def test() -> str:
         path = tmp_path / "db"
