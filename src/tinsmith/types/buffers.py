@@ -6,7 +6,8 @@ core needs no array library: numpy and torch are touched only when the caller pa
 one of their arrays.
 
 Memory that came from a caller's numpy array or tensor is shared with it, not copied: a change made
-before the request is encoded is sent.
+before the request is encoded is sent. A read-only view is copied: others may write to what it shows.
+So read-only memory in `Numbers` never changes, and whoever needs it unchanged need not copy it.
 """
 
 from __future__ import annotations
@@ -116,7 +117,8 @@ def shortened(numbers: Numbers) -> str:
 def pack(values: Any, kind: Kind, what: str = "value") -> tuple[Numbers, list[int]]:
     """Hold `values` as numbers of one kind, and say their shape.
 
-    A contiguous array of that kind is shared; anything else is converted into new memory.
+    A contiguous array of that kind is shared if it can be written to; anything else is converted or
+    copied into new memory, but for `bytes`, which cannot change.
 
     Args:
         values: A nested list or tuple, a numpy array, a torch tensor, or any buffer of numbers.
@@ -204,11 +206,17 @@ def _require_numpy() -> Any:
 def _from_numpy(array: Any, kind: Kind, what: str) -> tuple[Numbers, list[int]]:
     fitting = array if array.dtype == kind else _fit_array(array, kind, what)
     flat = fitting.ravel()
-    # A view with no elements cannot be cast.
-    memory: Memory = flat.data.cast("B") if flat.size else b""
-    if fitting is not array and flat.size:
+    memory = _shared(flat.data)
+    if fitting is not array:
         memory = memoryview(memory).toreadonly()  # nobody else holds it, so it need not be copied
     return Numbers(memory, kind), list(array.shape)
+
+
+def _shared(view: memoryview) -> Memory:
+    """A caller's memory as it is, or a copy if it is read-only here and perhaps not elsewhere."""
+    if not view.nbytes or (view.readonly and not isinstance(view.obj, bytes)):
+        return bytes(view)  # a view with no elements cannot be cast
+    return view.cast("B")
 
 
 def _fit_array(array: Any, kind: Kind, what: str) -> Any:
@@ -230,7 +238,7 @@ def _from_view(view: memoryview, kind: Kind, what: str) -> tuple[Numbers, list[i
     given = view.format.lstrip("@=<")  # ctypes arrays say their byte order
     same_format = given == FORMATS[kind] or (given == "l" and kind == "int64")
     if same_format and view.itemsize == ITEM_BYTES[kind] and view.c_contiguous:
-        return Numbers(view.cast("B") if view.nbytes else b"", kind), shape
+        return Numbers(_shared(view), kind), shape
     try:
         values = view.tolist()
     except NotImplementedError:

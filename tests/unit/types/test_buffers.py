@@ -34,6 +34,34 @@ def test_an_array_of_the_right_kind_is_shared(kind: Kind) -> None:
     assert np.shares_memory(held.numpy(), numbers)
 
 
+def a_read_only_view(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    view = numbers.view()
+    view.flags.writeable = False
+    return view
+
+
+READ_ONLY_VIEWS: list[Any] = [a_read_only_view, lambda numbers: numbers.data.toreadonly()]
+
+
+@pytest.mark.parametrize("view_of", READ_ONLY_VIEWS, ids=["numpy", "memoryview"])
+def test_a_read_only_view_of_memory_that_others_write_to_is_copied(view_of: Any) -> None:
+    numbers = np.array([1, 2, 3], dtype="int32")
+    held, _ = pack(view_of(numbers), "int32")
+
+    numbers[:] = 9
+
+    assert held.tolist() == [1, 2, 3]
+
+
+def test_bytes_cannot_change_and_are_shared() -> None:
+    given = struct.pack("3i", 1, 2, 3)
+
+    held, _ = pack(memoryview(given).cast("i"), "int32")
+
+    assert isinstance(held.memory, memoryview)
+    assert held.memory.obj is given
+
+
 @pytest.mark.parametrize(
     "values",
     [
