@@ -161,11 +161,24 @@ def _kill(process: asyncio.subprocess.Process) -> None:
 
 
 class Credentials:
-    """The credential that a client sends with each request."""
+    """The credential that a client sends with each request.
 
-    def __init__(self, settings: ClientSettings, *, clock: Callable[[], float] = time.time) -> None:
+    Args:
+        settings: Where the credential comes from.
+        clock: The time of day, in which tokens say when they expire.
+        pause_clock: For the time since a failed renewal. No jump of the time of day draws it out.
+    """
+
+    def __init__(
+        self,
+        settings: ClientSettings,
+        *,
+        clock: Callable[[], float] = time.time,
+        pause_clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._settings = settings
         self._clock = clock
+        self._pause_clock = pause_clock
         self._static = static_key(settings)
         self._raw = self._static
         self._token: str | None = None
@@ -196,8 +209,7 @@ class Credentials:
         """Whether the JWT may expire on the way, and should be renewed before it is sent."""
         if self._token is None:
             return False
-        now = self._clock()
-        return now >= self._usable_until and now - self._failed_at >= RENEWAL_PAUSE_S
+        return self._clock() >= self._usable_until and not self._must_pause()
 
     async def open(self) -> Secret:
         """Find the credential to introduce ourselves with, by running the command if need be."""
@@ -244,7 +256,7 @@ class Credentials:
             except (TinkerError, TimeoutError) as error:
                 if self._token is None:
                     raise
-                self._failed_at = self._clock()
+                self._failed_at = self._pause_clock()
                 _log.warning("the token stays in use, since its renewal failed: %r", error)
 
     def _keep(self, token: str) -> None:
@@ -260,9 +272,13 @@ class Credentials:
     def _should_renew(self, refused: str | None) -> bool:
         if self._token is None:
             return True
-        if self._clock() - self._failed_at < RENEWAL_PAUSE_S:
+        if self._must_pause():
             return False
         return self._token == refused or self._remaining_s() <= RENEW_BEFORE_S
+
+    def _must_pause(self) -> bool:
+        """Whether a renewal failed a moment ago."""
+        return self._pause_clock() - self._failed_at < RENEWAL_PAUSE_S
 
     def _remaining_s(self) -> float:
         return self._expires_at - self._clock()

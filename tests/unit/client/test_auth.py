@@ -213,9 +213,10 @@ def test_a_failed_renewal_keeps_the_old_token_and_pauses(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def scenario() -> None:
-        clock = Clock()
+        clock, pauses = Clock(), Clock()
         exchanges = Exchanges(clock, lifetime_s=100)
-        credentials = Credentials(some_settings(TINKER_API_KEY="tml-a"), clock=clock)
+        settings = some_settings(TINKER_API_KEY="tml-a")
+        credentials = Credentials(settings, clock=clock, pause_clock=pauses)
         await credentials.renew(exchanges)
         exchanges.broken = True
         clock.now += 99
@@ -224,11 +225,31 @@ def test_a_failed_renewal_keeps_the_old_token_and_pauses(
 
         assert credentials.current() == exchanges.given[0]
         assert not credentials.is_stale()
-        clock.now += RENEWAL_PAUSE_S
+        pauses.now += RENEWAL_PAUSE_S
         assert credentials.is_stale()
 
     asyncio.run(scenario())
     assert "renewal failed" in caplog.text
+
+
+def test_a_clock_that_is_set_back_does_not_draw_out_the_pause_after_a_failed_renewal() -> None:
+    async def scenario() -> None:
+        clock, pauses = Clock(), Clock()
+        exchanges = Exchanges(clock, lifetime_s=3600)
+        settings = some_settings(TINKER_API_KEY="tml-a")
+        credentials = Credentials(settings, clock=clock, pause_clock=pauses)
+        await credentials.renew(exchanges)
+        exchanges.broken = True
+        await credentials.renew(exchanges, refused=credentials.token)
+        exchanges.broken = False
+        clock.now -= 86400
+        pauses.now += RENEWAL_PAUSE_S
+
+        await credentials.renew(exchanges, refused=credentials.token)
+
+        assert credentials.token == exchanges.given[1]
+
+    asyncio.run(scenario())
 
 
 def test_the_first_exchange_must_succeed() -> None:
