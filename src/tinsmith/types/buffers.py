@@ -6,8 +6,8 @@ core needs no array library: numpy and torch are touched only when the caller pa
 one of their arrays.
 
 Memory that came from a caller's numpy array or tensor is shared with it, not copied: a change made
-before the request is encoded is sent. A read-only view is copied: others may write to what it shows.
-So read-only memory in `Numbers` never changes, and whoever needs it unchanged need not copy it.
+before the request is encoded is sent. A read-only view is copied, for others may write to what it
+shows: read-only memory in `Numbers` never changes, and whoever needs it unchanged may share it.
 """
 
 from __future__ import annotations
