@@ -7,7 +7,8 @@ and the engine can be opened anew, empty.
 The process is started as `python -m`, with a socket passed on to it, and shares nothing with this
 one: it may be started from threads, from asyncio and from notebooks, and needs no `__main__` guard.
 It is in a session of its own, so that Ctrl-C reaches this process alone, which decides what is to
-end. It ends with this one, however this one ends. What it logs is logged here.
+end. It ends with this one, however this one ends. What it logs is logged here, and what it writes
+to stderr goes to ours (`child_stderr.py`).
 
 What has to be told at once (`capacity`, `has_adapter`, …) is kept here as the answers have left it.
 `child_messages.py` has what is said, `child_program.py` the other end.
@@ -54,6 +55,7 @@ from tinsmith.engines.child_messages import (
     receive,
     tell_log,
 )
+from tinsmith.engines.child_stderr import Stderr
 from tinsmith.errors import ClosedError, EngineLostError, TinkerError
 
 _log = logging.getLogger(__name__)
@@ -61,6 +63,7 @@ _log = logging.getLogger(__name__)
 PROGRAM = "tinsmith.engines.child_program"
 END_S = 5.0
 """How long the process may take to end after its socket is closed; then it is killed."""
+LOOK_IN_LOG = "the service's log has the last lines that it wrote"
 MORE_MEMORY = "serve a smaller model, or give the engine less at once (--limits-batch-tokens)"
 NOTHING = EngineCapacity(most_adapters=0, adapters=0, most_samples=0, samples=0, batch_tokens=1)
 
@@ -88,6 +91,7 @@ class ChildEngine(Engine):
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
+        self._stderr: Stderr | None = None
         self._numbers = itertools.count()
         self._waiting: dict[int, _Waiting] = {}
         self._lost: asyncio.Future[TinkerError] | None = None
@@ -116,6 +120,8 @@ class ChildEngine(Engine):
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = _started(theirs)
+        assert self._process.stderr is not None
+        self._stderr = Stderr(self._process.stderr)
         try:
             reader, self._writer = await asyncio.open_unix_connection(sock=ours)
             self._reading = asyncio.create_task(self._read(reader))
@@ -137,6 +143,8 @@ class ChildEngine(Engine):
         process, self._process, self._writer, self._reading = self._process, None, None, None
         if process is not None:
             await asyncio.to_thread(_ended, process)
+        if self._stderr is not None:
+            await self._stderr.close()
 
     async def wait_lost(self) -> TinkerError:
         """`Engine.wait_lost`."""
@@ -184,10 +192,13 @@ class ChildEngine(Engine):
             reason, is_killed = f"what it said was not understood ({exc!r})", False
         error = EngineLostError(
             f"the process of the engine {self.name!r} has ended: {reason}",
-            remedy=MORE_MEMORY if is_killed else None,
+            remedy=MORE_MEMORY if is_killed else LOOK_IN_LOG,
         )
-        _log.error("%s", error.args[0])
         assert self._lost is not None
+        assert self._stderr is not None
+        last_lines = await self._stderr.last_lines()
+        last_words = f"; the last lines that it wrote:\n{last_lines}" if last_lines else ""
+        _log.error("%s%s", error.args[0], last_words)
         self._lost.set_result(error)
         self._forget()
         self._fail_waiting(error)
@@ -314,6 +325,7 @@ def _started(connection: socket.socket) -> subprocess.Popen[bytes]:
         pass_fds=[descriptor],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,  # what a command prints is its own alone
+        stderr=subprocess.PIPE,
         start_new_session=True,
     )
 

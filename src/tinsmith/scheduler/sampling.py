@@ -180,6 +180,7 @@ class Sampling:
             piece = TokenPiece(event.sequence, event.tokens, event.logprobs)
             self._parts.ledger.board.tell(request_id, [piece])
             return
+        self._parts.suspects.note_return()
         admitted = self._admitted.pop(request_id, None)
         if admitted is None:
             return  # cancelled in the meantime

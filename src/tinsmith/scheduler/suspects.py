@@ -33,8 +33,10 @@ class Suspects:
         self._losses: dict[RequestId, int] = {}
         self._suspected: set[RequestId] = set()
         self._until = 0.0
-        self._given_up: dict[RequestId, int] = {}
+        self._given_up: dict[RequestId, tuple[int, str]] = {}
         self._waiting: list[asyncio.Future[None]] = []
+        self.losses_in_a_row = 0
+        """Since the engine last came back from training or sampling."""
 
     @property
     def are_apart(self) -> bool:
@@ -78,8 +80,13 @@ class Suspects:
                 self._suspected.discard(request_id)
         self._wake()
 
-    def note_loss(self) -> RequestId | None:
+    def note_return(self) -> None:
+        """The engine has come back from training or sampling: it does not end with each command."""
+        self.losses_in_a_row = 0
+
+    def note_loss(self, why: str) -> RequestId | None:
         """The engine was lost with all that is in it; returns who is to blame, if that is known."""
+        self.losses_in_a_row += 1
         inside, self._inside = self._inside, set()
         if self._clock() >= self._until:
             self._losses.clear()  # too long ago to have the same reason
@@ -92,7 +99,7 @@ class Suspects:
             return None
         [to_blame] = inside
         self._suspected.discard(to_blame)
-        self._given_up[to_blame] = self._losses.pop(to_blame)
+        self._given_up[to_blame] = self._losses.pop(to_blame), why
         return to_blame
 
     def _wake(self) -> None:
@@ -103,10 +110,11 @@ class Suspects:
 
     def check(self, request_id: RequestId) -> None:
         """Raise `InternalServerError` for a command that is not to be run again."""
-        losses = self._given_up.get(request_id)
-        if losses is not None:
+        given_up = self._given_up.get(request_id)
+        if given_up is not None:
+            losses, why = given_up
             raise InternalServerError(
                 f"the engine was lost {losses} times while it ran {request_id}, the last time with "
-                "nothing else in it; the request is given up",
+                f"nothing else in it ({why}); the request is given up",
                 remedy="ask for less at once, or look for the reason in the service's log",
             )

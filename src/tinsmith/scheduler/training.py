@@ -173,6 +173,7 @@ class Training:
             _log.exception("a batch failed as a whole: %s", ", ".join(w.work_id for w in works))
             self._parts.statistics.count("failed_batches")
             outcomes = [TrainingOutcome(work_id=work.work_id, error=exc) for work in works]
+        self._parts.suspects.note_return()
         return {outcome.work_id: outcome for outcome in outcomes}
 
     def _settle(

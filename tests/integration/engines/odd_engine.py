@@ -6,6 +6,8 @@ import asyncio
 import logging
 import os
 import signal
+import subprocess
+import sys
 
 from tinsmith.engines.base import AdapterId, AdapterSpec, SampleWork, WeightsId
 from tinsmith.engines.fake.engine import FakeEngine, FakeSettings, fake_model
@@ -61,6 +63,10 @@ class OddEngine(FakeEngine):
         elif what == "crash":
             os.kill(os.getpid(), signal.SIGSEGV)
         elif what == "leave":
+            os._exit(7)
+        elif what == "leave a child":
+            child = subprocess.Popen(["sleep", "3600"])  # noqa: ASYNC220 - it only begins
+            print("left", child.pid, file=sys.stderr)
             os._exit(7)
         elif what == "user error":
             raise BadRequestError("this is no good", remedy="do it otherwise")

@@ -124,6 +124,37 @@ def test_all_calls_fail_when_the_process_ends(what: str, told: str) -> None:
     asyncio.run(test())
 
 
+def test_what_the_process_wrote_last_is_passed_on_and_logged_with_its_end(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def test() -> None:
+        async with _opened() as engine:
+            with pytest.raises(EngineLostError) as caught:
+                await engine.create_adapter(_spec("crash"))
+            assert "service's log" in str(caught.value.remedy)
+            assert "Segmentation fault" not in str(caught.value)  # it is for the operator alone
+
+    asyncio.run(test())
+    [told] = [one.getMessage() for one in caplog.records if "has ended" in one.getMessage()]
+    assert "SIGSEGV" in told
+    assert "Segmentation fault" in told
+    assert "Segmentation fault" in capfd.readouterr().err
+
+
+def test_the_end_of_a_process_is_told_though_one_that_it_started_has_its_stderr(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def test() -> None:
+        async with _opened() as engine:
+            with pytest.raises(EngineLostError):
+                await engine.create_adapter(_spec("leave a child"))
+
+    asyncio.run(test())
+    left = int(caplog.text.partition("\nleft ")[2].split()[0])
+    assert _is_alive(left)
+    os.kill(left, signal.SIGKILL)
+
+
 async def _step_on(engine: ChildEngine) -> None:
     while True:
         await engine.step_sampler()

@@ -46,7 +46,7 @@ async def suspicious(
     made, engine, suspects = Bench(folder, MemoryLedger()), Losable(), Suspects()
     for _ in range(2):
         suspects.enter(RequestId(one) for one in suspected)
-        suspects.note_loss()
+        suspects.note_loss("it has ended")
     made.engine = engine
     made.scheduler = Scheduler(made.ledger, engine, made.store, QUICK, None, suspects)
     await made.open()
@@ -89,9 +89,11 @@ def test_who_waits_to_be_alone_when_the_engine_is_lost_is_not_blamed_if_it_canno
                 await bench.submit(line, 1, "save_weights", request)
             await until(lambda: len(suspects._waiting) >= 2)
             engine.is_gone = True
-            blamed = [suspects.note_loss()]
+            blamed = [suspects.note_loss("it has ended")]
             await bench.scheduler.close()
-            blamed.append(suspects.note_loss())  # as when it is lost again while it is opened
+            blamed.append(
+                suspects.note_loss("it has ended")
+            )  # as when it is lost again while it is opened
 
             assert blamed == [None, None]
 

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import os
 import signal
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 
 from tests.integration.scheduler.bench import BASE, QUICK, Bench, until
@@ -25,7 +25,7 @@ from tinsmith.ledger.memory import MemoryLedger
 from tinsmith.scheduler.loop import Scheduler
 from tinsmith.serve.assemble import Service
 from tinsmith.serve.settings import ServiceSettings
-from tinsmith.serve.working import Working
+from tinsmith.serve.working import FIRST_PAUSE_S, LONGEST_PAUSE_S, Working, pause_after
 from tinsmith.types.futures import RequestFailedResponse
 
 WAIT_S = 60.0
@@ -94,6 +94,8 @@ class Mortal(FakeEngine):
     def __init__(self) -> None:
         super().__init__([fake_model(BASE)], FakeSettings())
         self.poison: set[str] = set()
+        self.is_sick = False
+        """Whether it is lost whatever it works on."""
         self.deaths = 0
         self._sampling: set[str] = set()
 
@@ -120,7 +122,7 @@ class Mortal(FakeEngine):
         return events
 
     def _work_on(self, work_ids: Iterable[str]) -> None:
-        if self.poison.isdisjoint(work_ids):
+        if not self.is_sick and self.poison.isdisjoint(work_ids):
             return
         if not self._gone.done():
             self.deaths += 1
@@ -129,7 +131,9 @@ class Mortal(FakeEngine):
 
 
 @contextlib.asynccontextmanager
-async def _working(folder: Path) -> AsyncIterator[tuple[Bench, Mortal]]:
+async def _working(
+    folder: Path, pause: Callable[[float], Awaitable[object]] = asyncio.sleep
+) -> AsyncIterator[tuple[Bench, Mortal]]:
     """A service without its server, on an engine that can be lost."""
     bench, engine = Bench(folder, MemoryLedger()), Mortal()
     bench.engine = engine
@@ -138,6 +142,7 @@ async def _working(folder: Path) -> AsyncIterator[tuple[Bench, Mortal]]:
         engine,
         bench.ledger.board,
         lambda suspects: Scheduler(bench.ledger, engine, bench.store, QUICK, None, suspects),
+        pause,
     )
     running = asyncio.create_task(working.run())
     try:
@@ -197,3 +202,42 @@ def test_a_sample_that_ends_the_engine_fails_and_all_others_are_drawn(tmp_path: 
             assert engine.deaths == 3
 
     asyncio.run(test())
+
+
+def test_an_engine_that_ends_with_each_command_is_opened_anew_after_growing_pauses(
+    tmp_path: Path,
+) -> None:
+    """Readiness and the lines say why; once it works again, so does the service, at once."""
+
+    async def test() -> None:
+        pauses: list[float] = []
+        told: list[tuple[str, str]] = []
+
+        async def pause(pause_s: float) -> None:
+            pauses.append(pause_s)
+            board = bench.ledger.board
+            told.append((str(board.scheduler.problem), str(board.queue("s:train:0").reason)))
+            if len(pauses) == 8:
+                engine.is_sick = False
+
+        async with _working(tmp_path, pause) as (bench, engine):
+            await bench.create("s:train:0")
+            engine.is_sick = True
+            steps = [await bench.step("s:train:0", number) for number in range(1, 13)]
+            ended = [await bench.result(step) for step in steps]
+            engine.poison = {"s:train:0:13"}
+            await bench.result(await bench.step("s:train:0", 13))
+
+            are_failed = [isinstance(one, RequestFailedResponse) for one in ended]
+            assert are_failed == sorted(are_failed, reverse=True)
+            assert 0 < sum(are_failed) <= 6  # one at each loss from the third on, at most
+            assert pauses == [0, 0, 0, 1, 2, 4, 8, 16, 0, 0, 0]
+            assert all("8 times in a row with nothing trained" in one for one in told[7])
+            assert "it has ended" in told[7][0]
+
+    asyncio.run(test())
+
+
+def test_pauses_grow_up_to_a_limit() -> None:
+    assert [pause_after(losses) for losses in (1, 3, 4, 5)] == [0, 0, FIRST_PAUSE_S, 2]
+    assert pause_after(12) < LONGEST_PAUSE_S == pause_after(13) == pause_after(10_000)
