@@ -10,7 +10,7 @@ from tinsmith.checkpoints.format import Adapter
 from tinsmith.checkpoints.imported import read_foreign
 from tinsmith.cli.checkpoint_download import download
 from tinsmith.cli.connect import rest_client, wait
-from tinsmith.cli.failures import CommandError
+from tinsmith.cli.failures import require_numpy
 from tinsmith.cli.local_models import model_cache, telling
 from tinsmith.cli.output import Properties, show
 from tinsmith.cli.staging import Staging, exists_already
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> None:
     target = pathlib.Path(arguments.output)
     if target.exists() and not arguments.force:
         raise exists_already(target)
-    _check_numpy()
+    require_numpy("merging")
     adapter = _adapter(arguments)
     name = arguments.base_model or adapter.base_model
     with (
@@ -59,15 +59,6 @@ def run(arguments: argparse.Namespace) -> None:
         ("Merged to", str(target)),
     ]
     show(arguments.format, plain, Properties("Checkpoint merged", pairs))
-
-
-def _check_numpy() -> None:
-    try:
-        import numpy  # noqa: F401 - only looked for
-    except ModuleNotFoundError as exc:
-        raise CommandError(
-            "merging needs numpy, which is not installed", remedy="pip install 'tinsmith[server]'"
-        ) from exc
 
 
 def _adapter(arguments: argparse.Namespace) -> Adapter:

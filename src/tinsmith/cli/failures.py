@@ -49,6 +49,20 @@ class UsageError(CommandError):
         self.usage = usage
 
 
+def require_numpy(what: str) -> None:
+    """Refuse before anything is written; `what` says what needs it.
+
+    Raises:
+        CommandError: It is not installed.
+    """
+    try:
+        import numpy  # noqa: F401 - only looked for
+    except ModuleNotFoundError as exc:
+        raise CommandError(
+            f"{what} needs numpy, which is not installed", remedy="pip install 'tinsmith[server]'"
+        ) from exc
+
+
 def told(error: Exception, wants_json: bool) -> int:
     """Tell why a command ended, and give the exit code that stands for it.
 

@@ -19,18 +19,13 @@ def run(arguments: argparse.Namespace) -> None:
     """Write the folder."""
     from pathlib import Path
 
-    from tinsmith.cli.failures import CommandError
+    from tinsmith.cli.failures import require_numpy
     from tinsmith.cli.output import Properties, show
     from tinsmith.model_files.workshop import NAMES, make_workshop
 
+    require_numpy("a workshop")
     folder = Path(arguments.folder)
-    try:
-        make_workshop(folder)
-    except ModuleNotFoundError as exc:
-        raise CommandError(
-            f"this needs {exc.name}, which is not installed",
-            remedy="pip install 'tinsmith[server]'",
-        ) from exc
+    make_workshop(folder)
     variables = {"TINKER_BASE_URL": "http://127.0.0.1:8000", "TINKER_API_KEY": "tml-workshop"}
     serve = f"tinsmith serve --config {folder / 'tinsmith.toml'}"
     show(
