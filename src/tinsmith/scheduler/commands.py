@@ -193,7 +193,8 @@ class Singles:
             raise BadRequestError(f"nothing is known of model {command.line}")
         known = self._parts.models.add(spec_of(model))
         if command.kind == "create_model":
-            await self._parts.engine.create_adapter(known.spec)
+            with self._parts.silence.call(f"the creation of {command.line}"):
+                await self._parts.engine.create_adapter(known.spec)
         else:
             await self.load_into(known, await self._parts.request(command))
         known.is_ready = True
@@ -217,7 +218,8 @@ class Singles:
         except CheckpointNotFoundError as exc:
             raise BadRequestError(f"there is no checkpoint {path}") from exc
         try:
-            await self._parts.engine.load_adapter(known.spec, reading.folder, parts)
+            with self._parts.silence.call(f"the load of {path}"):
+                await self._parts.engine.load_adapter(known.spec, reading.folder, parts)
         finally:
             await asyncio.to_thread(reading.close)
 
@@ -369,7 +371,8 @@ class Singles:
         if known is not None:
             known.is_ready = False
             known.trouble = was_let_go(line, why)
-        await self._parts.engine.drop_adapter(AdapterId(line))
+        with self._parts.silence.call(f"the release of {line}"):
+            await self._parts.engine.drop_adapter(AdapterId(line))
         now, entries = self._parts.ledger.now(), self._parts.ledger.entries(Model)
 
         def released(model: Model) -> Model:

@@ -116,7 +116,8 @@ class Samplers:
         except CheckpointNotFoundError as exc:
             raise BadRequestError(f"there is no checkpoint {path}") from exc
         try:
-            await self._parts.engine.load_weights(weights_id, base_model, reading.folder)
+            with self._parts.silence.call(f"the load of {path}"):
+                await self._parts.engine.load_weights(weights_id, base_model, reading.folder)
         finally:
             await asyncio.to_thread(reading.close)
         self._parts.statistics.count("loaded_weights")
@@ -127,4 +128,5 @@ class Samplers:
             return
         for weights_id in [one for one in self._recent if not self._users[one]][:surplus]:
             del self._recent[weights_id]
-            await self._parts.engine.drop_weights(weights_id)
+            with self._parts.silence.call(f"the release of {weights_id}"):
+                await self._parts.engine.drop_weights(weights_id)

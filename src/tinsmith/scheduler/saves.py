@@ -73,7 +73,8 @@ async def write_files(
         origin = command.request_id
         staging = await asyncio.to_thread(parts.store.begin, path, origin=origin)
         try:
-            await parts.engine.save_adapter(AdapterId(command.line), staging.folder, saved)
+            with parts.silence.call(f"the save of {path}"):
+                await parts.engine.save_adapter(AdapterId(command.line), staging.folder, saved)
             if finish is not None:
                 await asyncio.to_thread(finish, staging.folder)
             return await asyncio.to_thread(staging.commit, overwrite=overwrite)

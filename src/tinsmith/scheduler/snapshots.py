@@ -95,7 +95,10 @@ class Snapshots:
             staging = await asyncio.to_thread(self._parts.store.begin, path, origin=str(path))
             try:
                 folder = staging.folder
-                with self._parts.spans.span("snapshot", model=line):
+                with (
+                    self._parts.silence.call(f"the snapshot of {line}"),
+                    self._parts.spans.span("snapshot", model=line),
+                ):
                     await self._parts.engine.save_adapter(AdapterId(line), folder, Saved.SNAPSHOT)
                 known.note_saved()
                 self._go_on(line)

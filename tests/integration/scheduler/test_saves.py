@@ -86,6 +86,44 @@ def test_a_saved_state_is_loaded_with_its_optimizer(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_the_silence_of_the_engine_is_watched_while_it_loads_and_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And while it makes adapters."""
+    watched: dict[str, list[str]] = {}
+
+    def watch(b: Bench, method: str) -> None:
+        run = getattr(b.engine, method)
+
+        async def noted(*arguments: Any) -> Any:
+            calls = b.scheduler._parts.silence._calls.values()
+            watched.setdefault(method, []).extend(what for _, what in calls)
+            return await run(*arguments)
+
+        monkeypatch.setattr(b.engine, method, noted)
+
+    async def run() -> None:
+        async with bench(tmp_path) as b:
+            for method in ("create_adapter", "save_adapter", "load_adapter", "load_weights"):
+                watch(b, method)
+            await b.create(LINE)
+            saved = await _save(b, 1, path="one")
+            load = LoadWeightsRequest(model_id=LINE, seq_id=2, path=saved.path)
+            await b.result(await b.submit(LINE, 2, "load_weights", load))
+            named = SaveWeightsForSamplerRequest(model_id=LINE, seq_id=3, path="s")
+            await b.result(await b.submit(LINE, 3, "save_weights_for_sampler", named))
+            await b.add_sampler("session-1:sample:0", path=f"tinker://{LINE}/sampler_weights/s")
+            await b.result(await b.sample("session-1:sample:0", 0))
+
+    asyncio.run(run())
+    assert watched["create_adapter"] == [f"the creation of {LINE}"]
+    assert watched["load_adapter"] == [f"the load of tinker://{LINE}/weights/one"]
+    assert watched["load_weights"] == [f"the load of tinker://{LINE}/sampler_weights/s"]
+    assert {f"the save of tinker://{LINE}/weights/one", f"the snapshot of {LINE}"} <= {
+        *watched["save_adapter"]
+    }
+
+
 def test_a_name_that_is_taken_is_the_users_mistake_unless_it_may_be_overwritten(
     tmp_path: Path,
 ) -> None:
