@@ -55,12 +55,13 @@ class Snapshots:
     def _start(self, line: LineId, known: KnownModel) -> asyncio.Task[None]:
         self._parts.order.start(line)  # before the first wait: no command may slip in between
         task = asyncio.create_task(self._take(line, known))
-        task.add_done_callback(lambda _: self._ended(line))
+        task.add_done_callback(lambda ended: self._ended(line, ended))
         return task
 
-    def _ended(self, line: LineId) -> None:
+    def _ended(self, line: LineId, task: asyncio.Task[None]) -> None:
         self._tasks.pop(line, None)
-        if not self._parts.is_closing:
+        # Not one that was cancelled: whoever ends all of them would never come to an end.
+        if not self._parts.is_closing and not task.cancelled():
             self.consider(line)  # much may have been done while it was written
 
     async def take_all(self) -> None:
