@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from scripts.reference_pages.markdown import code, paragraphs, table
 from tinsmith.server.routes import Routes, collect
-from tinsmith.wire.endpoints import FUTURE_RESULTS, Answer, Endpoint, Format, Pool
+from tinsmith.wire.endpoint_types import Answer, Endpoint, Format, Pool
+from tinsmith.wire.endpoints import FUTURE_RESULTS
 
 GROUPS = {
     "Sessions and samplers": "session",

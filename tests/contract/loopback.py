@@ -17,7 +17,8 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from tinsmith.errors import NotFoundError, TinkerError
 from tinsmith.types import MetadataOnlyResponse, TryAgainResponse
 from tinsmith.wire import content, exchange
-from tinsmith.wire.endpoints import ENDPOINTS, FUTURE_RESULTS, Answer, Endpoint, Format
+from tinsmith.wire.endpoint_types import Answer, Endpoint, Format
+from tinsmith.wire.endpoints import ENDPOINTS, FUTURE_RESULTS
 from tinsmith.wire.exchange import HttpReply, to_reply
 from tinsmith.wire.failures import reply_from_error
 

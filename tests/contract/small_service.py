@@ -15,7 +15,7 @@ import numpy as np
 
 from tinsmith import types as t
 from tinsmith.errors import NotFoundError, RequestErrorCategory
-from tinsmith.wire.endpoints import Answer, Endpoint
+from tinsmith.wire.endpoint_types import Answer, Endpoint
 
 NOW = datetime.datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=datetime.UTC)
 LARGE_RESULT_BYTES = 12345

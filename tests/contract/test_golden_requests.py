@@ -21,7 +21,8 @@ from tinsmith import types as t
 from tinsmith.errors import DecodeError, UnknownFieldError, ValidationError
 from tinsmith.types.record import UNSET, Frozen, Record, Request, nullable_fields, to_plain
 from tinsmith.wire import json_format
-from tinsmith.wire.endpoints import ENDPOINTS, Format
+from tinsmith.wire.endpoint_types import Format
+from tinsmith.wire.endpoints import ENDPOINTS
 from tinsmith.wire.exchange import read_request, to_http
 
 EXAMPLES = [

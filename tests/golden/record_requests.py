@@ -14,7 +14,8 @@ from urllib.parse import urlencode
 
 from tests.golden.examples import FULL, MINIMAL, PROMPTS
 from tinsmith.wire import json_format
-from tinsmith.wire.endpoints import ENDPOINTS, Format
+from tinsmith.wire.endpoint_types import Format
+from tinsmith.wire.endpoints import ENDPOINTS
 from tinsmith.wire.exchange import to_http
 
 FOLDER = Path(__file__).parent

@@ -39,7 +39,8 @@ from tinsmith.errors import (
     TinkerError,
 )
 from tinsmith.types.record import Frozen, Record
-from tinsmith.wire.endpoints import ENDPOINTS, Endpoint, RetryClass
+from tinsmith.wire.endpoint_types import Endpoint, RetryClass
+from tinsmith.wire.endpoints import ENDPOINTS
 from tinsmith.wire.exchange import HttpRequest, read_reply, to_http
 from tinsmith.wire.failures import error_from_reply
 

@@ -38,7 +38,8 @@ from tinsmith.errors import (
 from tinsmith.types.requests import FutureRetrieveRequest
 from tinsmith.wire import exchange, json_format
 from tinsmith.wire.content import is_protobuf
-from tinsmith.wire.endpoints import ENDPOINTS, FUTURE_RESULTS, Endpoint, Format, FutureResult
+from tinsmith.wire.endpoint_types import Endpoint, Format, FutureResult
+from tinsmith.wire.endpoints import ENDPOINTS, FUTURE_RESULTS
 from tinsmith.wire.exchange import HttpRequest
 from tinsmith.wire.failures import error_from_failed, is_retried
 from tinsmith.wire.retry_after import DEFAULT_CAP_S

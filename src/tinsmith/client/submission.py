@@ -30,7 +30,8 @@ from tinsmith.types.record import Frozen, Record
 from tinsmith.types.requests import ForwardBackwardRequest
 from tinsmith.types.training import ForwardBackwardInput
 from tinsmith.wire import content, proto_format
-from tinsmith.wire.endpoints import ENDPOINTS, Format
+from tinsmith.wire.endpoint_types import Format
+from tinsmith.wire.endpoints import ENDPOINTS
 from tinsmith.wire.exchange import HttpRequest
 from tinsmith.wire.generated import tags
 from tinsmith.wire.protobuf import Parts, put_int32

@@ -48,7 +48,8 @@ from tinsmith.server.routes import collect
 from tinsmith.server.service import Service
 from tinsmith.types.buffers import Memory
 from tinsmith.wire.content import decompress, is_protobuf
-from tinsmith.wire.endpoints import ENDPOINTS, Endpoint, Format, Pool
+from tinsmith.wire.endpoint_types import Endpoint, Format, Pool
+from tinsmith.wire.endpoints import ENDPOINTS
 from tinsmith.wire.exchange import HttpReply, read_request, to_reply
 from tinsmith.wire.failures import reply_from_error
 from tinsmith.wire.limits import DecodeLimits

@@ -19,7 +19,7 @@ from tinsmith.server.parts import Parts
 from tinsmith.server.settings import ServerSettings
 from tinsmith.types.buffers import Memory
 from tinsmith.types.record import Frozen, Record
-from tinsmith.wire.endpoints import Endpoint, Format
+from tinsmith.wire.endpoint_types import Endpoint, Format
 from tinsmith.wire.exchange import HttpReply
 
 if TYPE_CHECKING:

@@ -22,7 +22,8 @@ from tinsmith.types.sampling import SampleResponse
 from tinsmith.types.tensors import TensorData
 from tinsmith.types.training import AdamParams, ForwardBackwardOutput, OptimizerConfigBase
 from tinsmith.wire.content import JSON_TYPE, PROTOBUF_TYPE
-from tinsmith.wire.endpoints import FUTURE_RESULTS, Answer, Endpoint, Format
+from tinsmith.wire.endpoint_types import Answer, Endpoint, Format
+from tinsmith.wire.endpoints import FUTURE_RESULTS
 
 Schema = dict[str, Any]
 

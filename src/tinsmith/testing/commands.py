@@ -26,7 +26,8 @@ from tinsmith.testing.received import ReceivedRequest
 from tinsmith.testing.settings import ServiceSettings
 from tinsmith.types.futures import RequestFailedResponse, UntypedAPIFuture
 from tinsmith.types.record import Frozen, Record
-from tinsmith.wire.endpoints import ENDPOINTS, FUTURE_RESULTS, FutureResult
+from tinsmith.wire.endpoint_types import FutureResult
+from tinsmith.wire.endpoints import ENDPOINTS, FUTURE_RESULTS
 from tinsmith.wire.exchange import encode_body
 from tinsmith.wire.failures import failed_from_error
 from tinsmith.wire.protobuf import Parts

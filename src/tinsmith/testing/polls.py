@@ -29,7 +29,7 @@ from tinsmith.types.requests import (
     FuturesRetrieveRequest,
 )
 from tinsmith.wire.content import accepts_protobuf
-from tinsmith.wire.endpoints import Format
+from tinsmith.wire.endpoint_types import Format
 from tinsmith.wire.exchange import HttpReply, to_reply
 from tinsmith.wire.failures import failed_from_error
 

@@ -36,7 +36,7 @@ from tinsmith.testing.settings import split_options
 from tinsmith.testing.training import Models
 from tinsmith.wire import json_format
 from tinsmith.wire.content import decompress
-from tinsmith.wire.endpoints import Endpoint
+from tinsmith.wire.endpoint_types import Endpoint
 from tinsmith.wire.exchange import HttpReply, read_request, to_reply
 from tinsmith.wire.failures import is_retried, reply_from_error
 from tinsmith.wire.limits import DecodeLimits

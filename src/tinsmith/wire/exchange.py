@@ -23,7 +23,7 @@ from tinsmith.types.requests import ForwardBackwardRequest, SampleRequest
 from tinsmith.types.sampling import SampleResponse
 from tinsmith.types.training import ForwardBackwardOutput
 from tinsmith.wire import content, json_format, packed_format, proto_format
-from tinsmith.wire.endpoints import Answer, Endpoint, Format
+from tinsmith.wire.endpoint_types import Answer, Endpoint, Format
 from tinsmith.wire.limits import DEFAULT_LIMITS, DecodeLimits
 from tinsmith.wire.protobuf import Parts
 

@@ -6,7 +6,7 @@ A service offers them with the flag `tinsmith_import_bytes`; see `docs/extension
 from __future__ import annotations
 
 from tinsmith.types import imports as i
-from tinsmith.wire.endpoints import API_PREFIX, Answer, Endpoint
+from tinsmith.wire.endpoint_types import API_PREFIX, Answer, Endpoint
 
 _FOLDER = f"{API_PREFIX}/tinsmith/imports"
 

@@ -12,7 +12,8 @@ import re
 from collections.abc import Iterable
 from urllib.parse import unquote
 
-from tinsmith.wire.endpoints import ENDPOINTS, Endpoint
+from tinsmith.wire.endpoint_types import Endpoint
+from tinsmith.wire.endpoints import ENDPOINTS
 
 Found = tuple[Endpoint, dict[str, str]]
 

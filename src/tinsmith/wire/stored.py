@@ -20,7 +20,8 @@ from tinsmith.types.record import Frozen, Record
 from tinsmith.types.requests import SampleRequest, SaveWeightsForSamplerRequest
 from tinsmith.wire import json_format, packed_format
 from tinsmith.wire.content import PACKED_TYPE
-from tinsmith.wire.endpoints import ENDPOINTS, FUTURE_RESULTS, Format, FutureResult
+from tinsmith.wire.endpoint_types import Format, FutureResult
+from tinsmith.wire.endpoints import ENDPOINTS, FUTURE_RESULTS
 from tinsmith.wire.exchange import decode_body, encode_body, read_request
 from tinsmith.wire.limits import DEFAULT_LIMITS, DecodeLimits
 

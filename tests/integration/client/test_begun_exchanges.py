@@ -12,7 +12,7 @@ from tests.integration.client.transport_runs import Run, echo, post, run_with
 from tinsmith.client.transports.base import Begun, TransportSettings
 from tinsmith.client.transports.direct import DirectTransport
 from tinsmith.errors import APIConnectionError, APITimeoutError
-from tinsmith.wire.endpoints import Pool
+from tinsmith.wire.endpoint_types import Pool
 from tinsmith.wire.exchange import HttpRequest
 
 

@@ -26,7 +26,7 @@ from tinsmith.client.transports import address
 from tinsmith.client.transports.base import Transport, TransportSettings
 from tinsmith.client.transports.direct import DirectTransport
 from tinsmith.errors import APIConnectionError, APITimeoutError
-from tinsmith.wire.endpoints import Pool
+from tinsmith.wire.endpoint_types import Pool
 
 
 def open_count(transport: DirectTransport) -> tuple[int, int, int, int]:

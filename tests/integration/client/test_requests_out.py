@@ -15,7 +15,7 @@ from tests.integration.client.transport_runs import Run, echo, post
 from tinsmith.client.transports.base import Transport, TransportSettings
 from tinsmith.client.transports.direct import DirectTransport
 from tinsmith.errors import APIConnectionError, ValidationError
-from tinsmith.wire.endpoints import Pool
+from tinsmith.wire.endpoint_types import Pool
 from tinsmith.wire.exchange import HttpRequest
 from tinsmith.wire.protobuf import Parts
 

@@ -18,7 +18,8 @@ from tinsmith.errors import (
     APITimeoutError,
     BodyTooLargeError,
 )
-from tinsmith.wire.endpoints import ENDPOINTS, Pool
+from tinsmith.wire.endpoint_types import Pool
+from tinsmith.wire.endpoints import ENDPOINTS
 from tinsmith.wire.exchange import HttpRequest
 
 OK = b"HTTP/1.1 200 OK\r\n"

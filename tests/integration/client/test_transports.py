@@ -25,7 +25,7 @@ from tinsmith.client.transports.direct import DirectTransport
 from tinsmith.client.transports.proxied import ProxiedTransport
 from tinsmith.errors import APIConnectionError, APITimeoutError, BodyTooLargeError, TinkerError
 from tinsmith.wire import content
-from tinsmith.wire.endpoints import Pool
+from tinsmith.wire.endpoint_types import Pool
 from tinsmith.wire.exchange import HttpRequest
 from tinsmith.wire.limits import DecodeLimits
 from tinsmith.wire.protobuf import Parts

@@ -24,7 +24,7 @@ from tinsmith.client import held_gil
 from tinsmith.client.transports.base import ExchangeReply, Transport, TransportSettings
 from tinsmith.client.transports.direct import DirectTransport
 from tinsmith.client.transports.proxied import ProxiedTransport
-from tinsmith.wire.endpoints import Pool
+from tinsmith.wire.endpoint_types import Pool
 from tinsmith.wire.exchange import HttpRequest
 from tinsmith.wire.protobuf import Parts
 

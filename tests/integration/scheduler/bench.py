@@ -35,7 +35,7 @@ from tinsmith.types.requests import (
     SampleRequest,
 )
 from tinsmith.types.training import ForwardBackwardInput
-from tinsmith.wire.endpoints import Format
+from tinsmith.wire.endpoint_types import Format
 from tinsmith.wire.exchange import encode_body
 from tinsmith.wire.stored import (
     fingerprint,

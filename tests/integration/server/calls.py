@@ -10,7 +10,8 @@ from tests.integration.server.running import MODEL
 from tinsmith.types.inputs import Datum, ModelInput
 from tinsmith.types.requests import ForwardBackwardRequest
 from tinsmith.types.training import ForwardBackwardInput
-from tinsmith.wire.endpoints import ENDPOINTS, Format
+from tinsmith.wire.endpoint_types import Format
+from tinsmith.wire.endpoints import ENDPOINTS
 from tinsmith.wire.exchange import encode_body
 
 PROTOBUF = {"Content-Type": "application/x-protobuf"}

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from tests.integration.server.in_process import InProcess, Reply
 from tests.integration.server.running import MODEL
 from tests.integration.server.test_tenants import request_for
-from tinsmith.wire.endpoints import ENDPOINTS, Endpoint
+from tinsmith.wire.endpoint_types import Endpoint
+from tinsmith.wire.endpoints import ENDPOINTS
 
 POSTED = sorted(name for name, endpoint in ENDPOINTS.items() if endpoint.method in ("POST", "PUT"))
 ODD: st.SearchStrategy[Any] = st.one_of(

@@ -22,7 +22,7 @@ from tests.integration.server.managed import ManagedServer
 from tests.integration.server.running import MODEL
 from tinsmith.server.openapi import openapi_document
 from tinsmith.server.routes import collect
-from tinsmith.wire.endpoints import Endpoint
+from tinsmith.wire.endpoint_types import Endpoint
 
 ROUTES = collect()
 DOCUMENT = openapi_document(ROUTES.endpoints, ROUTES.open)

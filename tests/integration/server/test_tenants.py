@@ -23,7 +23,8 @@ from tests.integration.server.calls import (
 )
 from tests.integration.server.running import RunningServer
 from tinsmith.ledger.records import CheckpointEntry, TenantId
-from tinsmith.wire.endpoints import ENDPOINTS, Endpoint
+from tinsmith.wire.endpoint_types import Endpoint
+from tinsmith.wire.endpoints import ENDPOINTS
 
 UNKNOWN = "session-" + "0" * 32
 NO_IDS = {

@@ -14,7 +14,8 @@ from tinsmith import types as t
 from tinsmith.testing import ScriptedService, running_service
 from tinsmith.types import requests as r
 from tinsmith.wire import json_format
-from tinsmith.wire.endpoints import ENDPOINTS, FUTURE_RESULTS, Format
+from tinsmith.wire.endpoint_types import Format
+from tinsmith.wire.endpoints import ENDPOINTS, FUTURE_RESULTS
 from tinsmith.wire.exchange import decode_body, read_reply, to_http
 
 TIMEOUT_S = 10.0

@@ -20,7 +20,8 @@ from tinsmith.testing.service import ScriptedService
 from tinsmith.types import extensions as x
 from tinsmith.types import requests as r
 from tinsmith.types.record import to_plain
-from tinsmith.wire.endpoints import ENDPOINTS, Answer
+from tinsmith.wire.endpoint_types import Answer
+from tinsmith.wire.endpoints import ENDPOINTS
 from tinsmith.wire.exchange import read_reply
 
 NOW = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)

@@ -11,7 +11,7 @@ import pytest
 from tinsmith.server.openapi import openapi_document, routes_page
 from tinsmith.server.routes import collect
 from tinsmith.types.record import Frozen
-from tinsmith.wire.endpoints import Endpoint
+from tinsmith.wire.endpoint_types import Endpoint
 
 ROUTES = collect()
 DOCUMENT = openapi_document(ROUTES.endpoints, ROUTES.open)

@@ -5,16 +5,8 @@ import re
 import pytest
 
 from tinsmith.types.record import Frozen, Record
-from tinsmith.wire.endpoints import (
-    API_PREFIX,
-    ENDPOINTS,
-    FUTURE_RESULTS,
-    Answer,
-    Endpoint,
-    Format,
-    Pool,
-    RetryClass,
-)
+from tinsmith.wire.endpoint_types import API_PREFIX, Answer, Endpoint, Format, Pool, RetryClass
+from tinsmith.wire.endpoints import ENDPOINTS, FUTURE_RESULTS
 
 EVERY = pytest.mark.parametrize("endpoint", ENDPOINTS.values(), ids=ENDPOINTS)
 

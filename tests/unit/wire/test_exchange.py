@@ -13,7 +13,8 @@ from tinsmith.errors import DecodeError, ValidationError
 from tinsmith.types import requests as r
 from tinsmith.types.record import Frozen
 from tinsmith.wire import json_format
-from tinsmith.wire.endpoints import ENDPOINTS, Answer, Endpoint, Format
+from tinsmith.wire.endpoint_types import Answer, Endpoint, Format
+from tinsmith.wire.endpoints import ENDPOINTS
 from tinsmith.wire.exchange import (
     HttpRequest,
     decode_body,

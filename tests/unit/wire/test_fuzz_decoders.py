@@ -24,7 +24,8 @@ from tinsmith.types.checkpoints import ParsedCheckpointTinkerPath
 from tinsmith.types.futures import RequestFailedResponse
 from tinsmith.types.inputs import DmelChunk, chunk_from_plain
 from tinsmith.wire import failures, json_format
-from tinsmith.wire.endpoints import ENDPOINTS, FUTURE_RESULTS, Endpoint
+from tinsmith.wire.endpoint_types import Endpoint
+from tinsmith.wire.endpoints import ENDPOINTS, FUTURE_RESULTS
 from tinsmith.wire.exchange import read_reply, read_request
 from tinsmith.wire.generated import tags
 from tinsmith.wire.protobuf import varint

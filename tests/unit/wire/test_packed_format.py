@@ -19,7 +19,8 @@ from tinsmith.types.inputs import EncodedTextChunk, ModelInputChunk
 from tinsmith.types.requests import SampleRequest
 from tinsmith.wire import packed_format
 from tinsmith.wire.content import PACKED_TYPE
-from tinsmith.wire.endpoints import ENDPOINTS, Endpoint
+from tinsmith.wire.endpoint_types import Endpoint
+from tinsmith.wire.endpoints import ENDPOINTS
 from tinsmith.wire.exchange import packed_request, read_request, request_from_fields
 from tinsmith.wire.limits import DEFAULT_LIMITS, DecodeLimits
 from tinsmith.wire.packed_format import FEWEST_PACKED, PackedText

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tinsmith.wire.endpoints import ENDPOINTS, Endpoint
+from tinsmith.wire.endpoint_types import Endpoint
+from tinsmith.wire.endpoints import ENDPOINTS
 from tinsmith.wire.routes import Router
 
 ROUTER = Router()

@@ -16,7 +16,7 @@ from tinsmith.types import (
 )
 from tinsmith.types.requests import OptimStepRequest, SampleRequest, SaveWeightsForSamplerRequest
 from tinsmith.wire import json_format, stored
-from tinsmith.wire.endpoints import Format
+from tinsmith.wire.endpoint_types import Format
 
 
 def a_sample(seq_id: int = 0) -> SampleRequest:

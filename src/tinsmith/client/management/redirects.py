@@ -15,7 +15,8 @@ from tinsmith.client.transports.base import ExchangeReply, TransportSettings
 from tinsmith.client.transports.registry import transport_for
 from tinsmith.errors import APIError, APIResponseValidationError, APIStatusError, DecodeError
 from tinsmith.types.record import Record
-from tinsmith.wire.endpoints import ENDPOINTS, Endpoint
+from tinsmith.wire.endpoint_types import Endpoint
+from tinsmith.wire.endpoints import ENDPOINTS
 from tinsmith.wire.exchange import HttpRequest, read_reply
 from tinsmith.wire.failures import error_from_reply
 

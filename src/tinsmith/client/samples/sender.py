@@ -38,7 +38,8 @@ from tinsmith.errors import (
 from tinsmith.types.extensions import SampleManyResponse
 from tinsmith.types.futures import UntypedAPIFuture
 from tinsmith.types.inputs import ModelInput
-from tinsmith.wire.endpoints import ENDPOINTS, Endpoint
+from tinsmith.wire.endpoint_types import Endpoint
+from tinsmith.wire.endpoints import ENDPOINTS
 from tinsmith.wire.exchange import HttpRequest, packed_request
 
 _log = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from tinsmith.errors import (
 )
 from tinsmith.types.buffers import Memory
 from tinsmith.wire import content
-from tinsmith.wire.endpoints import Pool
+from tinsmith.wire.endpoint_types import Pool
 from tinsmith.wire.exchange import HttpRequest
 from tinsmith.wire.limits import DEFAULT_LIMITS, DecodeLimits
 

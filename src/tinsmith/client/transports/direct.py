@@ -34,7 +34,7 @@ from tinsmith.client.transports.heads import Heads
 from tinsmith.client.transports.reply_protocol import ConnectionLostError
 from tinsmith.client.transports.stream_connection import StreamConnection
 from tinsmith.errors import APIConnectionError, DecodeError
-from tinsmith.wire.endpoints import Pool
+from tinsmith.wire.endpoint_types import Pool
 from tinsmith.wire.exchange import HttpRequest
 
 _log = logging.getLogger(__name__)

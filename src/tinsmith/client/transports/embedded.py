@@ -30,7 +30,7 @@ from tinsmith.client.transports.direct import DirectTransport
 from tinsmith.client.transports.in_process import InProcessTransport
 from tinsmith.client.waits import say
 from tinsmith.errors import APIConnectionError, APITimeoutError
-from tinsmith.wire.endpoints import Pool
+from tinsmith.wire.endpoint_types import Pool
 from tinsmith.wire.exchange import HttpRequest
 
 T = TypeVar("T")

@@ -30,7 +30,7 @@ from tinsmith.client.transports.base import (
 from tinsmith.errors import APIConnectionError, DecodeError
 from tinsmith.types.buffers import Memory
 from tinsmith.wire import content
-from tinsmith.wire.endpoints import Pool
+from tinsmith.wire.endpoint_types import Pool
 from tinsmith.wire.exchange import HttpRequest
 
 _log = logging.getLogger(__name__)

@@ -36,7 +36,7 @@ from tinsmith.client.transports.connection import JOINED_BYTES
 from tinsmith.errors import APIConnectionError, ValidationError
 from tinsmith.types.buffers import Memory
 from tinsmith.wire import content
-from tinsmith.wire.endpoints import Pool
+from tinsmith.wire.endpoint_types import Pool
 from tinsmith.wire.exchange import HttpRequest
 from tinsmith.wire.protobuf import Parts
 

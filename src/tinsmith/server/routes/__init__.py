@@ -17,7 +17,8 @@ import msgspec
 
 from tinsmith.errors import ValidationError
 from tinsmith.server.call import Handler
-from tinsmith.wire.endpoints import ENDPOINTS, Endpoint
+from tinsmith.wire.endpoint_types import Endpoint
+from tinsmith.wire.endpoints import ENDPOINTS
 
 MODULES: tuple[str, ...] = (
     "start",

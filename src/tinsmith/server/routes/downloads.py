@@ -30,8 +30,8 @@ from tinsmith.server.traces import trace_pieces
 from tinsmith.types.checkpoints import ExternalWeightsUrlsResponse
 from tinsmith.types.record import Request
 from tinsmith.types.runs import TraceExportResponse
-from tinsmith.wire.endpoints import API_PREFIX, Endpoint
-from tinsmith.wire.endpoints import Answer as Answers
+from tinsmith.wire.endpoint_types import API_PREFIX, Endpoint
+from tinsmith.wire.endpoint_types import Answer as Answers
 from tinsmith.wire.exchange import HttpReply
 
 FOLDER = "/downloads"

@@ -23,7 +23,8 @@ from tinsmith.server.samples import KIND, submit_sample
 from tinsmith.types import extensions as x
 from tinsmith.types.buffers import Memory
 from tinsmith.types.requests import SampleRequest
-from tinsmith.wire.endpoints import ENDPOINTS, Format
+from tinsmith.wire.endpoint_types import Format
+from tinsmith.wire.endpoints import ENDPOINTS
 from tinsmith.wire.exchange import request_from_fields
 from tinsmith.wire.failures import reply_from_error, status_of
 from tinsmith.wire.retry_after import retry_after_s

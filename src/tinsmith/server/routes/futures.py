@@ -22,7 +22,7 @@ from tinsmith.types.requests import (
     FuturesRetrieveRequest,
 )
 from tinsmith.wire.content import accepts_protobuf
-from tinsmith.wire.endpoints import Format
+from tinsmith.wire.endpoint_types import Format
 from tinsmith.wire.exchange import HttpReply, to_reply
 from tinsmith.wire.stored import result_body, stored_failure
 

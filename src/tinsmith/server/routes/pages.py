@@ -8,7 +8,7 @@ from tinsmith.server.call import Call, Handler
 from tinsmith.server.openapi import openapi_document, routes_page
 from tinsmith.types.requests import EmptyRequest
 from tinsmith.wire import json_format
-from tinsmith.wire.endpoints import Answer, Endpoint
+from tinsmith.wire.endpoint_types import Answer, Endpoint
 from tinsmith.wire.exchange import HttpReply
 
 

@@ -12,7 +12,7 @@ from tinsmith.client.transports.base import ExchangeReply, TransportSettings
 from tinsmith.client.transports.in_process import InProcessTransport
 from tinsmith.errors import APIConnectionError, APITimeoutError, BodyTooLargeError
 from tinsmith.wire import content
-from tinsmith.wire.endpoints import Pool
+from tinsmith.wire.endpoint_types import Pool
 from tinsmith.wire.exchange import HttpRequest
 from tinsmith.wire.limits import DecodeLimits
 
