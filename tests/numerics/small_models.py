@@ -25,6 +25,7 @@ _SIZES: dict[str, Any] = {
 _MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {"tie_word_embeddings": True},
+    "Llama-threefold": {"num_attention_heads": 6},
     "Llama-scaled": {
         "rope_scaling": {
             "rope_type": "llama3",

@@ -50,7 +50,9 @@ def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2", "Mistral", "Qwen3Moe"])
+@pytest.mark.parametrize(
+    "family", ["Llama", "Llama-threefold", "Qwen3", "Gemma2", "Mistral", "Qwen3Moe"]
+)
 def test_cached_rows_equal_those_read_at_once(family: str, tmp_path: Path) -> None:
     """A prompt in chunks, a shared run and single tokens give what one pass over all gives."""
     make_model(tmp_path, family)
@@ -85,9 +87,10 @@ def _run(model: Transformer) -> Run:
     return Run(model.architecture, model.dtype, model.device)
 
 
-def test_a_row_does_not_depend_on_its_neighbours(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["Llama", "Llama-threefold"])
+def test_a_row_does_not_depend_on_its_neighbours(family: str, tmp_path: Path) -> None:
     """Tokens that are drawn in one step come out the same, bit for bit, alone and among others."""
-    make_model(tmp_path)
+    make_model(tmp_path, family)
     model = load_transformer(tmp_path)
     prompts = [_tokens(length, seed=length) for length in (5, 21, 64, 17, 3, 40, 2)]
 

@@ -50,7 +50,7 @@ def reach_of(rule: AttentionRule, device: torch.device) -> int:
     return sys.maxsize if rule.window is None else rule.window
 
 
-flash_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+flash_kernel = torch._scaled_dot_product_flash_attention_for_cpu
 """Takes fewer heads of keys than of queries."""
 
 

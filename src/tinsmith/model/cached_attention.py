@@ -51,11 +51,51 @@ class CachedStretch(NamedTuple):
         return self.own_end + (0 if shared is None else shared.length)
 
 
-class _Single(NamedTuple):
-    """A row that sees all of its own run up to itself, in one call."""
+class _Singles:
+    """Rows that see all of their own run up to themselves, each in one call."""
 
-    row: int
-    seen: LayerKeys
+    def __init__(self, rows: Sequence[int], seen: Sequence[LayerKeys]) -> None:
+        self.rows_N = torch.tensor(rows)
+        self._keys = list(zip(*(keys for keys, _ in seen), strict=True))
+        self._values = list(zip(*(values for _, values in seen), strict=True))
+        # Queries of all layers are put in one place, so that views of it are made once.
+        self._place_NGQD: Tensor | None = None
+        self._queries: Sequence[Tensor] = ()
+
+    def __len__(self) -> int:
+        return len(self.rows_N)
+
+    def attend(
+        self, layer: int, scale: float, q_NHD: Tensor, key_heads: int
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """What each row takes, and its sums; `_rows_of` makes rows of either."""
+        # The heads that have one key head, as several queries of it: it is then read once.
+        q_NGQD = q_NHD.unflatten(1, (key_heads, -1))
+        if self._place_NGQD is None:
+            self._place_NGQD = self._placed(q_NGQD)
+        self._place_NGQD.copy_(q_NGQD)
+        outs: list[Tensor] = []
+        sums: list[Tensor] = []
+        for q, k, v in zip(self._queries, self._keys[layer], self._values[layer], strict=True):
+            out, some = flash_kernel(q, k, v, 0.0, False, scale=scale)
+            outs.append(out)
+            sums.append(some)
+        return outs, sums
+
+    def _placed(self, q_NGQD: Tensor) -> Tensor:
+        rows, key_heads, queries, size = q_NGQD.shape
+        # One short of a multiple of four takes the kernel a third longer than the multiple.
+        spare = 1 if queries % 4 == 3 else 0
+        place = q_NGQD.new_zeros(rows, 1, key_heads, queries + spare, size)
+        self._queries = place.unbind(0)
+        return place[:, 0, :, :queries]
+
+
+def _rows_of(parts: Sequence[Tensor], heads: int) -> Tensor:
+    """Rows × heads (× dimensions), of what there is for each: 1 × key heads × queries (× …)."""
+    whole = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    made: Tensor = whole[:, :, : heads // whole.shape[1]].flatten(1, 2)
+    return made
 
 
 class _Several(NamedTuple):
@@ -77,31 +117,35 @@ class _Shared(NamedTuple):
 class _Parted(NamedTuple):
     """Which calls there are to make in each layer."""
 
-    singles: list[_Single]
+    singles: _Singles
     severals: list[_Several]
     shared: list[_Shared]
     masked: list[CachedStretch]
 
 
 def _parted(stretches: Sequence[CachedStretch], reach: int) -> _Parted:
-    parted = _Parted([], [], [], [])
+    rows: list[int] = []
+    seen_by_row: list[LayerKeys] = []
+    severals: list[_Several] = []
+    masked: list[CachedStretch] = []
     sharing: dict[int, tuple[Run, list[int]]] = {}
     for one in stretches:
         start, end, keys, place = one
         if one.sequence_length > reach:
-            parted.masked.append(one)
+            masked.append(one)
             continue
         if end - start == 1:
-            parted.singles.append(_Single(start, keys.own.read(0, place + 1)))
+            rows.append(start)
+            seen_by_row.append(keys.own.read(0, place + 1))
         else:
             seen = keys.own.read(0, place) if place else None
-            itself = keys.own.read(place, one.own_end)
-            parted.severals.append(_Several(start, end, seen, itself))
+            severals.append(_Several(start, end, seen, keys.own.read(place, one.own_end)))
         if keys.shared is not None:
             sharing.setdefault(id(keys.shared), (keys.shared, []))[1].extend(range(start, end))
-    for run, rows in sharing.values():
-        parted.shared.append(_Shared(torch.tensor(rows), run.read(0, run.length)))
-    return parted
+    shared = [
+        _Shared(torch.tensor(some), run.read(0, run.length)) for run, some in sharing.values()
+    ]
+    return _Parted(_Singles(rows, seen_by_row), severals, shared, masked)
 
 
 class CachedAttention:
@@ -112,7 +156,8 @@ class CachedAttention:
         for one in stretches:
             one.keys.own.reserve(one.own_end)
         # Only now: a run that has grown lies elsewhere.
-        self._places = [one.keys.own.places(one.place, one.own_end) for one in stretches]
+        places = (one.keys.own.places(one.place, one.own_end) for one in stretches)
+        self._places = list(zip(*places, strict=True))
         self._sizes = [one.end - one.start for one in stretches]
         self._parted: dict[int, _Parted] = {}
         """By how long a sequence may be for the flash kernel."""
@@ -121,15 +166,15 @@ class CachedAttention:
         self, layer: int, rule: AttentionRule, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor
     ) -> Tensor:
         """`Attention.attend`."""
-        kept_2GTD = torch.stack((k_TGD.transpose(0, 1), v_TGD.transpose(0, 1)))
-        places = [layers[layer] for layers in self._places]
-        torch._foreach_copy_(places, kept_2GTD.split(self._sizes, 2))
+        kept_TGD = torch.cat((k_TGD, v_TGD), 1)
+        torch._foreach_copy_(self._places[layer], kept_TGD.split_with_sizes(self._sizes))
         reach = reach_of(rule, q_THD.device)
         if reach not in self._parted:
             self._parted[reach] = _parted(self._stretches, reach)
         parted = self._parted[reach]
         if len(parted.singles) == len(self._stretches) and not parted.shared:
-            return _single_rows(layer, rule.scale, q_THD, k_TGD.shape[1], parted.singles)[0]
+            outs, _ = parted.singles.attend(layer, rule.scale, q_THD, k_TGD.shape[1])
+            return _rows_of(outs, q_THD.shape[1])
         out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         _fill(layer, rule.scale, q_THD, k_TGD.shape[1], parted, out_THD)
         for one in parted.masked:
@@ -147,11 +192,14 @@ def _fill(
     layer: int, scale: float, q_THD: Tensor, key_heads: int, parted: _Parted, out_THD: Tensor
 ) -> None:
     """Put in the rows of the stretches that the kernel reaches."""
+    heads = q_THD.shape[1]
     sums_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
-    if parted.singles:
-        rows = [one.row for one in parted.singles]
-        out, sums = _single_rows(layer, scale, q_THD[rows], key_heads, parted.singles)
-        out_THD[rows], sums_TH[rows] = out, sums
+    if len(parted.singles):
+        rows_N = parted.singles.rows_N
+        outs, sums_of_rows = parted.singles.attend(layer, scale, q_THD[rows_N], key_heads)
+        out_THD[rows_N] = _rows_of(outs, heads)
+        if parted.shared:
+            sums_TH[rows_N] = _rows_of(sums_of_rows, heads)
     for start, end, seen, itself in parted.severals:
         out, sums = _several_rows(layer, scale, q_THD[start:end], seen, itself)
         out_THD[start:end], sums_TH[start:end] = rows_first(out), rows_first(sums)
@@ -159,24 +207,6 @@ def _fill(
         out, sums = _seen_whole(q_THD[rows_N], keys[layer], values[layer], scale)
         past = rows_first(out), rows_first(sums)
         out_THD[rows_N], _ = joined(past, (out_THD[rows_N], sums_TH[rows_N]))
-
-
-def _single_rows(
-    layer: int, scale: float, q_NHD: Tensor, key_heads: int, singles: Sequence[_Single]
-) -> tuple[Tensor, Tensor]:
-    """What each row takes from its own run."""
-    rows, heads, size = q_NHD.shape
-    # The heads that have one key head, as several queries of it: it is then read once.
-    q_NGHD = q_NHD.reshape(rows, key_heads, heads // key_heads, size)
-    parts = [
-        flash_kernel(q, seen[0][layer], seen[1][layer], 0.0, False, scale=scale)
-        for q, (_, seen) in zip(q_NGHD.split(1), singles, strict=True)
-    ]
-    if rows == 1:
-        out, sums = parts[0]
-    else:
-        out, sums = (torch.cat(some) for some in zip(*parts, strict=True))
-    return out.reshape(rows, heads, size), sums.reshape(rows, heads)
 
 
 def _several_rows(

@@ -49,8 +49,9 @@ class Run:
         self.room = kept_L2GPD.shape[3]
         """How many tokens it can hold without growing."""
         self._kept_L2GPD = kept_L2GPD
-        # Keys and values one behind the other; a view, made once for all that are made of it.
+        # Keys and values one behind the other; views, made once for all that are made of them.
         self._views_L1GPD = kept_L2GPD.flatten(0, 1).unsqueeze(1)
+        self._places_LPGD = kept_L2GPD.flatten(1, 2).transpose(1, 2)
 
     @property
     def bytes(self) -> int:
@@ -75,8 +76,8 @@ class Run:
             self._keep(self._resized(self.room_for(length), self.length), self.length)
 
     def places(self, start: int, end: int) -> Sequence[Tensor]:
-        """Where keys and values of each layer belong: 2 × key heads × places × dimensions."""
-        return self._kept_L2GPD.narrow(3, start, end - start).unbind(0)
+        """Where keys and values of each layer belong: places × 2 · key heads × dimensions."""
+        return self._places_LPGD.narrow(1, start, end - start).unbind(0)
 
     def read(self, start: int, end: int) -> LayerKeys:
         """Keys and values of all layers, as views: 1 × key heads × places × dimensions.

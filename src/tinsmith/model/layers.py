@@ -9,6 +9,7 @@ several times as much.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -33,8 +34,16 @@ def _normed(x_TD: Tensor, scales_T1: Tensor, weight_D: Tensor) -> Tensor:
 def _scales(x_TD: Tensor, epsilon: float) -> Tensor:
     # A norm is one pass over the memory, where squares and their mean are three.
     lengths_T1 = torch.linalg.vector_norm(x_TD, dim=-1, keepdim=True, dtype=torch.float32)
-    scales_T1: Tensor = (lengths_T1.square() / x_TD.shape[-1] + epsilon).rsqrt()
-    return scales_T1
+    epsilon_11 = _constant(epsilon, x_TD.device)
+    share = 1.0 / x_TD.shape[-1]
+    return torch.addcmul(epsilon_11, lengths_T1, lengths_T1, value=share).rsqrt_()
+
+
+@functools.cache
+def _constant(value: float, device: torch.device) -> Tensor:
+    """A number where one operation takes tensors alone and would else be three."""
+    with torch.inference_mode(mode=False):  # for passes with gradients too, whoever asks first
+        return torch.full((1, 1), value, device=device)
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -56,36 +65,35 @@ class _RmsNorm(torch.autograd.Function):
         return dx_TD.to(dtype), None, None
 
 
-def turned(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+def turned(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
     """Heads turned by their rows' positions.
 
     Args:
         x_THD: Any number of heads.
-        cos_TD: For each dimension.
-        sin_TD: Likewise, negative in the first half.
+        cos_T1D: For each dimension; of all heads.
+        sin_T1D: Likewise, negative in the first half.
     """
     if not torch.is_grad_enabled():
-        return _turn(x_THD, cos_TD, sin_TD)
-    made: Tensor = _Turned.apply(x_THD, cos_TD, sin_TD)  # type: ignore[no-untyped-call]
+        return _turn(x_THD, cos_T1D, sin_T1D)
+    made: Tensor = _Turned.apply(x_THD, cos_T1D, sin_T1D)  # type: ignore[no-untyped-call]
     return made
 
 
 class _Turned(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-        ctx.save_for_backward(cos_TD, sin_TD)
-        return _turn(x_THD, cos_TD, sin_TD)
+    def forward(ctx: Any, x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_T1D, sin_T1D)
+        return _turn(x_THD, cos_T1D, sin_T1D)
 
     @staticmethod
     def backward(ctx: Any, dy_THD: Tensor) -> tuple[Tensor, None, None]:
-        cos_TD, sin_TD = ctx.saved_tensors
-        return _turn(dy_THD, cos_TD, -sin_TD), None, None
+        cos_T1D, sin_T1D = ctx.saved_tensors
+        return _turn(dy_THD, cos_T1D, -sin_T1D), None, None
 
 
-def _turn(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    halves = x_THD.chunk(2, -1)
-    swapped_THD = torch.cat((halves[1], halves[0]), -1)
-    return (x_THD * cos_TD.unsqueeze(1)).addcmul_(swapped_THD, sin_TD.unsqueeze(1))
+def _turn(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
+    swapped_THD = x_THD.roll(x_THD.shape[-1] // 2, -1)
+    return (x_THD * cos_T1D).addcmul_(swapped_THD, sin_T1D)
 
 
 def gated(gate_up_TF: Tensor, activation: Activation) -> Tensor:

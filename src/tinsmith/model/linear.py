@@ -35,7 +35,7 @@ class Linear:
     def __call__(self, x_TI: Tensor) -> Tensor:
         """The outputs, without a way back; `lora_linear.py` has one."""
         if self._packed is not None:
-            y_TO: Tensor = torch.ops.mkldnn._linear_pointwise(
+            y_TO: Tensor = torch.ops.mkldnn._linear_pointwise.default(
                 x_TI, self._packed, self.bias_O, "none", [], ""
             )
             return y_TO

@@ -66,6 +66,13 @@ class Transformer:
         self._embedding_VD = embedding_VD
         self._layers = tuple(layers)
         self._final_norm_D = final_norm_D
+        self._frequencies_D = [
+            torch.tensor(rope.frequencies, device=self.device) for rope in architecture.ropes
+        ]
+        self._rules = [
+            AttentionRule(architecture.attention_scale, one.window, architecture.attention_softcap)
+            for one in architecture.layers
+        ]
 
     def hidden(
         self,
@@ -107,12 +114,12 @@ class Transformer:
 
     def _turns(self, positions_T: Tensor) -> Turns:
         turns: Turns = []
-        for rope in self.architecture.ropes:
-            frequencies_D = torch.tensor(rope.frequencies, device=self.device)
-            angles_TD = positions_T.to(torch.float32).unsqueeze(1) * frequencies_D
-            cos_TD, sin_TD = angles_TD.cos() * rope.factor, angles_TD.sin() * rope.factor
-            cos_TD, sin_TD = torch.cat((cos_TD, cos_TD), 1), torch.cat((-sin_TD, sin_TD), 1)
-            turns.append((cos_TD.to(self.dtype), sin_TD.to(self.dtype)))
+        positions_T11 = positions_T.to(torch.float32).view(-1, 1, 1)
+        for rope, frequencies_D in zip(self.architecture.ropes, self._frequencies_D, strict=True):
+            angles_T1D = positions_T11 * frequencies_D
+            cos_T1D, sin_T1D = angles_T1D.cos() * rope.factor, angles_T1D.sin() * rope.factor
+            cos_T1D, sin_T1D = torch.cat((cos_T1D, cos_T1D), 2), torch.cat((-sin_T1D, sin_T1D), 2)
+            turns.append((cos_T1D.to(self.dtype), sin_T1D.to(self.dtype)))
         return turns
 
     def _layer(
@@ -156,8 +163,7 @@ class Transformer:
         if layer.rope is not None:
             qk_THD = turned(qk_THD, *turns[layer.rope])
         q_THD, k_TGD = qk_THD[:, : shape.heads], qk_THD[:, shape.heads :]
-        rule = AttentionRule(shape.attention_scale, layer.window, shape.attention_softcap)
-        out_THD = attention.attend(index, rule, q_THD, k_TGD, v_TGD)
+        out_THD = attention.attend(index, self._rules[index], q_THD, k_TGD, v_TGD)
         return lora_linear(out_THD.flatten(1), weights.o, spans_of(loras, index, "o"))
 
     def _mlp(self, index: int, x_TD: Tensor, loras: Sequence[LoraSpan]) -> Tensor:

@@ -211,7 +211,7 @@ class Sampler:
 
     # By the thread that computes
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def step(self) -> list[SampleEvent]:
         """Read the next chunks and draw the next tokens; tell what came and what ended."""
         self._take_messages()
