@@ -4,7 +4,7 @@ On a CPU the weights are also kept in the order in which oneDNN reads them. That
 rows, and each row then comes out the same, bit for bit, whatever rows are beside it: the library
 chooses its kernel by the weights and not by the number of rows. Samples and training passes rest
 on that. Without it, products take other kernels where a thread has fewer than `FEWEST_ROWS` rows,
-so few rows are padded.
+so few rows are padded. Passes with gradients do without it in float32: it is slower for many rows.
 """
 
 # I input, O output, T row of the pack
@@ -39,8 +39,14 @@ class Linear:
                 x_TI, self._packed, self.bias_O, "none", [], ""
             )
             return y_TO
-        rows = x_TI.shape[0]
-        return F.linear(_padded(x_TI), self.weight_OI, self.bias_O)[:rows]
+        return self._unpacked(x_TI)
+
+    def of_many(self, x_TI: Tensor) -> Tensor:
+        """The outputs, by what is fastest for many rows: up to rounding those of a call."""
+        return self._unpacked(x_TI) if x_TI.dtype == torch.float32 else self(x_TI)
+
+    def _unpacked(self, x_TI: Tensor) -> Tensor:
+        return F.linear(_padded(x_TI), self.weight_OI, self.bias_O)[: x_TI.shape[0]]
 
     def input_gradient(self, dy_TO: Tensor) -> Tensor:
         """What the inputs' gradient is for one of the outputs."""

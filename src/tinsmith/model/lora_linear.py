@@ -51,7 +51,7 @@ def lora_linear(x_TI: Tensor, linear: Linear, spans: list[FactorSpan]) -> Tensor
 class _LoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, linear: Linear, spans: list[FactorSpan]) -> Tensor:
-        y_TO = linear(x_TI)
+        y_TO = linear.of_many(x_TI)
         ts = [factors.add_to(y_TO[start:end], x_TI[start:end]) for start, end, factors in spans]
         if spans:
             ctx.save_for_backward(x_TI, *ts)
