@@ -41,7 +41,7 @@ def some(seed: int, size: int = SIZE) -> Tensor:
 
 def run(optimizer: OptimizerConfig, params: OptimParams, steps: int = 3) -> Step:
     """Some steps from the same start along the same gradients."""
-    found = Step(some(0), {}, {})
+    found = Step(some(0), {}, {}, math.inf)
     for number in range(steps):
         gradients = some(number + 1)
         found = take_step(
@@ -76,7 +76,7 @@ def test_adamw_is_that_of_torch(params: AdamParams) -> None:
         eps=params.eps,
         weight_decay=params.weight_decay,
     )
-    ours = Step(some(0), {}, {})
+    ours = Step(some(0), {}, {}, math.inf)
 
     for number in range(20):
         gradients = some(number + 1) * 10 ** (number % 4 - 2)
@@ -215,6 +215,50 @@ def test_a_step_changes_nothing_that_it_was_given(
     assert torch.equal(gradients, some(5))
 
 
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_steps_in_place_are_those_in_other_vectors(clip: float) -> None:
+    """Bit for bit, from the second on, when it is known how large the numbers are."""
+    size = 300_007
+    params = AdamParams(learning_rate=0.1, weight_decay=0.1, grad_clip_norm=clip)
+    own = other = Step(some(0, size), {}, {}, math.inf)
+
+    for number in range(4):
+        gradients, before = some(number + 1, size), own.weights
+        other = take_step(ADAM, params, other.weights, gradients, other.moments, number, matrices)
+        own = take_step(
+            *(ADAM, params, own.weights, gradients, own.moments, number, matrices),
+            largest=own.largest,
+            is_own=True,
+        )
+
+        assert (own.weights is before) == (number > 0)
+        assert all(map(torch.equal, state(own), state(other)))
+        assert own.metrics == other.metrics
+        assert own.largest >= max(float(own.weights.abs().max()), own.moments["second"].max() ** 0.5)
+
+
+@pytest.mark.parametrize(
+    ("params", "largest"),
+    [
+        (AdamParams(eps=0.0), 4.0),  # weights that had no gradient yet are 0 / 0
+        (AdamParams(learning_rate=1e30), 4.0),
+        (AdamParams(), 1e10),  # over eps, which is 1e-12
+        (AdamParams(), math.nan),
+    ],
+)
+def test_a_step_that_might_overflow_is_not_taken_in_place(
+    params: AdamParams, largest: float
+) -> None:
+    weights, moments = some(0), {"first": some(3), "second": some(4).abs()}
+
+    step = take_step(
+        *(ADAM, params, weights, some(1), moments, 1, matrices), largest=largest, is_own=True
+    )
+
+    assert torch.equal(weights, some(0)) and torch.equal(moments["first"], some(3))
+    assert not torch.equal(step.weights, weights)
+
+
 @pytest.mark.parametrize("size", [1e-30, 1e-13, 1.0, 1e15])
 def test_norms_of_tiny_and_huge_gradients_are_told(size: float) -> None:
     gradients = some(1, 5000) * size
@@ -303,7 +347,9 @@ def test_a_step_that_cannot_be_taken_changes_nothing(
     given = some(1) if gradients is None else gradients
 
     with pytest.raises(ValidationError, match=match):
-        take_step(optimizer, params, weights, given, moments, 1, matrices)
+        take_step(
+            *(optimizer, params, weights, given, moments, 1, matrices), largest=4.0, is_own=True
+        )
 
     assert torch.equal(weights, some(0))
     assert all(torch.equal(moments[name], kept[name]) for name in moments)

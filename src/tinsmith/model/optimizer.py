@@ -19,12 +19,15 @@ so that learning rates can be carried over. A matrix that has had no gradient do
 Gradients are clipped by the norm of the whole vector: where it is above `grad_clip_norm`, they are
 scaled to it.
 
-Nothing that is given is changed: a step gives other vectors, so one that fails leaves no trace, and
-whoever holds the old ones may go on reading. To change them in place would save a third of the
-time, but that the new weights are finite is known only when they are there. AdamW is torch's own
-kernel, on so much at a time as caches hold; memory is read and written once. All is float32, but
-for the last sums of norms. The same numbers give the same step, bit for bit, whatever the number
-of threads.
+A step that fails leaves no trace. That the new weights are finite is known only when they are there,
+so a step gives other vectors, and whoever holds the old ones may go on reading. But one of AdamW
+takes a third less time in place. So the caller hands back how large the numbers may be at most, as
+the last step told it, and says that nobody else has the vectors: where no overflow can come of such
+numbers, they are changed in place, with the same results.
+
+AdamW is torch's own kernel, on so much at a time as caches hold; memory is read and written once.
+All is float32, but for the last sums of norms. The same numbers give the same step, bit for bit,
+whatever the number of threads.
 """
 
 # N weight of the vector, R row and C column of a matrix
@@ -56,6 +59,8 @@ LARGEST_NORM = 1e18
 """The square of a gradient must fit into float32."""
 LARGEST_NUMBER = 1e37
 """Of the settings of a step."""
+SAFE_NUMBER = 1e16
+"""Up to it, rows of squares are far from what float32 holds."""
 
 Matrices: TypeAlias = Callable[[Tensor], Iterable[Tensor]]
 """Gives a vector's matrices, as views of it; every weight is in one of them."""
@@ -68,6 +73,8 @@ class Step(NamedTuple):
     moments: dict[str, Tensor]
     """By name."""
     metrics: dict[str, float]
+    largest: float
+    """No weight, first moment or root of a second moment is larger."""
 
 
 def take_step(
@@ -79,8 +86,11 @@ def take_step(
     steps: int,
     matrices: Matrices,
     spares: SpareVectors | None = None,
+    *,
+    largest: float = math.inf,
+    is_own: bool = False,
 ) -> Step:
-    """Work out one step, in vectors other than those given.
+    """Work out one step, in vectors other than those given unless these may be changed.
 
     Args:
         optimizer: The family that the adapter was made with.
@@ -91,6 +101,9 @@ def take_step(
         steps: How many steps were taken before.
         matrices: How the vector is made of matrices.
         spares: Where the vectors of the step come from; without them from fresh memory.
+        largest: As the last step gave it.
+        is_own: Nobody else reads the vectors: they may be changed in place, and are then the new
+            ones too.
 
     Raises:
         ValidationError: The settings are of another family, or a number is not finite.
@@ -102,8 +115,10 @@ def take_step(
     _check_settings(params)
     norm = _norm(gradients_N)
     scale = _clip_scale(norm, float(params.grad_clip_norm))
-    moved_N = spares.take(weights_N)
-    new = {name: spares.take(one) for name, one in old.items()}
+    largest = max(largest, norm * scale)
+    is_in_place = is_own and _stays_safe(params, largest, steps + 1)
+    moved_N = weights_N if is_in_place else spares.take(weights_N)
+    new = old if is_in_place else {name: spares.take(one) for name, one in old.items()}
     if isinstance(params, AdamParams):
         before = _State(weights_N, old[FIRST], old[SECOND])
         after = _State(moved_N, new[FIRST], new[SECOND])
@@ -120,7 +135,8 @@ def take_step(
         "learning_rate": float(params.learning_rate),
         "step": float(steps + 1),
     }
-    return Step(moved_N, new, metrics)
+    largest = largest + 2 * update_norm if largest < math.inf else _largest(moved_N, new)
+    return Step(moved_N, new, metrics, largest)
 
 
 def _not_finite() -> ValidationError:
@@ -210,6 +226,27 @@ def _root_of_sum(norms: Tensor) -> float:
     return math.sqrt(norms.double().square_().cpu().numpy().sum())
 
 
+def _largest(weights_N: Tensor, moments: Mapping[str, Tensor]) -> float:
+    """`Step.largest`; infinite if something is not a finite number."""
+    sizes = {name: float(one.abs().max()) for name, one in moments.items()}
+    sizes[SECOND] = math.sqrt(sizes.get(SECOND, 0.0))
+    found = max(float(weights_N.abs().max()), *sizes.values())
+    return found if all(map(math.isfinite, (found, *sizes.values()))) else math.inf
+
+
+def _stays_safe(params: OptimParams, largest: float, step: int) -> bool:
+    """Whether a step of AdamW with numbers that are no larger can overflow nowhere.
+
+    Moments stay below the largest of themselves and the gradients, and a weight moves by no more
+    than lr · first / eps.
+    """
+    if not isinstance(params, AdamParams) or params.eps < 1 / SAFE_NUMBER:
+        return False
+    rate = params.learning_rate / (1 - params.beta1**step)
+    shrink = 1 + params.learning_rate * params.weight_decay
+    return largest * (shrink + (1 + rate) / params.eps) < SAFE_NUMBER
+
+
 # The families
 
 
@@ -233,18 +270,24 @@ def _adamw(
     after: _State,
     step: int,
 ) -> float:
-    """Write the state after the step; the norm of the update."""
+    """Write the state after the step, which may be that before; the norm of the update."""
     if params.learning_rate / (1 - params.beta1**step) > LARGEST_NUMBER:  # a beta1 next to 1
         raise _not_finite()
     step_number = torch.tensor(float(step), device=gradients_N.device)
     norms: list[Tensor] = []
     start = 0
+    # Taken before anything is changed: no memory is the one thing that can still be amiss.
+    moved_N, scaled_N = (torch.empty_like(next(before.parts()).weights) for _ in range(2))
     for old, new in zip(before.parts(), after.parts(), strict=True):
-        for source, target in zip(old, new, strict=True):
-            target.copy_(source)
         some_N = gradients_N[start : start + len(new.weights)]
+        moved_N = moved_N[: len(some_N)].copy_(old.weights)
+        if scale != 1.0:
+            some_N = torch.mul(some_N, scale, out=scaled_N[: len(some_N)])
+        if after.weights is not before.weights:
+            for source, target in zip(old, new, strict=True):
+                target.copy_(source)
         torch._fused_adamw_(  # changes its arguments in place
-            *([new.weights], [some_N if scale == 1.0 else some_N * scale]),
+            *([new.weights], [some_N]),
             *([new.first], [new.second], [], [step_number]),
             lr=params.learning_rate,
             beta1=params.beta1,
@@ -254,11 +297,11 @@ def _adamw(
             amsgrad=False,
             maximize=False,
         )
-        norms.append(_row_norms(new.weights - old.weights))
+        norms.append(_row_norms(moved_N.sub_(new.weights)))
         start += len(new.weights)
     norm = _root_of_sum(torch.cat(norms))
-    # Where squares vanish or overflow the whole is looked at.
-    return norm if SMALLEST_NORM < norm < math.inf else _norm(after.weights - before.weights)
+    # Where squares overflow the whole is looked at; there it was not changed in place.
+    return norm if norm < math.inf else _norm(after.weights - before.weights)
 
 
 def _dimuon(params: OptimParams, moved_N: Tensor, first_N: Tensor, matrices: Matrices) -> None:

@@ -11,6 +11,7 @@ to our alpha when they are read.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -35,8 +36,8 @@ NAME = "embedded"
 class Adapter:
     """The state of one adapter.
 
-    Weights and moments are replaced and never changed in place. What was replaced is used again,
-    unless a copy holds it.
+    Weights and moments are replaced, or changed in place where no copy holds them and the step
+    cannot fail. What was replaced is used again, unless a copy holds it.
     """
 
     def __init__(self, spec: AdapterSpec, layout: LoraLayout, weights: Tensor) -> None:
@@ -48,6 +49,8 @@ class Adapter:
         self.moments: dict[str, Tensor] = {}
         """Of the optimizer, by name; empty before the first step."""
         self.steps = 0
+        self._largest = math.inf
+        """Of the numbers of the last step; see `take_step`."""
         self._is_held = False
         """Whether a copy may have these vectors too."""
 
@@ -91,12 +94,16 @@ class Adapter:
             self.steps,
             self.matrices,
             spares,
+            largest=self._largest,
+            is_own=not self._is_held,
         )
         if not self._is_held:
-            spares.give(self.weights, *self.moments.values())
+            if made.weights is not self.weights:
+                spares.give(self.weights, *self.moments.values())
             if self.gradients is not None:
                 spares.give(self.gradients)
         self.weights, self.moments, self.gradients = made.weights, made.moments, None
+        self._largest = made.largest
         self.steps += 1
         self._is_held = False
         return made.metrics
