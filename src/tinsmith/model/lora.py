@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -42,8 +41,12 @@ class Factors:
         """Of all parts, one below the other."""
         self.bs_OR = bs_OR
         self.scale = scale
+        self._outputs = [b_OR.shape[0] for b_OR in bs_OR]
+        self._ranks = [b_OR.shape[1] for b_OR in bs_OR]
         self.grad_a_RI: Tensor | None = None
         self.grad_bs_OR: list[Tensor] = []
+        self.has_gradients = False
+        """Whether they were written; what is in them before means nothing."""
         self._frozen: tuple[Linear, Linear] | None = None
 
     def freeze(self) -> None:
@@ -59,36 +62,41 @@ class Factors:
             y_TO.add_(b(t_TR))
             return t_TR
         t_TR = x_TI @ self.a_RI.T
-        for t, b_OR, columns in self._parts(t_TR):
-            y_TO[:, columns].addmm_(t, b_OR.T, alpha=self.scale)
+        ys, ts = y_TO.split_with_sizes(self._outputs, 1), t_TR.split_with_sizes(self._ranks, 1)
+        for y, t, b_OR in zip(ys, ts, self.bs_OR, strict=True):
+            y.addmm_(t, b_OR.T, alpha=self.scale)
         return t_TR
 
     def backward(self, dx_TI: Tensor, dy_TO: Tensor, x_TI: Tensor, t_TR: Tensor) -> None:
         """Add to the inputs' gradient, and to the factors' own."""
         dt_TR = torch.empty_like(t_TR)
-        rank = self.bs_OR[0].shape[1]
-        for number, (t, b_OR, columns) in enumerate(self._parts(t_TR)):
-            dy = dy_TO[:, columns]
-            torch.mm(dy, b_OR, out=dt_TR[:, number * rank : (number + 1) * rank])
-            if self.grad_bs_OR:
-                _gather(self.grad_bs_OR[number], dy.T, t, self.scale)
+        dys, dts = dy_TO.split_with_sizes(self._outputs, 1), dt_TR.split_with_sizes(self._ranks, 1)
+        for dy, dt, b_OR in zip(dys, dts, self.bs_OR, strict=True):
+            torch.mm(dy, b_OR, out=dt)
         dx_TI.addmm_(dt_TR, self.a_RI, alpha=self.scale)
-        if self.grad_a_RI is not None:
-            _gather(self.grad_a_RI, dt_TR.T, x_TI, self.scale)
+        if self.grad_a_RI is None:
+            return
+        ts = t_TR.split_with_sizes(self._ranks, 1)
+        for gradient, dy, t in zip(self.grad_bs_OR, dys, ts, strict=True):
+            self._gather(gradient, dy.T, t)
+        self._gather(self.grad_a_RI, dt_TR.T, x_TI)
+        self.has_gradients = True
 
-    def _parts(self, t_TR: Tensor) -> Iterator[tuple[Tensor, Tensor, slice]]:
-        rank, column = self.bs_OR[0].shape[1], 0
-        for number, b_OR in enumerate(self.bs_OR):
-            columns = slice(column, column + b_OR.shape[0])
-            yield t_TR[:, number * rank : (number + 1) * rank], b_OR, columns
-            column = columns.stop
+    def clear_unwritten(self) -> None:
+        """Make gradients that nothing was gathered in zeros."""
+        if self.grad_a_RI is not None and not self.has_gradients:
+            for gradient in (self.grad_a_RI, *self.grad_bs_OR):
+                gradient.zero_()
+            self.has_gradients = True
 
-
-def _gather(gradient: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
-    if left.dtype == gradient.dtype:
-        gradient.addmm_(left, right, alpha=scale)
-    else:  # sums over many rows and passes are kept in float32
-        gradient.add_(left @ right, alpha=scale)
+    def _gather(self, gradient: Tensor, left: Tensor, right: Tensor) -> None:
+        # The first sum is written over what is there, which saves clearing it.
+        if left.dtype == gradient.dtype:
+            gradient.addmm_(left, right, beta=float(self.has_gradients), alpha=self.scale)
+        elif self.has_gradients:  # sums over many rows and passes are kept in float32
+            gradient.add_(left @ right, alpha=self.scale)
+        else:
+            gradient.copy_(left @ right).mul_(self.scale)
 
 
 class FusedLora:
@@ -107,6 +115,8 @@ class FusedLora:
     def gradients(self) -> Tensor:
         """What backward passes have gathered, in the order of the flat vector."""
         assert self._gradients is not None, "it was made without gradients"
+        for one in self._factors.values():
+            one.clear_unwritten()
         return self._gradients
 
 
@@ -155,9 +165,11 @@ class LoraLayout:
 
     def _views(self, flat: Tensor, place: _Place) -> tuple[Tensor, list[Tensor]]:
         rows, inputs = len(place.shape.parts) * self.rank, place.shape.inputs
-        a_RI = flat[place.a_start : place.a_start + rows * inputs].view(rows, inputs)
+        # One call each, where a slice of the right shape is two: small models have many factors.
+        before = flat.storage_offset()
+        a_RI = flat.as_strided((rows, inputs), (inputs, 1), before + place.a_start)
         bs_OR = [
-            flat[start : start + outputs * self.rank].view(outputs, self.rank)
+            flat.as_strided((outputs, self.rank), (self.rank, 1), before + start)
             for start, (_, outputs) in zip(place.b_starts, place.shape.parts, strict=True)
         ]
         return a_RI, bs_OR
@@ -187,7 +199,8 @@ class LoraLayout:
         Args:
             flat: The weights.
             dtype: That of the base model.
-            gradients: Where backward passes add the gradients; None if there are none.
+            gradients: Where backward passes gather the gradients, whatever is in it before; None if
+                there are none.
             is_frozen: The vector never changes again; rows of samples then come out the same
                 whatever is beside them.
         """

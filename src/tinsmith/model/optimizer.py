@@ -19,11 +19,11 @@ so that learning rates can be carried over. A matrix that has had no gradient do
 Gradients are clipped by the norm of the whole vector: where it is above `grad_clip_norm`, they are
 scaled to it.
 
-A step that fails leaves no trace. That the new weights are finite is known only when they are there,
-so a step gives other vectors, and whoever holds the old ones may go on reading. But one of AdamW
-takes a third less time in place. So the caller hands back how large the numbers may be at most, as
-the last step told it, and says that nobody else has the vectors: where no overflow can come of such
-numbers, they are changed in place, with the same results.
+A step that fails leaves no trace. That the new weights are finite is known only when they are
+there, so a step gives other vectors, and whoever holds the old ones may go on reading. But one of
+AdamW takes a third less time in place. So the caller hands back how large the numbers may be at
+most, as the last step told it, and says that nobody else has the vectors: where no overflow can
+come of such numbers, they are changed in place, with the same results.
 
 AdamW is torch's own kernel, on so much at a time as caches hold; memory is read and written once.
 All is float32, but for the last sums of norms. The same numbers give the same step, bit for bit,
@@ -35,7 +35,7 @@ whatever the number of threads.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -257,10 +257,6 @@ class _State(NamedTuple):
     first: Tensor
     second: Tensor
 
-    def parts(self) -> Iterator[_State]:
-        size = CACHED if self.weights.device.type == "cpu" else max(1, len(self.weights))
-        return map(_State, *(one.split(size) for one in self))
-
 
 def _adamw(
     params: AdamParams,
@@ -275,20 +271,21 @@ def _adamw(
         raise _not_finite()
     step_number = torch.tensor(float(step), device=gradients_N.device)
     norms: list[Tensor] = []
-    start = 0
+    size = CACHED if gradients_N.device.type == "cpu" else len(gradients_N)
     # Taken before anything is changed: no memory is the one thing that can still be amiss.
-    moved_N, scaled_N = (torch.empty_like(next(before.parts()).weights) for _ in range(2))
-    for old, new in zip(before.parts(), after.parts(), strict=True):
-        some_N = gradients_N[start : start + len(new.weights)]
-        moved_N = moved_N[: len(some_N)].copy_(old.weights)
+    kept_N, scaled_N = (torch.empty_like(gradients_N[:size]) for _ in range(2))
+    for start in range(0, len(gradients_N), size):
+        here = slice(start, start + size)
+        weights_N, first_N, second_N = (one[here] for one in after)
+        if after.weights is not before.weights:
+            for target, source in zip((weights_N, first_N, second_N), before, strict=True):
+                target.copy_(source[here])
+        moved_N = kept_N[: len(weights_N)].copy_(weights_N)
+        some_N = gradients_N[here]
         if scale != 1.0:
             some_N = torch.mul(some_N, scale, out=scaled_N[: len(some_N)])
-        if after.weights is not before.weights:
-            for source, target in zip(old, new, strict=True):
-                target.copy_(source)
         torch._fused_adamw_(  # changes its arguments in place
-            *([new.weights], [some_N]),
-            *([new.first], [new.second], [], [step_number]),
+            *([weights_N], [some_N], [first_N], [second_N], [], [step_number]),
             lr=params.learning_rate,
             beta1=params.beta1,
             beta2=params.beta2,
@@ -297,8 +294,7 @@ def _adamw(
             amsgrad=False,
             maximize=False,
         )
-        norms.append(_row_norms(moved_N.sub_(new.weights)))
-        start += len(new.weights)
+        norms.append(_row_norms(moved_N.sub_(weights_N)))
     norm = _root_of_sum(torch.cat(norms))
     # Where squares overflow the whole is looked at; there it was not changed in place.
     return norm if norm < math.inf else _norm(after.weights - before.weights)

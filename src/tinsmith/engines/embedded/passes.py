@@ -75,7 +75,7 @@ class Pass:
         """Take the memory that it runs in, and forget what was computed before."""
         self.release()
         weights = self.adapter.weights
-        gradients = self._spares.take(weights).zero_() if self.work.with_gradients else None
+        gradients = self._spares.take(weights) if self.work.with_gradients else None
         self._lora = self.adapter.layout.fused(weights, self.model.dtype, gradients=gradients)
         self.lp_C.fill_(torch.nan)
 
