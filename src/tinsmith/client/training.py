@@ -1,48 +1,44 @@
-"""Training a model: the calls of `TrainingClient`, each of which returns a future at once."""
+"""Training a model: the calls of `TrainingClient`, each of which returns a future at once.
+
+Those that save and load are in `saves.py`; how a call is sent is in `model_calls.py`.
+"""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tinsmith.client.background import background
 from tinsmith.client.console import training_run_page
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.lease import SessionLease
 from tinsmith.client.losses.custom import CustomLoss, start_custom_pass
+from tinsmith.client.model_calls import present
 from tinsmith.client.passes import pass_bodies, run_pass
 from tinsmith.client.poller import Poll
 from tinsmith.client.queue_state import QueueState, QueueStateLogger, StateTeller
 from tinsmith.client.sampling import SamplingClient
-from tinsmith.client.submission import Submitter
+from tinsmith.client.saves import SavingCalls
 from tinsmith.client.tokenization.lookup import TokenizerOfModel
-from tinsmith.errors import DecodeError, ValidationError
+from tinsmith.errors import ValidationError
 from tinsmith.types import requests as r
 from tinsmith.types.futures import UntypedAPIFuture
 from tinsmith.types.inputs import Datum
-from tinsmith.types.record import Frozen, Record
 from tinsmith.types.training import (
     AdamParams,
     ForwardBackwardOutput,
     GetInfoResponse,
-    LoadWeightsResponse,
     LossFnType,
     OptimParams,
     OptimParamsBase,
     OptimStepResponse,
-    SaveWeightsExternalResponse,
-    SaveWeightsForSamplerResponse,
-    SaveWeightsResponse,
     UnloadModelResponse,
 )
-
-T = TypeVar("T")
 
 LossConfig = Mapping[str, float | str]
 
 
-class TrainingClient:
+class TrainingClient(SavingCalls):
     """One model in training.
 
     Calls run on the server in the order in which they are made here, whoever waits for which
@@ -51,9 +47,7 @@ class TrainingClient:
     """
 
     def __init__(self, lease: SessionLease, model_id: str) -> None:
-        self._lease = lease
-        self._submitter = Submitter(lease.session, model_id)
-        self.model_id = model_id
+        super().__init__(lease, model_id)
         self._tokenizer = TokenizerOfModel()
         self._queue_logger = QueueStateLogger(model_id, "Training")
         self._submitter.observer = StateTeller(self)
@@ -221,197 +215,6 @@ class TrainingClient:
         """As `optim_step`."""
         return self.optim_step(optim_params, adam_params=adam_params, timeout=timeout)
 
-    # Checkpoints
-
-    def save_state(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        overwrite: bool = False,
-        user_metadata: dict[str, str] | None = None,
-        *,
-        timeout: float | None = None,
-    ) -> APIFuture[SaveWeightsResponse]:
-        """Save weights and optimizer state, to go on training from.
-
-        Args:
-            name: What to call the checkpoint within this run.
-            ttl_seconds: When it expires; None means never.
-            overwrite: Replace a checkpoint of that name.
-            user_metadata: Kept with it.
-            timeout: As in `forward`.
-        """
-        return self._submit(
-            "save_weights",
-            "SaveWeights",
-            lambda number: r.SaveWeightsRequest(
-                model_id=self.model_id,
-                path=name,
-                seq_id=number,
-                ttl_seconds=ttl_seconds,
-                overwrite=overwrite,
-                user_metadata=user_metadata,
-            ),
-            timeout=timeout,
-        )
-
-    async def save_state_async(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        overwrite: bool = False,
-        user_metadata: dict[str, str] | None = None,
-        *,
-        timeout: float | None = None,
-    ) -> APIFuture[SaveWeightsResponse]:
-        """As `save_state`."""
-        return self.save_state(name, ttl_seconds, overwrite, user_metadata, timeout=timeout)
-
-    def save_weights_for_sampler(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        user_metadata: dict[str, str] | None = None,
-        *,
-        timeout: float | None = None,
-    ) -> APIFuture[SaveWeightsForSamplerResponse]:
-        """Save weights to sample from; arguments as in `save_state`."""
-        return self._submit(
-            "save_weights_for_sampler",
-            "SaveWeightsForSampler",
-            lambda number: r.SaveWeightsForSamplerRequest(
-                model_id=self.model_id,
-                path=name,
-                seq_id=number,
-                ttl_seconds=ttl_seconds,
-                user_metadata=user_metadata,
-            ),
-            lambda saved: SaveWeightsForSamplerResponse(path=_present(saved.path, "path")),
-            timeout=timeout,
-        )
-
-    async def save_weights_for_sampler_async(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        user_metadata: dict[str, str] | None = None,
-        *,
-        timeout: float | None = None,
-    ) -> APIFuture[SaveWeightsForSamplerResponse]:
-        """As `save_weights_for_sampler`."""
-        return self.save_weights_for_sampler(name, ttl_seconds, user_metadata, timeout=timeout)
-
-    def save_weights_external(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        age_encryption_recipients: list[str] | None = None,
-        *,
-        timeout: float | None = None,
-    ) -> APIFuture[SaveWeightsExternalResponse]:
-        """Save weights for other programs, encrypted if there are recipients."""
-        return self._submit(
-            "save_weights_external",
-            "SaveWeightsExternal",
-            lambda number: r.SaveWeightsExternalRequest(
-                model_id=self.model_id,
-                path=name,
-                seq_id=number,
-                ttl_seconds=ttl_seconds,
-                age_encryption_recipients=age_encryption_recipients,
-            ),
-            lambda saved: SaveWeightsExternalResponse(path=_present(saved.path, "path")),
-            timeout=timeout,
-        )
-
-    async def save_weights_external_async(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        age_encryption_recipients: list[str] | None = None,
-        *,
-        timeout: float | None = None,
-    ) -> APIFuture[SaveWeightsExternalResponse]:
-        """As `save_weights_external`."""
-        return self.save_weights_external(
-            name, ttl_seconds, age_encryption_recipients, timeout=timeout
-        )
-
-    def load_state(
-        self,
-        path: str,
-        weights_access_token: str | None = None,
-        *,
-        timeout: float | None = None,
-    ) -> APIFuture[LoadWeightsResponse]:
-        """Load a checkpoint's weights into this model.
-
-        Deprecated: make a client with `ServiceClient.create_training_client_from_state` instead.
-        """
-        return self._load(path, weights_access_token, with_optimizer=False, timeout=timeout)
-
-    async def load_state_async(
-        self,
-        path: str,
-        weights_access_token: str | None = None,
-        *,
-        timeout: float | None = None,
-    ) -> APIFuture[LoadWeightsResponse]:
-        """As `load_state`."""
-        return self.load_state(path, weights_access_token, timeout=timeout)
-
-    def load_state_with_optimizer(
-        self,
-        path: str,
-        weights_access_token: str | None = None,
-        *,
-        timeout: float | None = None,
-    ) -> APIFuture[LoadWeightsResponse]:
-        """Load a checkpoint's weights and optimizer state; deprecated as `load_state` is."""
-        return self._load(path, weights_access_token, with_optimizer=True, timeout=timeout)
-
-    async def load_state_with_optimizer_async(
-        self,
-        path: str,
-        weights_access_token: str | None = None,
-        *,
-        timeout: float | None = None,
-    ) -> APIFuture[LoadWeightsResponse]:
-        """As `load_state_with_optimizer`."""
-        return self.load_state_with_optimizer(path, weights_access_token, timeout=timeout)
-
-    def _load(
-        self, path: str, token: str | None, *, with_optimizer: bool, timeout: float | None
-    ) -> APIFuture[LoadWeightsResponse]:
-        warnings.warn(
-            "load_state is deprecated; use ServiceClient.create_training_client_from_state",
-            FutureWarning,
-            stacklevel=3,
-        )
-        return self.load_weights(path, token, with_optimizer=with_optimizer, timeout=timeout)
-
-    def load_weights(
-        self,
-        path: str,
-        token: str | None = None,
-        *,
-        with_optimizer: bool,
-        timeout: float | None = None,
-    ) -> APIFuture[LoadWeightsResponse]:
-        """Load a checkpoint, as `create_training_client_from_state` does."""
-        return self._submit(
-            "load_weights",
-            "LoadWeights",
-            lambda number: r.LoadWeightsRequest(
-                model_id=self.model_id,
-                seq_id=number,
-                path=path,
-                optimizer=with_optimizer,
-                weights_access_token=token,
-            ),
-            timeout=timeout,
-        )
-
     # Sampling from what was trained
 
     def save_weights_and_get_sampling_client(
@@ -434,7 +237,7 @@ class TrainingClient:
         saved = self._save_for_sampling(timeout).result()
         return SamplingClient(
             self._lease,
-            _present(saved.sampling_session_id, "sampling_session_id"),
+            present(saved.sampling_session_id, "sampling_session_id"),
             retry_config=retry_config,
             record_stability_info=record_stability_info,
         )
@@ -452,7 +255,7 @@ class TrainingClient:
         saved = await self._save_for_sampling(timeout)
         return SamplingClient(
             self._lease,
-            _present(saved.sampling_session_id, "sampling_session_id"),
+            present(saved.sampling_session_id, "sampling_session_id"),
             retry_config=retry_config,
             record_stability_info=record_stability_info,
         )
@@ -585,37 +388,5 @@ class TrainingClient:
         )
         return info
 
-    def _submit(
-        self,
-        name: str,
-        kind: str,
-        make: Callable[[int], Record | Frozen],
-        finish: Callable[[Any], Any] | None = None,
-        *,
-        timeout: float | None = None,
-    ) -> APIFuture[Any]:
-        """Take a place in the line now, and send the call when its turn comes."""
-        submitter = self._submitter
-        make(1)  # a mistake in the arguments is told here, not from the future
-        place = submitter.line.take_place()
-
-        async def work() -> Any:
-            acknowledged = await submitter.submit(place, name, make)
-            result = await submitter.result(acknowledged, kind)
-            return result if finish is None else finish(result)
-
-        return submitter.start(work(), place, f"{name} of {self.model_id}", timeout)
-
-    @property
-    def holder(self) -> SessionLease:
-        """This client's hold on its session, for programs that reach below the surface."""
-        return self._lease
-
     def __repr__(self) -> str:
         return f"TrainingClient(model_id={self.model_id!r})"
-
-
-def _present(value: T | None, what: str) -> T:
-    if value is None:
-        raise DecodeError(f"the service's answer has no {what}")
-    return value
