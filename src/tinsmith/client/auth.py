@@ -52,7 +52,8 @@ class NoIdentityError(TinkerError, RuntimeError):
 
 
 RUN_HERE = (
-    "or run the service in this process: pip install 'tinsmith[server]', then base_url='embedded'"
+    "or run the service in this process: pip install 'tinsmith[server]', then base_url='embedded', "
+    "for a command --base-url embedded"
 )
 
 NO_KEY = Secret("")
