@@ -305,8 +305,8 @@ _CLIENT_NOTE = (
     "The server is a process of its own that takes 20 ms for a sample and reads as little as it "
     "can; added latency is what the caller waited beyond that. Wall time is that of one sample, so "
     "its ratio is that of the rates, turned over. Both SDKs use the session poll. *Extensions* are "
-    "what our client and our server agree on (docs/extensions.md). *Core install* has neither "
-    "uvloop nor orjson. Where the server's share is near 1, the server is the limit and not the "
+    "what our client and our server agree on (docs/extensions.md). *Core install* has no "
+    "orjson. Where the server's share is near 1, the server is the limit and not the "
     "client. With 50 in flight its 20 ms are a limit too: a sample then takes 0.4 ms at least. The "
     "samples share one prompt, as those of a group do; on the plain protocol we write a long one "
     "once. Where each has its own, it is made from a list within the time, and written."
@@ -314,7 +314,7 @@ _CLIENT_NOTE = (
 
 
 def _client(package: str, function: str, **parameters: str) -> Figures:
-    told = {"package": package, "server_python": str(PYTHONS["ours"]), **parameters}
+    told = {"package": package, "server_python": str(PYTHONS["server"]), **parameters}
     return Figures(f"benchmarks.workloads.client:{function}", told)
 
 

@@ -11,6 +11,7 @@ from msgspec.structs import force_setattr
 
 from tinsmith.errors import ValidationError, shown
 from tinsmith.types.buffers import Numbers, pack, shortened
+from tinsmith.types.last_list import LAST_LIST
 from tinsmith.types.record import ArrayWriter, Frozen, FrozenModel, Request, set_once, to_plain
 from tinsmith.types.tensors import MOST_DIMENSIONS, TensorData, TensorDtype, tensor_from
 
@@ -38,6 +39,7 @@ class EncodedTextChunk(FrozenModel):
         _check_type(self, type)
         if isinstance(tokens, str | bytes):
             raise ValidationError("tokens must be token ids, not text; encode it first")
+        tokens = LAST_LIST.copied(tokens)
         numbers, shape = pack(tokens, "int32", "tokens")
         if len(shape) != 1:
             raise ValidationError(f"tokens must be one flat list, not of shape {shape}")
@@ -45,6 +47,7 @@ class EncodedTextChunk(FrozenModel):
         own = Numbers(bytes(numbers.memory), "int32") if is_shared else numbers
         set_once(self, "_numbers", own)
         set_once(self, "_list", None)
+        LAST_LIST.keep(own, tokens)
 
     @property
     def tokens(self) -> list[int]:

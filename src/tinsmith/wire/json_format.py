@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -43,6 +43,7 @@ _LONG_ARRAY = 4096
 _SMALLEST_BLOCK = 192
 _MARK = b"\0"  # stands in no JSON text: inside a string it would be escaped
 _SET_ASIDE = msgspec.Raw(_MARK)
+_MARKS_OF_OTHERS = (b"e", b"l", b".", b"-", b'"', b"{")  # e: true, false, 1e9; l: null
 _MOST_PER_BYTE = _TEXT_FACTOR + _VALUE_BYTES // 2
 """No body decodes to more than this for each of its bytes: a value takes at least two."""
 
@@ -175,6 +176,22 @@ def array_writer() -> Callable[[Numbers], Any]:
         return msgspec.Raw(orjson.dumps(array, option=orjson.OPT_SERIALIZE_NUMPY))
 
     return write_raw
+
+
+def ids_text(values: Sequence[Any]) -> bytes | None:
+    """Token ids as JSON text; None if one of them is no plain int, or negative.
+
+    Args:
+        values: What was packed as integers without an error.
+    """
+    try:
+        text = msgspec.json.encode(values)
+    except (TypeError, ValueError, OverflowError):  # an array's own number, say
+        return None
+    # By JSON's grammar every other value has one of these in it. To look for them takes a tenth of
+    # the writing, to look at the values themselves more than all of it.
+    is_plain = not any(mark in text for mark in _MARKS_OF_OTHERS) and text.rfind(b"[") == 0
+    return text if is_plain else None
 
 
 def numbers_text(numbers: Numbers) -> Parts:

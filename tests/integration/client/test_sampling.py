@@ -9,6 +9,8 @@ import time
 import numpy
 import pytest
 
+from tinsmith.client.samples import call, sender
+from tinsmith.client.samples.request_texts import EarlyText, early_text
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.service import ServiceClient
 from tinsmith.errors import BadRequestError, NotFoundError, ValidationError
@@ -86,6 +88,38 @@ def test_what_is_sent_is_what_was_passed_however_the_caller_s_array_changes_late
 
     sent = service.requests("asample")[-1].request
     assert sent.target_prompt_logprobs.tolist() == [[1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize("most_early_bytes", [0, sender.MOST_EARLY_BYTES])
+def test_prompts_are_sent_as_they_were_made_whether_they_were_written_early_or_late(
+    sampler: SamplingClient,
+    service: ScriptedService,
+    most_early_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    early: list[EarlyText | None] = []
+
+    def counted(prompt: ModelInput) -> EarlyText | None:
+        early.append(early_text(prompt))
+        return early[-1]
+
+    monkeypatch.setattr(call, "early_text", counted)
+    monkeypatch.setattr(sender, "MOST_EARLY_BYTES", most_early_bytes)
+    sampler._sampler.session.limiter.rate_limited(0.2, "so that they have not left yet")
+    futures, asked = [], []
+    for number in range(8):
+        ids = list(range(number, number + 500))
+        asked.append(ids.copy())
+        futures.append(sampler.sample(ModelInput.from_ints(ids), 1, PARAMS))
+        ids[:] = [9]
+
+    for future in futures:
+        future.result(WAIT_S)
+
+    assert len(early) == 8 if most_early_bytes else len(early) <= 1
+    assert None not in early[1:]  # the first list was not kept: nobody had asked for one
+    sent = sorted(one.request.prompt.to_ints() for one in service.requests("asample"))
+    assert sent == asked
 
 
 def test_a_sample_that_cannot_be_written_fails_and_no_other(sampler: SamplingClient) -> None:

@@ -240,3 +240,19 @@ def test_infinities_in_a_long_array_are_written_as_the_largest_number() -> None:
     assert data[0] == FLOAT32_MAX
     assert data[-1] == -FLOAT32_MAX
     assert data[1:-1] == [0.5] * 9000
+
+
+# Token ids from the list that they came in
+
+
+@given(st.lists(st.integers(0, 2**31 - 1)))
+def test_ids_are_written_from_a_list_as_from_memory(ids: list[int]) -> None:
+    numbers = t.EncodedTextChunk(ids).numbers
+
+    assert json_format.ids_text(tuple(ids)) == b"".join(json_format.numbers_text(numbers))
+
+
+@pytest.mark.parametrize("other", [True, False, 3.0, 1e9, -1, np.int32(4), [5], "6", None, {}])
+def test_what_is_no_plain_id_is_not_written_from_a_list(other: Any) -> None:
+    assert json_format.ids_text((1, 2, other)) is None
+    assert json_format.ids_text((other, 1, 2)) is None

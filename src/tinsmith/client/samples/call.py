@@ -14,7 +14,7 @@ from tinsmith.client import events
 from tinsmith.client.background import background
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.lease import SessionLease
-from tinsmith.client.samples.request_texts import RequestTexts
+from tinsmith.client.samples.request_texts import EarlyText, RequestTexts, early_text
 from tinsmith.errors import APIResponseValidationError, APITimeoutError, DecodeError
 from tinsmith.types.inputs import DmelChunk, ImageChunk, ModelInputChunk
 from tinsmith.types.requests import SampleRequest
@@ -33,6 +33,7 @@ class SampleCall:
 
     __slots__ = (
         "_about_bytes",
+        "_early",
         "_on_end",
         "_timer",
         "began",
@@ -71,6 +72,7 @@ class SampleCall:
         self.timeout_s = timeout_s
         self.seq_id = seq_id
         self.written: PackedText | None = None
+        self._early: EarlyText | None = None
         self._about_bytes = _ABOUT_BYTES + sum(map(_about_bytes, request.prompt.chunks))
         self.request_id: str | None = None
         self.sequence_ids: Sequence[str] = ()
@@ -105,6 +107,10 @@ class SampleCall:
     # The request as it is sent. It is written when it leaves and dropped when it has arrived:
     # thousands that wait for their turn or for their results would take gigabytes.
 
+    def write_early(self) -> None:
+        """Write the prompt already now if that is cheap, for `write`. On the caller's thread."""
+        self._early = early_text(self.request.prompt)
+
     def write(self, texts: RequestTexts, *, packs: bool) -> None:
         """Write the request, under its number.
 
@@ -119,7 +125,8 @@ class SampleCall:
         if packs:
             made = packed_format.encode(self.request)
         else:
-            made = PackedText(texts.encode(self.request), [])
+            made = PackedText(texts.encode(self.request, self._early), [])
+        self._early = None
         first, *rest = made.text
         numbered = [b'{"seq_id":%d,' % self.seq_id, memoryview(first)[1:], *rest]
         self.written = PackedText(numbered, made.arrays)

@@ -11,9 +11,12 @@ compared; settings by their values.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from msgspec.structs import astuple
 
 from tinsmith.types.inputs import EncodedTextChunk, ModelInput, ModelInputChunk
+from tinsmith.types.last_list import LAST_LIST
 from tinsmith.types.requests import SampleRequest
 from tinsmith.wire import json_format
 from tinsmith.wire.protobuf import Parts
@@ -30,6 +33,26 @@ _PROMPT = SampleRequest.__struct_fields__.index("prompt")
 _PLACE = b'"prompt":{"chunks":[]}'  # stands once in a text: inside a string it would be escaped
 
 
+class EarlyText(NamedTuple):
+    """The ids of a chunk as JSON text, written before their turn came."""
+
+    chunk: EncodedTextChunk
+    ids: bytes
+
+
+def early_text(prompt: ModelInput) -> EarlyText | None:
+    """Write a prompt while the list that it was made from is at hand; None if it is not.
+
+    From any thread. It takes a third of the time that it takes from memory.
+    """
+    chunk = prompt.chunks[0] if len(prompt.chunks) == 1 else None
+    if not isinstance(chunk, EncodedTextChunk):
+        return None
+    values = LAST_LIST.take(chunk.numbers)
+    ids = None if values is None else json_format.ids_text(values)
+    return None if ids is None else EarlyText(chunk, ids)
+
+
 class RequestTexts:
     """The texts of one sampler's requests. For one thread."""
 
@@ -41,10 +64,15 @@ class RequestTexts:
         self._kept_bytes = 0
         self._settings: dict[tuple[object, ...], tuple[bytes, bytes]] = {}
 
-    def encode(self, request: SampleRequest) -> Parts:
-        """The request as JSON; raises as `json_format.encode_parts`."""
+    def encode(self, request: SampleRequest, early: EarlyText | None = None) -> Parts:
+        """The request as JSON; raises as `json_format.encode_parts`.
+
+        Args:
+            request: What is written.
+            early: What `early_text` gave for its prompt.
+        """
         before, after = self._around_prompt(request)
-        return [before, *self._prompt(request.prompt), after]
+        return [before, *self._prompt(request.prompt, early), after]
 
     # What stands before and after the prompt
 
@@ -64,12 +92,12 @@ class RequestTexts:
 
     # The prompt
 
-    def _prompt(self, prompt: ModelInput) -> Parts:
+    def _prompt(self, prompt: ModelInput, early: EarlyText | None) -> Parts:
         chunks = prompt.chunks
         key = tuple(map(id, chunks))
         known = self._kept.pop(key, None)
         if known is None:
-            text = _prompt_text(chunks)
+            text = _prompt_text(chunks, early)
             size = _size(text)
             if size > self._most_bytes:
                 return text
@@ -95,8 +123,11 @@ def _around(request: SampleRequest) -> tuple[bytes, bytes]:
     return before + b'"prompt":', after
 
 
-def _prompt_text(chunks: list[ModelInputChunk]) -> Parts:
+def _prompt_text(chunks: list[ModelInputChunk], early: EarlyText | None) -> Parts:
     if len(chunks) == 1 and isinstance(chunks[0], EncodedTextChunk):  # nearly every one
-        numbers = json_format.numbers_text(chunks[0].numbers)
+        if early is not None and early.chunk is chunks[0]:  # chunks may have been changed since
+            numbers: Parts = [early.ids]
+        else:
+            numbers = json_format.numbers_text(chunks[0].numbers)
         return [b'{"chunks":[{"tokens":', *numbers, b',"type":"encoded_text"}]}']
     return json_format.encode_parts(ModelInput(chunks))

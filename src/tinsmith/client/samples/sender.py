@@ -50,6 +50,8 @@ BREATH_BYTES, LEAST_BREATH_BYTES = 512 * 1024, 32 * 1024
 """After writing so much the line lets it leave, and replies come in, before it writes more: bodies
 that only wait to be sent take memory and connections. A request counts for no less than the
 second."""
+MOST_EARLY_BYTES = 32 * 1024 * 1024
+"""About how much of the prompts that wait for their turn may be written before it comes."""
 NOT_OFFERED = (404, 405)
 UNKNOWN_FORM = 415
 
@@ -111,6 +113,10 @@ class SampleSender:
 
     def put(self, call: SampleCall) -> None:
         """Have a sample sent. From any thread; returns at once."""
+        # As if all that wait were as long: to count them would take a lock.
+        waiting_bytes = (len(self._inbox) + len(self._line)) * call.size
+        if not self._packs and waiting_bytes <= MOST_EARLY_BYTES:
+            call.write_early()
         # Append, then look at the flag; the loop clears the flag, then drains: nothing is missed.
         self._inbox.append(call)
         if not self._is_woken:
@@ -273,13 +279,17 @@ class SampleSender:
             return True
         if call.seq_id is None:
             call.seq_id = self._next_seq_id()
-        packs = self._session.flags.tinsmith_packed_prompts and self._takes_packed
         try:
-            call.write(self._texts, packs=packs and not call.goes_alone)
+            call.write(self._texts, packs=self._packs and not call.goes_alone)
         except TinkerError as error:
             call.fail(error)
             return False
         return True
+
+    @property
+    def _packs(self) -> bool:
+        """Whether token ids are sent as memory."""
+        return self._session.flags.tinsmith_packed_prompts and self._takes_packed
 
     async def _wait_change(self) -> None:
         if self._changed is None:

@@ -2,11 +2,23 @@ from __future__ import annotations
 
 import gc
 import tracemalloc
+from typing import Any
 
 import pytest
 
-from tinsmith.client.samples.request_texts import MOST_KEPT_SETTINGS, RequestTexts
-from tinsmith.types import EncodedTextChunk, ModelInput, SampleRequest, SamplingParams, TensorData
+from tinsmith.client.samples.request_texts import (
+    MOST_KEPT_SETTINGS,
+    RequestTexts,
+    early_text,
+)
+from tinsmith.types import (
+    EncodedTextChunk,
+    ImageChunk,
+    ModelInput,
+    SampleRequest,
+    SamplingParams,
+    TensorData,
+)
 from tinsmith.types.buffers import Numbers
 from tinsmith.wire import json_format
 from tinsmith.wire.protobuf import Parts
@@ -147,3 +159,72 @@ def test_a_chunk_that_is_added_to_a_prompt_is_written() -> None:
     prompt.chunks.append(EncodedTextChunk([3]))
 
     assert b"".join(texts.encode(request)) == json_format.encode(request)
+
+
+# Prompts that are written when the sample is asked for
+
+
+def from_list(values: list[Any]) -> ModelInput:
+    """A prompt of a list, which is kept: an earlier one was asked for."""
+    early_text(ModelInput.from_ints([0]))
+    return ModelInput.from_ints(values)
+
+
+def test_a_prompt_of_a_list_is_written_from_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = a_request(from_list(list(range(TOKENS))))
+    written = count_writing(monkeypatch)
+
+    body = b"".join(RequestTexts().encode(request, early_text(request.prompt)))
+
+    assert written == []
+    assert body == json_format.encode(request)
+
+
+def test_what_was_written_early_serves_the_other_samples_of_its_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    texts, request = RequestTexts(), a_request(from_list(list(range(TOKENS))))
+    written = count_writing(monkeypatch)
+
+    first = texts.encode(request, early_text(request.prompt))
+
+    assert texts.encode(request, early_text(request.prompt)) == first
+    assert written == []
+
+
+def test_the_list_may_change_before_and_after_it_is_written_early() -> None:
+    ids = list(range(TOKENS))
+    request = a_request(from_list(ids))
+    ids[0] = 9
+    early = early_text(request.prompt)
+    ids[1] = 9
+
+    assert early is not None
+    assert b"".join(RequestTexts().encode(request, early)) == json_format.encode(request)
+    assert request.prompt.to_ints() == list(range(TOKENS))
+
+
+def test_a_chunk_that_is_added_after_it_was_written_early_is_written() -> None:
+    request = a_request(from_list([1, 2]))
+    early = early_text(request.prompt)
+
+    request.prompt.chunks.append(EncodedTextChunk([3]))
+    assert b"".join(RequestTexts().encode(request, early)) == json_format.encode(request)
+    request.prompt.chunks[:] = [EncodedTextChunk([3])]
+    assert b"".join(RequestTexts().encode(request, early)) == json_format.encode(request)
+
+
+@pytest.mark.parametrize("odd", [True, 3.0, -1])
+def test_what_only_counts_as_an_id_is_written_as_one(odd: Any) -> None:
+    request = a_request(from_list([1, odd]))
+    early = early_text(request.prompt)
+
+    assert early is None
+    assert b'"tokens":[1,%d]' % int(odd) in b"".join(RequestTexts().encode(request, early))
+
+
+def test_prompts_of_no_list_or_of_several_chunks_are_left_for_later() -> None:
+    text, image = EncodedTextChunk([1]), ImageChunk(data=b"x", format="png")
+
+    for chunks in ([], [text, text], [image], [EncodedTextChunk(range(3))]):
+        assert early_text(ModelInput(chunks)) is None
