@@ -298,6 +298,7 @@ CODEC = [
 ]
 
 EXTENDED, CORE = "tinsmith, extensions", "tinsmith, core install"
+PREPARED = "prepared bytes"
 _LOADS = ((1, 100), (50, 500), (400, 1000), (2000, 2000))
 """How many samples are in flight, and how many are drawn in all."""
 _CLIENT = "The client at work"
@@ -307,7 +308,9 @@ _CLIENT_NOTE = (
     "its ratio is that of the rates, turned over. Both SDKs use the session poll. *Extensions* are "
     "what our client and our server agree on (docs/extensions.md). *Core install* has no "
     "orjson. Where the server's share is near 1, the server is the limit and not the "
-    "client. With 50 in flight its 20 ms are a limit too: a sample then takes 0.4 ms at least. The "
+    "client. With 50 in flight its 20 ms are a limit too: a sample then takes 0.4 ms at least. "
+    "*Prepared bytes* makes the exchanges of the plain protocol with requests that were written "
+    "before and replies that nobody reads: what no client goes below on this machine. The "
     "samples share one prompt, as those of a group do; on the plain protocol we write a long one "
     "once. Where each has its own, it is made from a list within the time, and written."
 )
@@ -332,6 +335,11 @@ def _samples(tokens: int, in_flight: int, count: int, *, own: bool = False) -> B
         ]
     if in_flight == 2000:
         aims += [Aim("resident_bytes", 1 / 3, of=OURS), Aim("threads", 1 / 3, of=OURS)]
+    yardsticks = []
+    if in_flight > 1:
+        told = {"server_python": str(PYTHONS["server"]), **sizes}
+        job = Figures("benchmarks.workloads.bare_client:samples", told)
+        yardsticks = [Contestant(PREPARED, "server", job, is_yardstick=True)]
     return Benchmark(
         name=f"client-{tokens // 1000}k-{in_flight}{'-own' if own else ''}",
         group=_CLIENT,
@@ -341,6 +349,7 @@ def _samples(tokens: int, in_flight: int, count: int, *, own: bool = False) -> B
             _ours(OURS, ours),
             _ours(EXTENDED, _client("tinsmith", "samples", extensions="yes", **sizes)),
             _ours(CORE, ours, "core"),
+            *yardsticks,
             _rival(_client("tinker", "samples", **sizes)),
         ),
         aims=tuple(aims),

@@ -94,18 +94,21 @@ def samples(
         _burst(client, sampler, server, prompt, 1, 1)
         _burst(client, sampler, server, prompt, WARM_UP_SAMPLES, int(in_flight))
         found = _burst(client, sampler, server, prompt, int(count), int(in_flight))
-        percentiles = quantiles(found.latencies_s, n=100, method="inclusive")
-        return {
-            "cpu_s": found.cpu_s / int(count),
-            "wall_s": found.wall_s / int(count),
-            "added_p50_s": max(1e-6, percentiles[49] - DELAY_S),
-            "added_p99_s": max(1e-6, percentiles[98] - DELAY_S),
-            "server_share": found.server_cpu_s / found.wall_s,
-            "threads": len(list(_THREADS.iterdir()))
-            if _THREADS.exists()
-            else threading.active_count(),
-            "resident_bytes": resident_bytes(),
-        }
+        return figures(found, int(count))
+
+
+def figures(found: Burst, count: int) -> dict[str, float]:
+    """What is told of so many samples."""
+    percentiles = quantiles(found.latencies_s, n=100, method="inclusive")
+    return {
+        "cpu_s": found.cpu_s / count,
+        "wall_s": found.wall_s / count,
+        "added_p50_s": max(1e-6, percentiles[49] - DELAY_S),
+        "added_p99_s": max(1e-6, percentiles[98] - DELAY_S),
+        "server_share": found.server_cpu_s / found.wall_s,
+        "threads": len(list(_THREADS.iterdir())) if _THREADS.exists() else threading.active_count(),
+        "resident_bytes": resident_bytes(),
+    }
 
 
 def beside_busy_thread(
