@@ -107,6 +107,9 @@ class ServiceMetrics:
 
         # The scheduler
         self.ready = gauge("tinsmith_ready", "1 while commands are run, else 0.")
+        self.engine_losses = read_counter(
+            "tinsmith_engine_losses_total", "Times that the engine's own process ended by itself."
+        )
         self._figures: Callable[[], Mapping[str, float]] = dict
         for figure, (name, text) in FIGURES.items():
             made = read_counter if name.endswith("_total") else gauge

@@ -99,6 +99,7 @@ class Service:
             observer=self._measuring.tell_exchange,
         )
         self.metrics.long_polls.read_with(lambda: len(self.app.service.waits))
+        self.metrics.engine_losses.read_with(lambda: self._working.losses)
         self._tasks: list[asyncio.Task[None]] = []
         self._lost: asyncio.Future[EngineLostError] = asyncio.get_running_loop().create_future()
         self._is_closed = False

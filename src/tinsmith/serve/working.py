@@ -62,6 +62,8 @@ class Working:
         self._ending: asyncio.Task[None] | None = None
         """Of a scheduler whose engine was lost."""
         self._lost_at: deque[float] = deque(maxlen=MOST_LOSSES + 1)
+        self.losses = 0
+        """How often the engine was lost so far."""
 
     async def run(self) -> None:
         """Recover and work until cancelled.
@@ -90,6 +92,7 @@ class Working:
         await self._scheduler.close(drain_s)
 
     def _check(self, lost: TinkerError) -> None:
+        self.losses += 1
         to_blame = self._suspects.note_loss(str(lost.args[0]))
         if to_blame is not None:
             _log.error(

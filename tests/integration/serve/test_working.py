@@ -62,6 +62,7 @@ def test_readiness_says_why_until_the_engine_works_again(tmp_path: Path) -> None
                 assert not told.is_ready
                 assert "SIGKILL" in str(told.problem)
                 assert engine.pid not in (None, first)
+                assert "tinsmith_engine_losses_total 1\n" in service.metrics.exposition()
 
     asyncio.run(test())
 
