@@ -64,3 +64,14 @@ def test_w2_import_and_help_load_neither_msgspec_nor_asyncio(program: str) -> No
 
     heavy = {"msgspec", "asyncio", "tinsmith.types", "tinsmith.wire", "tinsmith.client"}
     assert loaded & heavy == set()
+
+
+def test_w2_every_public_name_can_be_had_without_what_few_programs_need() -> None:
+    loaded = modules_loaded_by(TOUCH_EVERY_NAME)
+
+    seldom_needed = {"ctypes", "difflib", "email.utils", "fractions", "hashlib"}
+    seldom_needed |= {
+        "tinsmith.client.tokenization.lookup",
+        "tinsmith.client.transports.in_process",
+    }
+    assert loaded & seldom_needed == set()

@@ -15,7 +15,6 @@ import asyncio
 import base64
 import binascii
 import contextlib
-import json
 import logging
 import os
 import pathlib
@@ -84,6 +83,8 @@ def stored_key(file: pathlib.Path = CREDENTIALS_FILE) -> Secret | None:
     Raises:
         TinkerError: There is one, and it is not of the form of a key.
     """
+    import json
+
     try:
         stored = json.loads(file.expanduser().read_text(encoding="utf-8"))
         key = Secret(str(stored["keys"][stored["default"]]["key"]))

@@ -21,7 +21,6 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from tinsmith.client import held_gil
 from tinsmith.client.forking import in_child
 from tinsmith.client.futures import APIFuture, within
 from tinsmith.client.waits import FUTURES, Waits
@@ -153,6 +152,8 @@ async def _settle(
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
+    from tinsmith.client import held_gil
+
     loop = held_gil.new_event_loop()
     if loop is None:
         try:

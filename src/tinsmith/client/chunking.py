@@ -13,10 +13,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from fractions import Fraction
+from typing import TYPE_CHECKING
 
 from tinsmith.types.inputs import Datum, DmelChunk, EncodedTextChunk, ImageChunk, ModelInputChunk
 from tinsmith.types.training import ForwardBackwardOutput
+
+if TYPE_CHECKING:
+    from fractions import Fraction
 
 _log = logging.getLogger(__name__)
 
@@ -116,6 +119,8 @@ def _sum(values: Sequence[float], _: Sequence[int]) -> float:
     try:
         return math.fsum(values)
     except OverflowError:  # on the way, though perhaps not in the end
+        from fractions import Fraction
+
         return _rounded(sum(map(Fraction, values)))
 
 

@@ -19,14 +19,16 @@ import os
 import sys
 import threading
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import msgspec
 
 from tinsmith.client.auth import has_credential
 from tinsmith.client.settings import EMBEDDED
-from tinsmith.client.transports.in_process import Application
 from tinsmith.errors import ClosedError, ValidationError
+
+if TYPE_CHECKING:
+    from tinsmith.client.transports.in_process import Application
 
 PROVIDER = "tinsmith.serve.embedded"
 """The module that has `place`, as `Provider` describes it."""

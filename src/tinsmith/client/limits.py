@@ -20,7 +20,6 @@ nothing of HTTP.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import math
 import threading
 import time
@@ -270,6 +269,8 @@ def shared_limiter(base_url: str, api_key: str) -> Limiter:
 
     The address counts with scheme, host, port and path; of the key only a digest is kept.
     """
+    import hashlib
+
     return _shared.get((_address(base_url), hashlib.sha256(api_key.encode()).hexdigest()))
 
 

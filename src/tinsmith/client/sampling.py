@@ -19,7 +19,7 @@ from tinsmith.client.samples.stream_reader import StreamReader
 from tinsmith.client.session import Session
 from tinsmith.client.settings import ClientSettings, settings_from
 from tinsmith.client.shared_leases import shared_leases
-from tinsmith.client.tokenization.lookup import TokenizerOfModel
+from tinsmith.client.tokenization.of_model import TokenizerOfModel
 from tinsmith.errors import APIResponseValidationError, ValidationError
 from tinsmith.types import requests as r
 from tinsmith.types.buffers import Numbers

@@ -19,7 +19,7 @@ from tinsmith.client.poller import Poll
 from tinsmith.client.queue_state import QueueState, QueueStateLogger, StateTeller
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.saves import SavingCalls
-from tinsmith.client.tokenization.lookup import TokenizerOfModel
+from tinsmith.client.tokenization.of_model import TokenizerOfModel
 from tinsmith.errors import ValidationError
 from tinsmith.types import requests as r
 from tinsmith.types.futures import UntypedAPIFuture

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import base64
 import datetime
-import difflib
 import enum
 import functools
 import math
@@ -73,6 +72,8 @@ class _RecordMeta(msgspec.StructMeta):
 
 
 def _unknown_field(owner: str, name: str, known: tuple[str, ...]) -> UnknownFieldError:
+    import difflib
+
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"its fields are {', '.join(known) or 'none'}"
     return UnknownFieldError(f"{owner} has no field {name!r}", remedy=hint)

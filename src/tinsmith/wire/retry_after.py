@@ -35,13 +35,10 @@ _DAY = "(?P<day>[0-9]{2})"
 _TIME = "(?P<hour>[0-9]{2}):(?P<minute>[0-9]{2}):(?P<second>[0-9]{2})"
 
 # Names of days and months are spelled out here: strptime would read them in the process's locale.
-_DATE_FORMS = tuple(
-    re.compile(form, re.ASCII | re.IGNORECASE)
-    for form in (
-        f"{_DAY_NAME}, {_DAY} {_MONTH} (?P<year>[0-9]{{4}}) {_TIME} GMT",  # IMF-fixdate
-        f"{_LONG_DAY_NAME}, {_DAY}-{_MONTH}-(?P<year>[0-9]{{2}}) {_TIME} GMT",  # RFC 850
-        f"{_DAY_NAME} {_MONTH} (?P<day>[ 0-9][0-9]) {_TIME} (?P<year>[0-9]{{4}})",  # asctime
-    )
+_DATE_FORMS = (
+    f"{_DAY_NAME}, {_DAY} {_MONTH} (?P<year>[0-9]{{4}}) {_TIME} GMT",  # IMF-fixdate
+    f"{_LONG_DAY_NAME}, {_DAY}-{_MONTH}-(?P<year>[0-9]{{2}}) {_TIME} GMT",  # RFC 850
+    f"{_DAY_NAME} {_MONTH} (?P<day>[ 0-9][0-9]) {_TIME} (?P<year>[0-9]{{4}})",  # asctime
 )
 
 
@@ -116,7 +113,8 @@ def _number(text: str) -> float | None:
 
 
 def _seconds_until(text: str, now: Callable[[], datetime]) -> float | None:
-    match = next((m for form in _DATE_FORMS if (m := form.fullmatch(text))), None)
+    flags = re.ASCII | re.IGNORECASE  # `re` keeps what it has compiled
+    match = next((m for form in _DATE_FORMS if (m := re.fullmatch(form, text, flags))), None)
     if match is None:
         return None
     present = now().astimezone(UTC)

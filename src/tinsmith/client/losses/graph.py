@@ -10,7 +10,6 @@ Knows nothing of training passes: `losses/custom.py` makes them.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import inspect
 import math
 import threading
@@ -223,6 +222,8 @@ def _scalar(value: Any, what: str, index: int) -> torch.Tensor:
 
 def _key(module: torch.fx.GraphModule, inputs: tuple[CustomLossInput, ...]) -> str:
     signature = ",".join(f"{given.name}:{given.rank}" for given in inputs)
+    import hashlib
+
     return hashlib.sha256(f"{signature}\n{module.code}".encode()).hexdigest()
 
 

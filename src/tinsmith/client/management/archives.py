@@ -7,7 +7,6 @@ answer that names the address. A service that has still to pack it says 503, and
 from __future__ import annotations
 
 import datetime
-import email.utils
 
 from tinsmith.client.management.redirects import redirect_of
 from tinsmith.client.session import Session
@@ -38,6 +37,8 @@ async def archive_url(session: Session, request: CheckpointRequest) -> Checkpoin
 
 
 def _expiry(error: APIStatusError) -> datetime.datetime:
+    import email.utils
+
     try:
         told = email.utils.parsedate_to_datetime(error.response.headers.get("expires", ""))
     except ValueError:

@@ -19,12 +19,12 @@ from tests.unit.client.small_tokenizer import BOS, CONFIG, EOS, write_tokenizer
 from tinsmith.client.tokenization import files as tokenizer_files
 from tinsmith.client.tokenization import lookup as tokenizers
 from tinsmith.client.tokenization.lookup import (
-    TokenizerOfModel,
     forget_tokenizers,
     load_tokenizer,
     load_tokenizer_async,
 )
 from tinsmith.client.tokenization.names import TABLE_VARIABLE
+from tinsmith.client.tokenization.of_model import TokenizerOfModel
 from tinsmith.client.tokenization.tokenizer import Tokenizer
 from tinsmith.errors import TokenizerError, ValidationError
 from tinsmith.types.training import GetInfoResponse, ModelData
