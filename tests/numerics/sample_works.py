@@ -5,22 +5,39 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import torch
 
 from tests.numerics.small_models import VOCABULARY
 from tinsmith.engines.base import SampleOutcome, SampleWork, WeightsId
 from tinsmith.engines.embedded.sampler import Sampler
-from tinsmith.model.lora import FusedLora, LoraLayout
+from tinsmith.model.lora import FusedLora, LoraLayout, LoraSpan
+from tinsmith.model.pack_attention import PackAttention, Stretch
 from tinsmith.model.transformer import Transformer
 from tinsmith.types import ModelInput, SampleResponse, SamplingParams
 from tinsmith.types.requests import SampleRequest
 
 
-def lora(model: Transformer, seed: int, rank: int = 4) -> FusedLora:
+def lora(model: Transformer, seed: int, rank: int = 4, size: float = 0.1) -> FusedLora:
     layout = LoraLayout(model.architecture, rank, attention=True, mlp=True, unembed=True)
     chance = torch.Generator().manual_seed(seed)
-    flat = torch.randn(layout.size, generator=chance) * 0.1
+    flat = torch.randn(layout.size, generator=chance) * size
     return layout.fused(flat, model.dtype, is_frozen=True)
+
+
+def logprobs_of(
+    model: Transformer, tokens: list[int], loras: FusedLora | None
+) -> np.ndarray[Any, Any]:
+    """The log-probability of each token after the first, by one pass as training makes it."""
+    count = len(tokens) - 1
+    spans = [] if loras is None else [LoraSpan(0, count, loras)]
+    rows = torch.tensor(tokens)
+    with torch.no_grad():
+        hidden = model.hidden(
+            rows[:-1], torch.arange(count), PackAttention([Stretch(0, count)]), spans
+        )
+        found = model.head.logprobs(hidden, rows[1:, None], spans)
+    return found[:, 0].numpy()
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

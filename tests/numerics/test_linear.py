@@ -19,14 +19,42 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("is_packed", [True, False])
-def test_a_row_is_the_same_among_few_and_many(is_packed: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "outputs"),
+    [
+        *((kind, outputs) for kind in ("packed", "widened") for outputs in (1, 960, 4001)),
+        ("plain", 960),
+    ],
+)
+def test_a_row_is_the_same_among_few_and_many(kind: str, outputs: int) -> None:
     """Bit for bit, forth and back, with one thread and with two that share the rows."""
     chance = torch.Generator().manual_seed(0)
-    linear = Linear(torch.randn(960, 576, generator=chance), is_packed=is_packed)
-    x_TI, dy_TO = (torch.randn(100, size, generator=chance) for size in (576, 960))
-    y_TO, dx_TI = linear(x_TI), linear.input_gradient(dy_TO)
+    weight_OI = torch.randn(outputs, 576, generator=chance)
+    if kind == "widened":
+        linear = Linear(weight_OI.to(torch.bfloat16), dtype=torch.float32)
+    else:
+        linear = Linear(weight_OI, is_packed=kind == "packed")
+    x_TI, dy_TO = (torch.randn(300, size, generator=chance) for size in (576, outputs))
+    y_TO, many_TO, dx_TI = linear(x_TI), linear.of_many(x_TI), linear.input_gradient(dy_TO)
 
-    for rows in range(1, 40):
+    for rows in (*range(1, 40), 63, 127, 200):
         assert torch.equal(linear(x_TI[:rows]), y_TO[:rows]), rows
+        assert torch.equal(linear.of_many(x_TI[:rows]), many_TO[:rows]), rows
         assert torch.equal(linear.input_gradient(dy_TO[:rows]), dx_TI[:rows]), rows
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("outputs", [3, 64, 130, 1000, 4001])
+def test_widened_weights_give_what_plain_ones_do(outputs: int, bias: bool) -> None:
+    """One block or several, of equal outputs or not; forth and back."""
+    chance = torch.Generator().manual_seed(0)
+    weight_OI = torch.randn(outputs, 576, generator=chance).to(torch.bfloat16)
+    bias_O = torch.randn(outputs, generator=chance) if bias else None
+    x_TI, dy_TO = (torch.randn(9, size, generator=chance) for size in (576, outputs))
+    plain = Linear(weight_OI.float(), bias_O, is_packed=False)
+
+    linear = Linear(weight_OI, bias_O, dtype=torch.float32)
+
+    torch.testing.assert_close(linear(x_TI), plain(x_TI), rtol=1e-5, atol=1e-4)
+    found, wanted = (one.input_gradient(dy_TO) for one in (linear, plain))
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-3)

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.numerics.sample_works import lora, prompt_of, run, work
+from tests.numerics.sample_works import logprobs_of, lora, prompt_of, run, work
 from tests.numerics.small_models import VOCABULARY, make_model
 from tinsmith.engines.base import SampleOutcome, SampleWork, WeightsId
 from tinsmith.engines.embedded.prefix_cache import CHUNK_TOKENS
 from tinsmith.engines.embedded.sampler import Sampler, SamplerSettings
 from tinsmith.model.load_weights import load_transformer
-from tinsmith.model.lora import FusedLora, LoraSpan
+from tinsmith.model.lora import FusedLora
 from tinsmith.model.pack_attention import PackAttention, Stretch
 from tinsmith.model.transformer import Transformer
 from tinsmith.types import SampleResponse, TensorData
@@ -55,19 +55,6 @@ def sequences(response: SampleResponse) -> list[tuple[bytes, bytes]]:
         for one in response.sequences
         if one.logprobs_np is not None
     ]
-
-
-def logprobs_of(model: Transformer, tokens: list[int], loras: FusedLora | None) -> np.ndarray:
-    """The log-probability of each token after the first, by one pass as training makes it."""
-    count = len(tokens) - 1
-    spans = [] if loras is None else [LoraSpan(0, count, loras)]
-    rows = torch.tensor(tokens)
-    with torch.no_grad():
-        hidden = model.hidden(
-            rows[:-1], torch.arange(count), PackAttention([Stretch(0, count)]), spans
-        )
-        found = model.head.logprobs(hidden, rows[1:, None], spans)
-    return found[:, 0].numpy()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -297,13 +284,20 @@ def test_any_course_of_events_gives_the_same_samples(
         _assert_same(response, run(_sampler(llama, adapters), works[name])[name])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "held_in"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.bfloat16),
+    ],
+)
 def test_a_sample_is_the_same_when_its_sequences_must_wait(
-    tmp_path: Path, dtype: torch.dtype
+    tmp_path: Path, dtype: torch.dtype, held_in: torch.dtype
 ) -> None:
     """A hundred that read their prompt together are as a few at a time are."""
     make_model(tmp_path)
-    model = load_transformer(tmp_path, dtype=dtype)
+    model = load_transformer(tmp_path, dtype=dtype, held_in=held_in)
     asked = work("it", prompt_of(CHUNK_TOKENS + 22), num_samples=100, max_tokens=4)
 
     together = run(Sampler(model), asked)["it"]

@@ -5,11 +5,18 @@ rows, and each row then comes out the same, bit for bit, whatever rows are besid
 chooses its kernel by the weights and not by the number of rows. Samples and training passes rest
 on that. Without it, products take other kernels where a thread has fewer than `FEWEST_ROWS` rows,
 so few rows are padded. Passes with gradients do without it in float32: it is slower for many rows.
+
+Weights may be held in a narrower type than is computed in: bfloat16 on a machine that multiplies
+float32 alone. They are then widened just before each product, block by block in a buffer that
+caches hold. For eight rows and more that costs as much as weights that lie there in float32.
 """
 
 # I input, O output, T row of the pack
 
 from __future__ import annotations
+
+import math
+import threading
 
 import torch
 import torch.nn.functional as F
@@ -18,18 +25,42 @@ from torch import Tensor
 FEWEST_ROWS = 4
 _PACKED_FOR_ROWS = 64
 """A hint for oneDNN, which has no effect on results."""
+BLOCK_BYTES = 4 << 20
+"""Of widened weights. Half of it costs a tenth more for 512 rows, as they are read again for each
+block; and more is gained nowhere."""
+FEWEST_OUTPUTS = 64
+"""Of a product that is not packed. One with a single output is of another kind, whose bits follow
+from the number of rows; and weights of so few are not worth widening."""
 
 
 class Linear:
-    """y = x·Wᵀ + bias, with a W that never changes."""
+    """y = x·Wᵀ + bias, with a W that never changes.
+
+    Args:
+        weight_OI: In the type that it is held in.
+        bias_O: In the type that is computed in.
+        dtype: What is computed in; None for what the weight is in.
+        is_packed: Whether oneDNN's order is kept, where there is one.
+    """
 
     def __init__(
-        self, weight_OI: Tensor, bias_O: Tensor | None = None, *, is_packed: bool = True
+        self,
+        weight_OI: Tensor,
+        bias_O: Tensor | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        is_packed: bool = True,
     ) -> None:
+        self.dtype = weight_OI.dtype if dtype is None else dtype
+        if weight_OI.shape[0] < FEWEST_OUTPUTS:
+            weight_OI = weight_OI.to(self.dtype)
         self.weight_OI = weight_OI
         self.bias_O = bias_O
         self._packed: Tensor | None = None
-        if is_packed and can_pack(weight_OI):
+        self._blocks: tuple[Tensor, ...] = ()
+        if weight_OI.dtype != self.dtype:
+            self._blocks = weight_OI.tensor_split(_block_count(weight_OI.shape, self.dtype))
+        elif is_packed and can_pack(weight_OI):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _PACKED_FOR_ROWS)
 
     def __call__(self, x_TI: Tensor) -> Tensor:
@@ -43,14 +74,39 @@ class Linear:
 
     def of_many(self, x_TI: Tensor) -> Tensor:
         """The outputs, by what is fastest for many rows: up to rounding those of a call."""
-        return self._unpacked(x_TI) if x_TI.dtype == torch.float32 else self(x_TI)
+        is_wide = self.weight_OI.shape[0] >= FEWEST_OUTPUTS
+        return self._unpacked(x_TI) if is_wide and x_TI.dtype == torch.float32 else self(x_TI)
 
     def _unpacked(self, x_TI: Tensor) -> Tensor:
-        return F.linear(_padded(x_TI), self.weight_OI, self.bias_O)[: x_TI.shape[0]]
+        rows, x_TI = x_TI.shape[0], _padded(x_TI)
+        if self._blocks:
+            return self._widened_outputs(x_TI)[:rows]
+        return F.linear(x_TI, self.weight_OI, self.bias_O)[:rows]
 
     def input_gradient(self, dy_TO: Tensor) -> Tensor:
         """What the inputs' gradient is for one of the outputs."""
-        return (_padded(dy_TO) @ self.weight_OI)[: dy_TO.shape[0]]
+        rows, dy_TO = dy_TO.shape[0], _padded(dy_TO)
+        if self._blocks:
+            return self._widened_gradient(dy_TO)[:rows]
+        return (dy_TO @ self.weight_OI)[:rows]
+
+    def _widened_outputs(self, x_TI: Tensor) -> Tensor:
+        y_TO = x_TI.new_empty(x_TI.shape[0], self.weight_OI.shape[0])
+        start = 0
+        for block_OI in self._blocks:
+            end = start + block_OI.shape[0]
+            torch.mm(x_TI, _widened(block_OI, self.dtype).T, out=y_TO[:, start:end])
+            start = end
+        return y_TO if self.bias_O is None else y_TO.add_(self.bias_O)
+
+    def _widened_gradient(self, dy_TO: Tensor) -> Tensor:
+        dx_TI = dy_TO.new_zeros(dy_TO.shape[0], self.weight_OI.shape[1])
+        start = 0
+        for block_OI in self._blocks:
+            end = start + block_OI.shape[0]
+            dx_TI.addmm_(dy_TO[:, start:end], _widened(block_OI, self.dtype))
+            start = end
+        return dx_TI
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -67,3 +123,27 @@ def _padded(rows: Tensor) -> Tensor:
     step = FEWEST_ROWS * torch.get_num_threads()
     missing = -rows.shape[0] % step if rows.shape[0] < 4 * step else 0
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows
+
+
+def _block_count(shape: torch.Size, dtype: torch.dtype) -> int:
+    outputs, inputs = shape
+    most = max(2 * FEWEST_OUTPUTS, BLOCK_BYTES // (inputs * dtype.itemsize))
+    return math.ceil(outputs / most)
+
+
+class _OfThread(threading.local):
+    buffer: Tensor | None = None
+
+
+_OF_THREAD = _OfThread()
+
+
+def _widened(block_OI: Tensor, dtype: torch.dtype) -> Tensor:
+    """In a buffer of this thread, until it widens its next: fresh memory costs a tenth more."""
+    buffer = _OF_THREAD.buffer
+    size, device = block_OI.numel(), block_OI.device
+    if buffer is None or (buffer.dtype, buffer.device) != (dtype, device) or len(buffer) < size:
+        least = BLOCK_BYTES // dtype.itemsize
+        buffer = torch.empty(max(size, least), dtype=dtype, device=device)
+        _OF_THREAD.buffer = buffer
+    return buffer[:size].view(block_OI.shape).copy_(block_OI)

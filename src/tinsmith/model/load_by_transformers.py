@@ -5,6 +5,9 @@ with our attention and linear layers in it, on a pack and from a cache; unless t
 it is refused. So models with other kinds of attention, or with state beside it, are found out
 whatever they are called.
 
+Where weights are held in a narrower type than is computed in, that is so for its linear layers and
+plain embeddings; all else of it is widened once and for all.
+
 `transformers` is imported when such a model is loaded, and by nothing else.
 """
 
@@ -12,9 +15,10 @@ whatever they are called.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,22 +57,34 @@ _log = logging.getLogger(__name__)
 
 
 def load_by_transformers(
-    folder: Path, config: Mapping[str, Any], *, dtype: torch.dtype, device: str
+    folder: Path,
+    config: Mapping[str, Any],
+    *,
+    dtype: torch.dtype,
+    held_in: torch.dtype,
+    device: str,
 ) -> TransformersModel:
     """Read a base model of any family that `transformers` has code for.
 
     Args:
         folder: `config.json` and safetensors beside it. No code of its own is run.
         config: What `read_config` found.
-        dtype: What the weights become.
+        dtype: What is computed in.
+        held_in: What its linear layers and embeddings become; `dtype` if its code cannot do that,
+            since it rounds to a layer's type what goes in.
         device: Where they go.
 
     Raises:
         BaseModelFormatError: There is no such code, or it is not plain causal attention.
     """
     name = architecture_name(config)
-    model = _loaded(folder, name, dtype, device)
     with torch.no_grad():
+        if held_in != dtype:
+            with contextlib.suppress(BaseModelFormatError):
+                model = _loaded(folder, name, held_in, device)
+                _widen_others(model, dtype)
+                return _Conversion(name, config, model, dtype).model()
+        model = _loaded(folder, name, dtype, device)
         return _Conversion(name, config, model, dtype).model()
 
 
@@ -121,7 +137,8 @@ class _Conversion:
         output, output_name = self._output()
         self._replace(output)
         scale = self._logits_scale(output)
-        head = Head(_linear_of(output), getattr(self._settings, "final_logit_softcapping", None))
+        linear = _linear_of(output, self._dtype)
+        head = Head(linear, getattr(self._settings, "final_logit_softcapping", None))
         found = self._first_architecture(output.weight.shape[0])
         made = self._made(found, head, scale)
         observer, rows = self._read_pack(made, sequences)
@@ -184,7 +201,7 @@ class _Conversion:
         for name, module in list(self._model.named_modules()):
             if _is_linear(module) and module is not output:
                 parent, _, last = name.rpartition(".")
-                made = AdaptedLinear(name, _linear_of(module))
+                made = AdaptedLinear(name, _linear_of(module, self._dtype))
                 setattr(self._model.get_submodule(parent), last, made)
 
         for module in self._model.modules():
@@ -290,7 +307,8 @@ class _Conversion:
 
     def _own_logits(self, sequences: list[Tensor]) -> list[Tensor]:
         try:
-            return [self._model(one.unsqueeze(0), use_cache=False).logits[0] for one in sequences]
+            with _widened_linears(self._model, self._dtype):
+                return [self._model(one[None], use_cache=False).logits[0] for one in sequences]
         except Exception as exc:  # code of models that nobody here has read
             raise self._refuse(f"its own code fails: {exc!s:.300}") from exc
 
@@ -340,7 +358,42 @@ def _has_attention(layer: nn.Module) -> bool:
     return any(hasattr(module, "layer_idx") for module in layer.modules())
 
 
-def _linear_of(module: Any) -> Linear:
+def _linear_of(module: Any, dtype: torch.dtype) -> Linear:
     weight_OI = module.weight if isinstance(module, nn.Linear) else module.weight.T.contiguous()
     bias_O = module.bias
-    return Linear(weight_OI.detach(), None if bias_O is None else bias_O.detach())
+    return Linear(weight_OI.detach(), None if bias_O is None else bias_O.detach(), dtype=dtype)
+
+
+def _widen_others(model: nn.Module, dtype: torch.dtype) -> None:
+    """Leave linear layers and plain embeddings as they are held; rows are widened at look-up."""
+    embeddings = [one for one in model.modules() if isinstance(one, nn.Embedding)]
+    plain = [one for one in embeddings if type(one) is nn.Embedding]
+    held = {id(one.weight) for one in (*plain, *filter(_is_linear, model.modules()))}
+    held -= {id(one.weight) for one in embeddings if one not in plain}  # these compute
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point() and id(tensor) not in held:
+            tensor.data = tensor.data.to(dtype)
+    for one in plain:
+        one.register_forward_hook(lambda _module, _args, rows: rows.to(dtype))
+
+
+@contextlib.contextmanager
+def _widened_linears(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Its own linear layers compute in the type, one widened at a time."""
+
+    def widen(module: Any, _: Any) -> None:
+        module.held = module.weight.data
+        module.weight.data = module.held.to(dtype)
+
+    def restore(module: Any, _args: Any, _made: Any) -> None:
+        module.weight.data = module.held
+        del module.held
+
+    linears = [one for one in model.modules() if _is_linear(one) and one.weight.dtype != dtype]
+    hooks = [one.register_forward_pre_hook(widen) for one in linears]
+    hooks += [one.register_forward_hook(restore) for one in linears]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to a base model: weights fused, in one type, on one device."""
+"""From a Hugging Face folder to a base model: weights fused, in their types, on one device."""
 
 # V vocabulary, D feature, O output, I input
 
@@ -38,13 +38,18 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def load_transformer(
-    folder: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    held_in: torch.dtype | None = None,
+    device: str = "cpu",
 ) -> Transformer:
     """Read a base model.
 
     Args:
         folder: `config.json` and safetensors beside it.
-        dtype: What the weights become.
+        dtype: What is computed in.
+        held_in: What the matrices become, if not that; they are widened when they are used.
         device: Where they go.
 
     Raises:
@@ -52,10 +57,13 @@ def load_transformer(
     """
     config = read_config(folder)
     if not is_known(config):
-        return load_by_transformers(folder, config, dtype=dtype, device=device)
+        return load_by_transformers(
+            folder, config, dtype=dtype, held_in=held_in or dtype, device=device
+        )
     architecture = read_architecture(config)
     with torch.no_grad():
-        return _Reader(architecture, _tensors_in(folder), dtype, device).transformer()
+        reader = _Reader(architecture, _tensors_in(folder), dtype, held_in or dtype, device)
+        return reader.transformer()
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -86,23 +94,30 @@ class _Reader:
     """Takes a model's tensors by the names that they have in its files."""
 
     def __init__(
-        self, architecture: Architecture, files: dict[str, Any], dtype: torch.dtype, device: str
+        self,
+        architecture: Architecture,
+        files: dict[str, Any],
+        dtype: torch.dtype,
+        held_in: torch.dtype,
+        device: str,
     ) -> None:
         self._shape = architecture
         self._files = files
         self._dtype = dtype
+        self._held_in = held_in
         self._device = device
 
     def transformer(self) -> Transformer:
         shape = self._shape
-        embedding_VD = self._tensor("model.embed_tokens.weight", shape.vocabulary, shape.hidden)
+        embedding_VD = self._matrix("model.embed_tokens.weight", shape.vocabulary, shape.hidden)
         layers = [self._layer(index) for index in range(len(shape.layers))]
         if shape.ties_embeddings or "lm_head.weight" not in self._files:
-            output = Linear(embedding_VD)
+            output = Linear(embedding_VD, dtype=self._dtype)
         else:
             output = self._linear(["lm_head"], shape.hidden, [shape.vocabulary])
         head = Head(output, shape.logits_softcap)
-        return Transformer(shape, embedding_VD, layers, self._norm("model.norm"), head)
+        norm_D = self._norm("model.norm")
+        return Transformer(shape, embedding_VD, layers, norm_D, head, dtype=self._dtype)
 
     def _layer(self, index: int) -> LayerWeights:
         shape, place = self._shape, f"model.layers.{index}"
@@ -173,18 +188,19 @@ class _Reader:
         """One layer of several that have the same input."""
         sizes = list(outputs)
         weights = [
-            self._tensor(f"{name}.weight", size, inputs)
+            self._matrix(f"{name}.weight", size, inputs)
             for name, size in zip(names, sizes, strict=True)
         ]
+        weight_OI = torch.cat(weights) if len(weights) > 1 else weights[0]
         if not any(f"{name}.bias" in self._files for name in names):
-            return Linear(torch.cat(weights) if len(weights) > 1 else weights[0])
+            return Linear(weight_OI, dtype=self._dtype)
         biases = [
             self._tensor(f"{name}.bias", size)
             if f"{name}.bias" in self._files
             else torch.zeros(size, dtype=self._dtype, device=self._device)
             for name, size in zip(names, sizes, strict=True)
         ]
-        return Linear(torch.cat(weights), torch.cat(biases))
+        return Linear(weight_OI, torch.cat(biases), dtype=self._dtype)
 
     def _norm(self, name: str) -> Tensor:
         weight_D = self._tensor(f"{name}.weight")
@@ -193,7 +209,14 @@ class _Reader:
         # In float32: bfloat16 has two digits around 1, and weights around 0 have more.
         return weight_D.float() + self._shape.norm_offset
 
+    def _matrix(self, name: str, *sizes: int) -> Tensor:
+        return self._found(name, sizes, self._held_in)
+
     def _tensor(self, name: str, *sizes: int) -> Tensor:
+        """Norms and biases are little, and added to what is computed."""
+        return self._found(name, sizes, self._dtype)
+
+    def _found(self, name: str, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if name not in self._files:
             raise BaseModelFormatError(f"the model's files have no tensor {name!r}")
         found: Tensor = self._files[name].get_tensor(name)
@@ -201,4 +224,4 @@ class _Reader:
             raise BaseModelFormatError(
                 f"the tensor {name!r} is {list(found.shape)}; config.json asks for {list(sizes)}"
             )
-        return found.to(device=self._device, dtype=self._dtype).contiguous()
+        return found.to(device=self._device, dtype=dtype).contiguous()

@@ -58,10 +58,14 @@ class Transformer:
         layers: Sequence[LayerWeights],
         final_norm_D: Tensor,
         head: Head,
+        *,
+        dtype: torch.dtype,
     ) -> None:
         self.architecture = architecture
         self.head = head
-        self.dtype = embedding_VD.dtype
+        self.dtype = dtype
+        """What is computed in: hidden rows, keys and values, adapters. Weights may be held in
+        another."""
         self.device = embedding_VD.device
         self._embedding_VD = embedding_VD
         self._layers = tuple(layers)
@@ -96,7 +100,7 @@ class Transformer:
             saves_memory: Each layer keeps what came in alone, and is computed again on the way
                 back: a third more work for a tenth of the memory.
         """
-        x_TD = self._embedding_VD[tokens_T]
+        x_TD = self._embedding_VD[tokens_T].to(self.dtype)
         if self.architecture.embedding_scale != 1.0:
             x_TD = x_TD * torch.tensor(self.architecture.embedding_scale, dtype=self.dtype)
         turns = self._turns(positions_T)

@@ -111,8 +111,8 @@ class AdaptedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Asked for its type by some models."""
-        return self._linear.weight_OI
+        """Asked for its type by some models: that which is computed in."""
+        return self._linear.weight_OI.to(self._linear.dtype)
 
     @property
     def bias(self) -> Tensor | None:

@@ -110,7 +110,7 @@ OPTIONS = (
         "dtype",
         "TYPE",
         '"auto"',
-        "the numbers of the base model; auto: what the device is fast at",
+        "the numbers that the base model is held in; auto: those that the device is fast at",
         choices=DTYPES,
     ),
     Option(

@@ -32,7 +32,7 @@ from tinsmith.engines.base import (
 )
 from tinsmith.engines.embedded import adapters as files
 from tinsmith.engines.embedded.adapters import Adapter
-from tinsmith.engines.embedded.loading import chosen_device, chosen_dtype, load_models
+from tinsmith.engines.embedded.loading import chosen_device, chosen_types, load_models
 from tinsmith.engines.embedded.sampler import Sampler, SamplerSettings
 from tinsmith.engines.embedded.sampler_thread import SamplerThread, closed
 from tinsmith.engines.embedded.settings import EmbeddedModel, EmbeddedSettings, free_threads
@@ -95,7 +95,7 @@ class EmbeddedEngine(Engine):
 
     def _load(self) -> dict[str, Transformer]:
         device = chosen_device(self._settings.device)
-        return load_models(self._given, chosen_dtype(self._settings.dtype, device), device)
+        return load_models(self._given, chosen_types(self._settings.dtype, device), device)
 
     def _make_samplers(self) -> dict[str, Sampler]:
         """One for each model, under all of its names; the memory for keys is shared out."""

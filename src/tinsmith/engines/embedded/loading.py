@@ -1,10 +1,11 @@
-"""Base models onto the device, in the type that it has hardware for."""
+"""Base models onto the device, computed in a type that it has hardware for."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -12,6 +13,14 @@ from tinsmith.engines.embedded.settings import Device, Dtype, EmbeddedModel
 from tinsmith.errors import ValidationError
 from tinsmith.model.load_weights import load_transformer
 from tinsmith.model.transformer import Transformer
+
+
+class Types(NamedTuple):
+    """Those of a base model."""
+
+    held: torch.dtype
+    """Its matrices."""
+    computed: torch.dtype
 
 
 def chosen_device(wanted: Device) -> str:
@@ -26,22 +35,25 @@ def chosen_device(wanted: Device) -> str:
     return "cuda" if has_cuda and wanted != "cpu" else "cpu"
 
 
-def chosen_dtype(wanted: Dtype, device: str) -> torch.dtype:
+def chosen_types(wanted: Dtype, device: str) -> Types:
     """The type that is asked for; or bfloat16 where there is hardware for it, and else float32.
+
+    Without such hardware products in bfloat16 take twenty times as long as in float32. Weights
+    that are asked for in bfloat16 are held in it there, and computed with in float32.
 
     It is not measured which is faster: the same machine must choose the same when it is busy, or
     what is computed again after a crash would come out otherwise.
     """
-    if wanted != "auto":
-        return torch.bfloat16 if wanted == "bfloat16" else torch.float32
     has_bfloat16 = device == "cuda" or (
         torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     )
-    return torch.bfloat16 if has_bfloat16 else torch.float32
+    if wanted == "float32" or (wanted == "auto" and not has_bfloat16):
+        return Types(torch.float32, torch.float32)
+    return Types(torch.bfloat16, torch.bfloat16 if has_bfloat16 else torch.float32)
 
 
 def load_models(
-    models: Sequence[EmbeddedModel], dtype: torch.dtype, device: str
+    models: Sequence[EmbeddedModel], types: Types, device: str
 ) -> dict[str, Transformer]:
     """Each model by its name; those of one folder are loaded once.
 
@@ -56,6 +68,8 @@ def load_models(
     for one in models:
         folder = one.folder.resolve()
         if folder not in loaded:
-            loaded[folder] = load_transformer(folder, dtype=dtype, device=device)
+            loaded[folder] = load_transformer(
+                folder, dtype=types.computed, held_in=types.held, device=device
+            )
         found[one.name] = loaded[folder]
     return found

@@ -32,8 +32,9 @@ class EmbeddedSettings(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     dtype: Dtype = "auto"
-    """What base models are held and computed in; auto is bfloat16 where there is hardware
-    for it. It is part of what a replay needs."""
+    """What base models are held in, and computed in where there is hardware for it: without, those
+    in bfloat16 are computed in float32. auto is bfloat16 with such hardware, and else float32. It
+    is part of what a replay needs."""
     device: Device = "auto"
     threads: int = 0
     """For training and again for sampling; 0 for half of the cores that are free at the start."""

@@ -347,7 +347,7 @@ def test_a_folder_without_a_model_is_told_and_leaves_no_thread(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("amx", "avx", "dtype"),
+    ("amx", "avx", "fast"),
     [
         (False, False, torch.float32),
         (False, True, torch.bfloat16),
@@ -355,16 +355,20 @@ def test_a_folder_without_a_model_is_told_and_leaves_no_thread(tmp_path: Path) -
     ],
 )
 def test_the_type_is_the_one_that_there_is_hardware_for(
-    monkeypatch: pytest.MonkeyPatch, amx: bool, avx: bool, dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, amx: bool, avx: bool, fast: torch.dtype
 ) -> None:
-    """Unless one is asked for. How busy the machine is has no part in it."""
+    """Unless one is asked for; bfloat16 is then held, and computed in where that is fast.
+
+    How busy the machine is has no part in it.
+    """
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx)
+    plain, half = torch.float32, torch.bfloat16
 
-    assert loading.chosen_dtype("auto", "cpu") is dtype
-    assert loading.chosen_dtype("float32", "cpu") is torch.float32
-    assert loading.chosen_dtype("bfloat16", "cpu") is torch.bfloat16
-    assert loading.chosen_dtype("auto", "cuda") is torch.bfloat16
+    assert loading.chosen_types("auto", "cpu") == (fast, fast)
+    assert loading.chosen_types("float32", "cpu") == (plain, plain)
+    assert loading.chosen_types("bfloat16", "cpu") == (half, fast)
+    assert loading.chosen_types("auto", "cuda") == (half, half)
 
 
 def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
