@@ -18,18 +18,24 @@ _NO_END = 1 << 30
 
 
 def static(
-    model: str, count: str, prompt: str = "128", new: str = "64", samples: str = "1", lora: str = ""
+    model: str,
+    count: str,
+    prompt: str = "128",
+    new: str = "64",
+    samples: str = "1",
+    lora: str = "",
+    dtype: str = "float32",
 ) -> Callable[[], dict[str, float]]:
     """One batch, which begins and ends as one."""
-    size = size_of(model)
-    loaded = load(model).eval()
+    size, kind = size_of(model), getattr(torch, dtype)
+    loaded = load(model, kind).eval()
     if lora:
         loaded = with_adapters(loaded, ["one"]).eval()
     turns = itertools.count(1)
 
     def run(count: int, new: int) -> dict[str, float]:
         ids = torch.tensor(prompts(count, int(prompt), size.vocabulary, next(turns)))
-        turn = Turn()
+        turn = Turn(kind)
 
         def note(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             turn.saw_token()

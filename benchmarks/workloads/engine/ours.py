@@ -27,6 +27,7 @@ from tinsmith.engines.base import (
     WeightsId,
 )
 from tinsmith.engines.embedded.engine import EmbeddedEngine
+from tinsmith.engines.embedded.loading import chosen_types
 from tinsmith.engines.embedded.settings import Dtype, EmbeddedModel, EmbeddedSettings
 from tinsmith.types import (
     AdamOptimizerConfig,
@@ -50,6 +51,7 @@ class Running:
     def __init__(self, model: str, dtype: Dtype = "float32") -> None:
         torch.set_num_threads(1)
         self.size = size_of(model)
+        self.computes_in = chosen_types(dtype, "cpu").computed
         self._loop = asyncio.new_event_loop()
         settings = EmbeddedSettings(dtype=dtype, device="cpu", threads=1)
         self.engine = EmbeddedEngine([EmbeddedModel(name=NAME, folder=folder_of(model))], settings)
@@ -166,7 +168,7 @@ def training(model: str, batch: str, dtype: Dtype = "float32") -> Callable[[], d
     def run(kind: str) -> dict[str, float]:
         sequences = training_batch(kind, running.size.vocabulary, next(turns))
         works: list[TrainingWork] = [running.pass_work("one", datums(sequences))]
-        turn = Turn(getattr(torch, dtype))
+        turn = Turn(running.computes_in)
         running.train([*works, running.step_work("one")])
         tokens = sum(one.positions for one in sequences)
         return turn.figures(tokens, running.size.training_flops(tokens, RANK))
@@ -175,9 +177,9 @@ def training(model: str, batch: str, dtype: Dtype = "float32") -> Callable[[], d
     return lambda: run(batch)
 
 
-def adapters(model: str, order: str) -> Callable[[], dict[str, float]]:
+def adapters(model: str, order: str, dtype: Dtype = "float32") -> Callable[[], dict[str, float]]:
     """A small pass and a step for each of several adapters, `together` or one after `another`."""
-    running = Running(model)
+    running = Running(model, dtype)
     names = [f"adapter-{number}" for number in range(ADAPTERS)]
     for name in names:
         running.add_adapter(name)
@@ -193,7 +195,7 @@ def adapters(model: str, order: str) -> Callable[[], dict[str, float]]:
             [running.pass_work(name, datums(batch)), running.step_work(name)]
             for name, batch in zip(names, batches, strict=True)
         ]
-        turn = Turn()
+        turn = Turn(running.computes_in)
         for some in [list(itertools.chain(*works))] if order == "together" else works:
             running.train(some)
         tokens = sum(one.positions for batch in batches for one in batch)
@@ -204,10 +206,16 @@ def adapters(model: str, order: str) -> Callable[[], dict[str, float]]:
 
 
 def sampling(
-    model: str, count: str, prompt: str = "128", new: str = "64", samples: str = "1", lora: str = ""
+    model: str,
+    count: str,
+    prompt: str = "128",
+    new: str = "64",
+    samples: str = "1",
+    lora: str = "",
+    dtype: Dtype = "float32",
 ) -> Callable[[], dict[str, float]]:
     """So many works at once, each of so many samples; the first token is that of the last one."""
-    running = Running(model)
+    running = Running(model, dtype)
     if lora:
         running.add_weights(model)
     turns = itertools.count(1)
@@ -220,7 +228,7 @@ def sampling(
             )
             for one in asked
         ]
-        turn = Turn()
+        turn = Turn(running.computes_in)
         tokens, first_s = running.sample(works, turn)
         turn.first_tokens(list(first_s.values()))
         read = count * int(prompt)

@@ -123,11 +123,11 @@ def training(
     return lambda: run(batch)
 
 
-def adapters(model: str) -> Callable[[], dict[str, float]]:
+def adapters(model: str, dtype: str = "float32") -> Callable[[], dict[str, float]]:
     """A small pass and a step for each of several adapters of one model, with `set_adapter`."""
-    size = size_of(model)
+    size, kind = size_of(model), getattr(torch, dtype)
     names = [f"adapter-{number}" for number in range(ADAPTERS)]
-    peft = with_adapters(load(model), names)
+    peft = with_adapters(load(model, kind), names)
     optimizers = [torch.optim.AdamW(trained(peft, name), lr=1e-4) for name in names]
     turns = itertools.count(1)
 
@@ -137,10 +137,11 @@ def adapters(model: str) -> Callable[[], dict[str, float]]:
             training_batch("small", size.vocabulary, number * ADAPTERS + index)
             for index in range(ADAPTERS)
         ]
-        turn = Turn()
+        turn = Turn(kind)
         for name, optimizer, batch in zip(names, optimizers, batches, strict=True):
             peft.set_adapter(name)
-            gather(peft, batch)
+            with torch.autocast("cpu", kind, enabled=kind != torch.float32):
+                gather(peft, batch)
             optimizer.step()
             optimizer.zero_grad()
         tokens = sum(one.positions for batch in batches for one in batch)
