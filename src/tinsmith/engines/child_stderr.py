@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sys
 from collections import deque
 from typing import IO
 
@@ -41,8 +42,7 @@ class Stderr:
         )
         with contextlib.closing(transport):
             while chunk := await reader.read(CHUNK_BYTES):
-                with contextlib.suppress(OSError):  # nobody reads ours
-                    os.write(2, chunk)
+                _pass_on(chunk)
                 *whole, rest = (self._begun + chunk).split(b"\n")
                 self._lines.extend(line for line in whole if line.strip())
                 self._begun = rest[:CHUNK_BYTES]  # a line without an end must not fill the memory
@@ -61,3 +61,11 @@ class Stderr:
         self._reading.cancel()
         await asyncio.gather(self._reading, return_exceptions=True)
         self._pipe.close()  # which is open still if reading never began
+
+
+def _pass_on(chunk: bytes) -> None:
+    ours = sys.__stderr__
+    if ours is None:
+        return  # this process was started without: its number may be that of any file by now
+    with contextlib.suppress(OSError, ValueError):  # nobody reads it, or it was closed
+        os.write(ours.fileno(), chunk)
