@@ -21,7 +21,8 @@ from tinsmith.ledger.records import RequestId
 SUSPECTED_AT = 2
 """At so many losses must a command have been in the engine to be tried alone."""
 SUSPECTED_S = 600.0
-"""For so long after a loss are suspects tried alone, if they do not end before."""
+"""For so long from when the engine works again are suspects tried alone, if they do not end
+before."""
 
 
 class Suspects:
@@ -83,6 +84,10 @@ class Suspects:
     def note_return(self) -> None:
         """The engine has come back from training or sampling: it does not end with each command."""
         self.losses_in_a_row = 0
+
+    def note_opened(self) -> None:
+        """The engine works again: how long it was away says nothing of who is suspected."""
+        self._until = self._clock() + SUSPECTED_S
 
     def note_loss(self, why: str) -> RequestId | None:
         """The engine was lost with all that is in it; returns who is to blame, if that is known."""

@@ -129,6 +129,7 @@ class Working:
             await self._engine.open()
             self._scheduler = self._make(self._suspects)
             await self._scheduler.open()
+            self._suspects.note_opened()
         finally:
             self._board.hold(ACTIVE)
         _log.info("the engine works again")

@@ -10,6 +10,8 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 
+import pytest
+
 from tests.integration.scheduler.bench import BASE, QUICK, Bench, until
 from tinsmith.engines.base import (
     SampleEvent,
@@ -23,6 +25,7 @@ from tinsmith.engines.fake.engine import FakeEngine, FakeSettings, fake_model
 from tinsmith.errors import EngineLostError, TinkerError
 from tinsmith.ledger.memory import MemoryLedger
 from tinsmith.scheduler.loop import Scheduler
+from tinsmith.scheduler.suspects import SUSPECTED_S, Suspects
 from tinsmith.serve.assemble import Service
 from tinsmith.serve.settings import ServiceSettings
 from tinsmith.serve.working import FIRST_PAUSE_S, LONGEST_PAUSE_S, Working, pause_after
@@ -236,6 +239,29 @@ def test_an_engine_that_ends_with_each_command_is_opened_anew_after_growing_paus
             assert all("8 times in a row with nothing trained" in one for one in told[7])
             assert "it has ended" in told[7][0]
 
+    asyncio.run(test())
+
+
+def test_a_command_that_ends_the_engine_fails_however_long_the_engine_takes_to_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+
+    async def pause(_: float) -> None:
+        nonlocal now_s
+        now_s += SUSPECTED_S
+
+    async def test() -> None:
+        async with _working(tmp_path, pause) as (bench, engine):
+            await bench.create("s:train:0")
+            engine.poison = {"s:train:0:1"}
+
+            ended = await bench.result(await bench.step("s:train:0", 1))
+
+            assert isinstance(ended, RequestFailedResponse)
+            assert engine.deaths == 3
+
+    monkeypatch.setattr("tinsmith.serve.working.Suspects", lambda: Suspects(lambda: now_s))
     asyncio.run(test())
 
 

@@ -126,3 +126,16 @@ def test_a_loss_long_ago_says_nothing() -> None:
     assert suspects.are_apart
     ticks.now += SUSPECTED_S
     assert not suspects.are_apart
+
+
+def test_the_time_for_which_the_engine_was_away_does_not_count() -> None:
+    """After a long pause, and with a model that takes long to load."""
+    ticks = Ticks()
+    suspects = Suspects(ticks)
+    blamed = []
+    for _ in range(3):
+        blamed.append(lose(suspects, BAD))
+        ticks.now += SUSPECTED_S
+        suspects.note_opened()
+
+    assert blamed == [None, None, BAD]
