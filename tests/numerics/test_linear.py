@@ -58,3 +58,19 @@ def test_widened_weights_give_what_plain_ones_do(outputs: int, bias: bool) -> No
     torch.testing.assert_close(linear(x_TI), plain(x_TI), rtol=1e-5, atol=1e-4)
     found, wanted = (one.input_gradient(dy_TO) for one in (linear, plain))
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("sides", [(128, 128), (96, 576), (576, 16), (16, 576), (1, 576), (576, 1)])
+def test_a_row_is_the_same_with_weights_of_few_numbers_or_a_narrow_side(
+    sides: tuple[int, int],
+) -> None:
+    """Bit for bit, wherever it lies, whether or not such weights are packed."""
+    chance = torch.Generator().manual_seed(0)
+    linear = Linear(torch.randn(sides, generator=chance))
+    x_TI = torch.randn(300, sides[1], generator=chance)
+    y_TO = linear(x_TI)
+
+    for rows in (*range(1, 40), 127, 128, 200):
+        assert torch.equal(linear(x_TI[:rows]), y_TO[:rows]), rows
+        assert torch.equal(linear(x_TI[7 : 7 + rows]), y_TO[7 : 7 + rows]), rows

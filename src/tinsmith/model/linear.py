@@ -5,6 +5,7 @@ rows, and each row then comes out the same, bit for bit, whatever rows are besid
 chooses its kernel by the weights and not by the number of rows. Samples and training passes rest
 on that. Without it, products take other kernels where a thread has fewer than `FEWEST_ROWS` rows,
 so few rows are padded. Passes with gradients do without it in float32: it is slower for many rows.
+Small weights do so in all passes; which are small is a matter of their sides alone.
 
 Weights may be held in a narrower type than is computed in: bfloat16 on a machine that multiplies
 float32 alone. They are then widened just before each product, block by block in a buffer that
@@ -31,6 +32,11 @@ block; and more is gained nowhere."""
 FEWEST_OUTPUTS = 64
 """Of a product that is not packed. One with a single output is of another kind, whose bits follow
 from the number of rows; and weights of so few are not worth widening."""
+SMALL_NUMBERS = 1 << 17
+"""Weights of no more are not packed in float32: a call of oneDNN takes some 20 µs before it begins,
+which is more than the whole product of a few rows with them."""
+SMALL_SIDE = 16
+"""With fewer inputs or outputs other kernels are chosen by the number of rows, unless packed."""
 
 
 class Linear:
@@ -110,12 +116,13 @@ class Linear:
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether oneDNN has fast kernels for such weights on this machine."""
+    """Whether oneDNN has faster kernels for such weights on this machine."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return weight.dtype == torch.float32
+    is_small = weight.numel() <= SMALL_NUMBERS and min(weight.shape) >= SMALL_SIDE
+    return weight.dtype == torch.float32 and not is_small
 
 
 def _padded(rows: Tensor) -> Tensor:
