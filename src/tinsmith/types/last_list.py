@@ -35,7 +35,10 @@ class LastList:
 
     def keep(self, numbers: Numbers, values: Any) -> None:
         """Remember what `copied` gave, and the numbers that were packed from it."""
-        if self._is_wanted and type(values) is tuple and len(values) <= MOST_IDS:
+        if not self._is_wanted or type(values) is not tuple or len(values) > MOST_IDS:
+            return
+        # Not the elements of a tensor: each holds all of its memory, perhaps a GPU's.
+        if values and type(values[0]) is int:
             self._kept = (numbers, values)
 
     def take(self, numbers: Numbers) -> Sequence[Any] | None:

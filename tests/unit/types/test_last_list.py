@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import weakref
+
 from tinsmith.types.buffers import pack
 from tinsmith.types.last_list import MOST_IDS, LastList
 
@@ -50,3 +52,21 @@ def test_very_long_lists_and_other_things_than_lists_are_not_kept() -> None:
     assert kept_of(last, range(3)) is None
     assert kept_of(last, [7] * (MOST_IDS + 1)) is None
     assert kept_of(last, [7] * MOST_IDS) == (7,) * MOST_IDS
+
+
+class Element:
+    """Of an array, whose memory it holds."""
+
+    def __index__(self) -> int:
+        return 7
+
+
+def test_elements_of_arrays_are_not_kept() -> None:
+    last, elements = a_wanted_one(), [Element(), Element()]
+    held = weakref.ref(elements[0])
+
+    values = last.copied(elements)
+    last.keep(pack(values, "int32")[0], values)
+    del elements, values
+
+    assert held() is None

@@ -221,9 +221,9 @@ def _scalar(value: Any, what: str, index: int) -> torch.Tensor:
 
 
 def _key(module: torch.fx.GraphModule, inputs: tuple[CustomLossInput, ...]) -> str:
-    signature = ",".join(f"{given.name}:{given.rank}" for given in inputs)
     import hashlib
 
+    signature = ",".join(f"{given.name}:{given.rank}" for given in inputs)
     return hashlib.sha256(f"{signature}\n{module.code}".encode()).hexdigest()
 
 
