@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -74,3 +75,19 @@ def test_a_row_is_the_same_with_weights_of_few_numbers_or_a_narrow_side(
     for rows in (*range(1, 40), 127, 128, 200):
         assert torch.equal(linear(x_TI[:rows]), y_TO[:rows]), rows
         assert torch.equal(linear(x_TI[7 : 7 + rows]), y_TO[7 : 7 + rows]), rows
+
+
+def test_widened_weights_serve_steps_of_a_sampler_and_passes_on_one_thread() -> None:
+    """The buffer may be written in either mode, whichever came first on a thread."""
+    linear = Linear(torch.ones(130, 576, dtype=torch.bfloat16), dtype=torch.float32)
+    x_TI = torch.ones(4, 576)
+
+    def both() -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.inference_mode():
+            sampled_TO = linear(x_TI)
+        return sampled_TO, linear(x_TI)
+
+    with ThreadPoolExecutor(1) as fresh_thread:
+        sampled_TO, passed_TO = fresh_thread.submit(both).result()
+
+    assert torch.equal(sampled_TO, passed_TO)

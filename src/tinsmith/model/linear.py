@@ -151,6 +151,8 @@ def _widened(block_OI: Tensor, dtype: torch.dtype) -> Tensor:
     size, device = block_OI.numel(), block_OI.device
     if buffer is None or (buffer.dtype, buffer.device) != (dtype, device) or len(buffer) < size:
         least = BLOCK_BYTES // dtype.itemsize
-        buffer = torch.empty(max(size, least), dtype=dtype, device=device)
+        # What is made in a sampler's step could else be written in such steps alone.
+        with torch.inference_mode(mode=False):
+            buffer = torch.empty(max(size, least), dtype=dtype, device=device)
         _OF_THREAD.buffer = buffer
     return buffer[:size].view(block_OI.shape).copy_(block_OI)
