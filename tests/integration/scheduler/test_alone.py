@@ -91,9 +91,8 @@ def test_who_waits_to_be_alone_when_the_engine_is_lost_is_not_blamed_if_it_canno
             engine.is_gone = True
             blamed = [suspects.note_loss("it has ended")]
             await bench.scheduler.close()
-            blamed.append(
-                suspects.note_loss("it has ended")
-            )  # as when it is lost again while it is opened
+            # As when it is lost again while it is opened.
+            blamed.append(suspects.note_loss("it has ended"))
 
             assert blamed == [None, None]
 
