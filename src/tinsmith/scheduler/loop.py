@@ -108,6 +108,7 @@ class Scheduler:
         self._parts.suspects.clear()
         self._report()
         self._start("settling", self._parts.settler.run())
+        self._start("reporting", self._keep_reporting())  # a recovery that waits has to be told of
         try:
             await Recovering(self._parts, self._singles, self._training).run()
         except Exception as exc:
@@ -122,7 +123,6 @@ class Scheduler:
             "singles": self._singles.run(),
             "admission": self._sampling.admit(),
             "sampling": self._sampling.step(),
-            "reporting": self._keep_reporting(),
         }
         for name, loop in loops.items():
             self._start(name, loop)
@@ -220,7 +220,8 @@ class Scheduler:
         while True:
             await asyncio.sleep(REPORT_S)
             self._report()
-            told = self._tell_waits(told)
+            if self._parts.is_recovered:
+                told = self._tell_waits(told)
 
     def _tell_waits(self, told: set[LineId]) -> set[LineId]:
         """Say of lines that have waited for long that they wait for their turn."""

@@ -144,7 +144,10 @@ class Recovering:
                 raise work
             if not isinstance(work, PassWork) or work.with_gradients:
                 works.append(work)
-        for outcome in await self._parts.engine.train(works):
+        what = f"training, {len(works)} commands of {commands[0].line} again"
+        with self._parts.silence.call(what):
+            outcomes = await self._parts.engine.train(works)
+        for outcome in outcomes:
             if outcome.error is not None:
                 raise outcome.error
         known.note_work(len(commands), sum(one.payload_bytes for one in commands), 0.0)

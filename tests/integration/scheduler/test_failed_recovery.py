@@ -1,17 +1,22 @@
-"""A recovery that fails is told to whoever asks how the service is."""
+"""A recovery that fails or hangs is told to whoever asks how the service is."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from tests.integration.scheduler.bench import BASE, Bench, until
 from tinsmith.checkpoints.registry import open_store
+from tinsmith.engines.base import AdapterSpec, TrainingOutcome, TrainingWork
+from tinsmith.engines.fake.engine import FakeEngine, fake_model
 from tinsmith.engines.registry import make_engine
 from tinsmith.ledger.memory import MemoryLedger
 from tinsmith.scheduler.loop import Scheduler
 from tinsmith.scheduler.recovering import Recovering
+from tinsmith.scheduler.settings import SchedulerSettings
 
 
 def test_the_board_says_why_commands_are_not_run(
@@ -33,5 +38,49 @@ def test_the_board_says_why_commands_are_not_run(
 
         assert not report.is_ready
         assert report.problem == "recovery has failed: RuntimeError: no such snapshot"
+
+    asyncio.run(run())
+
+
+class Hanging(FakeEngine):
+    """Makes adapters and trains when it is told to go on."""
+
+    def __init__(self) -> None:
+        super().__init__([fake_model(BASE)])
+        self.makes = asyncio.Event()
+        self.trains = asyncio.Event()
+
+    async def create_adapter(self, spec: AdapterSpec) -> None:
+        await self.makes.wait()
+        await super().create_adapter(spec)
+
+    async def train(self, batch: Sequence[TrainingWork]) -> list[TrainingOutcome]:
+        await self.trains.wait()
+        return await super().train(batch)
+
+
+def test_readiness_says_what_the_engine_does_not_come_back_from_while_models_come_back(
+    tmp_path: Path,
+) -> None:
+    async def run() -> None:
+        ledger = MemoryLedger()
+        before = Bench(tmp_path, ledger)
+        await before.open()
+        await before.create("s:train:0")
+        await before.result(await before.step("s:train:0", 1))
+        await before.kill()
+        after, engine = Bench(tmp_path, ledger), Hanging()
+        soon = SchedulerSettings(engine_silence_s=0.01)
+        after.engine = engine
+        after.scheduler = Scheduler(ledger, engine, after.store, soon)
+        opening = asyncio.create_task(after.open())
+
+        await until(lambda: "the creation of s:train:0" in str(ledger.board.scheduler.problem))
+        engine.makes.set()
+        await until(lambda: "1 commands of s:train:0 again" in str(ledger.board.scheduler.problem))
+        engine.trains.set()
+        await opening
+        await until(lambda: ledger.board.scheduler.is_ready)
+        await after.close()
 
     asyncio.run(run())

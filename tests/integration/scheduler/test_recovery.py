@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import cast
@@ -199,7 +200,7 @@ def test_a_model_that_could_not_be_made_stays_so_after_a_crash(tmp_path: Path) -
 def test_a_store_that_is_away_at_the_start_costs_no_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is waited for, and the commands with it."""
+    """It is waited for, and the commands with it; readiness says what for."""
 
     async def run() -> None:
         ledger, line = MemoryLedger(), LINES[0]
@@ -207,21 +208,21 @@ def test_a_store_that_is_away_at_the_start_costs_no_model(
             await first.create(line)
             await first.result(await first.forward_backward(line, 1))
         second = Bench(tmp_path, ledger)
-        there, asked = second.store.open, asyncio.Event()
-        loop = asyncio.get_running_loop()
+        there, is_back = second.store.open, threading.Event()
 
         def away(path: CheckpointPath) -> Reading:
-            if not asked.is_set():
-                loop.call_soon_threadsafe(asked.set)
+            if not is_back.is_set():
                 raise CheckpointUnavailableError("the disk is not mounted")
             return there(path)
 
         monkeypatch.setattr(second.store, "open", away)
         monkeypatch.setattr(saves, "STORE_PATIENCE_S", 0.0)
         monkeypatch.setattr(recovering, "STORE_WAIT_S", 0.01)
-        await second.open()
+        opening = asyncio.create_task(second.open())
+        await until(lambda: "is not mounted" in str(ledger.board.scheduler.problem))
+        is_back.set()
+        await opening
         done = await second.result(await second.step(line, 2))
-        assert asked.is_set()
         await second.close()
 
         assert done.metrics["step"] == 1
