@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tinsmith.errors import ValidationError
 from tinsmith.model.optimizer import Step, orthogonal, take_step
@@ -245,6 +247,8 @@ def test_steps_in_place_are_those_in_other_vectors(clip: float) -> None:
         (AdamParams(learning_rate=1e30), 4.0),
         (AdamParams(), 1e10),  # over eps, which is 1e-12
         (AdamParams(), math.nan),
+        # Before it is divided by eps, the rate times the moment is 1e29.
+        (AdamParams(learning_rate=1e13, beta1=0.9999999999999999, eps=1e32), 4.0),
     ],
 )
 def test_a_step_that_might_overflow_is_not_taken_in_place(
@@ -258,6 +262,62 @@ def test_a_step_that_might_overflow_is_not_taken_in_place(
 
     assert torch.equal(weights, some(0)) and torch.equal(moments["first"], some(3))
     assert not torch.equal(step.weights, weights)
+
+
+def test_a_bound_that_has_grown_too_far_is_taken_anew() -> None:
+    """It grows with every step, by more than the numbers may: else long runs would end slower."""
+    moments = {"first": some(3), "second": some(4).abs()}
+
+    step = take_step(
+        *(ADAM, AdamParams(), some(0), some(1), moments, 1, matrices), largest=1e9, is_own=True
+    )
+
+    assert 1 < step.largest < 10
+    assert step.largest == pytest.approx(
+        max(
+            float(step.weights.abs().max()),
+            float(step.moments["first"].abs().max()),
+            float(step.moments["second"].max().sqrt()),
+        )
+    )
+
+
+class _NoMemory(TorchDispatchMode):
+    """Nothing more is to be had from the first part of a step on."""
+
+    has_begun = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        given = {
+            one.untyped_storage().data_ptr() for one in tree_leaves((args, kwargs)) if _is(one)
+        }
+        taken = {one.untyped_storage().data_ptr() for one in tree_leaves(made) if _is(one)}
+        if self.has_begun and not taken <= given:
+            raise MemoryError(f"{func} takes some")
+        self.has_begun = self.has_begun or "_fused_adamw_" in str(func)
+        return made
+
+
+def _is(one: object) -> bool:
+    return isinstance(one, Tensor)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_a_step_in_place_takes_all_its_memory_before_it_changes_anything(clip: float) -> None:
+    """One that ran out of it half-way could not be taken back."""
+    size = 300_007
+    weights, moments = some(0, size), {"first": some(3, size), "second": some(4, size).abs()}
+    params = AdamParams(learning_rate=0.1, grad_clip_norm=clip)
+    given = (ADAM, params, weights, some(1, size), moments, 1, matrices)
+
+    with _NoMemory() as no_memory:  # type: ignore[no-untyped-call]
+        step = take_step(*given, largest=8.0, is_own=True)
+
+    assert no_memory.has_begun and step.weights is weights
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-13, 1.0, 1e15])

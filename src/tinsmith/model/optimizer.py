@@ -116,7 +116,8 @@ def take_step(
     norm = _norm(gradients_N)
     scale = _clip_scale(norm, float(params.grad_clip_norm))
     largest = max(largest, norm * scale)
-    is_in_place = is_own and _stays_safe(params, largest, steps + 1)
+    is_safe = _stays_safe(params, largest, steps + 1)
+    is_in_place = is_own and is_safe
     moved_N = weights_N if is_in_place else spares.take(weights_N)
     new = old if is_in_place else {name: spares.take(one) for name, one in old.items()}
     if isinstance(params, AdamParams):
@@ -135,7 +136,8 @@ def take_step(
         "learning_rate": float(params.learning_rate),
         "step": float(steps + 1),
     }
-    largest = largest + 2 * update_norm if largest < math.inf else _largest(moved_N, new)
+    # The bound grows faster than the numbers do, so it is taken anew before it hinders.
+    largest = largest + 2 * update_norm if is_safe else _largest(moved_N, new)
     return Step(moved_N, new, metrics, largest)
 
 
@@ -210,41 +212,61 @@ def _norm(vector_N: Tensor) -> float:
 
 
 def _root_of_squares(vector_N: Tensor) -> float:
-    return _root_of_sum(_row_norms(vector_N))
+    norms = _RowNorms(vector_N)
+    norms.put(0, vector_N)
+    return norms.root_of_squares()
 
 
-def _row_norms(vector_N: Tensor) -> Tensor:
-    whole = len(vector_N) // ROW * ROW
-    norms: Tensor = torch.linalg.vector_norm(vector_N[:whole].view(-1, ROW), dim=1)
-    if whole == len(vector_N):
-        return norms
-    return torch.cat((norms, torch.linalg.vector_norm(vector_N[whole:]).unsqueeze(0)))
+class _RowNorms:
+    """The norms of a vector's rows, part by part. All memory is taken when it is made."""
 
+    def __init__(self, like_N: Tensor) -> None:
+        self._norms_R = like_N.new_empty(-(-len(like_N) // ROW))
+        self._squares_R = torch.empty_like(self._norms_R, dtype=torch.float64)
 
-def _root_of_sum(norms: Tensor) -> float:
-    # By numpy: torch's sum of many numbers depends on the number of threads.
-    return math.sqrt(norms.double().square_().cpu().numpy().sum())
+    def put(self, start: int, some_N: Tensor) -> None:
+        """Those of a part that starts with a row."""
+        row, rows = start // ROW, len(some_N) // ROW
+        whole_RN = some_N[: rows * ROW].view(-1, ROW)
+        torch.linalg.vector_norm(whole_RN, dim=1, out=self._norms_R[row : row + rows])
+        if rows * ROW < len(some_N):
+            torch.linalg.vector_norm(some_N[rows * ROW :], out=self._norms_R[row + rows])
+
+    def root_of_squares(self) -> float:
+        """The norm of all."""
+        # By numpy: torch's sum of many numbers depends on the number of threads.
+        return math.sqrt(self._squares_R.copy_(self._norms_R).square_().cpu().numpy().sum())
 
 
 def _largest(weights_N: Tensor, moments: Mapping[str, Tensor]) -> float:
     """`Step.largest`; infinite if something is not a finite number."""
-    sizes = {name: float(one.abs().max()) for name, one in moments.items()}
-    sizes[SECOND] = math.sqrt(sizes.get(SECOND, 0.0))
-    found = max(float(weights_N.abs().max()), *sizes.values())
-    return found if all(map(math.isfinite, (found, *sizes.values()))) else math.inf
+    if SECOND not in moments:
+        return math.inf  # no step but those of AdamW asks for it
+    found = (
+        _farthest(weights_N),
+        _farthest(moments[FIRST]),
+        math.sqrt(_farthest(moments[SECOND])),
+    )
+    return max(found) if all(map(math.isfinite, found)) else math.inf
+
+
+def _farthest(vector_N: Tensor) -> float:
+    """How far from 0 the farthest number is."""
+    least, most = vector_N.aminmax()
+    return max(-float(least), float(most))
 
 
 def _stays_safe(params: OptimParams, largest: float, step: int) -> bool:
     """Whether a step of AdamW with numbers that are no larger can overflow nowhere.
 
     Moments stay below the largest of themselves and the gradients, and a weight moves by no more
-    than lr · first / eps.
+    than lr · first / eps. That is worked out from the left: a large eps comes too late to help.
     """
     if not isinstance(params, AdamParams) or params.eps < 1 / SAFE_NUMBER:
         return False
     rate = params.learning_rate / (1 - params.beta1**step)
     shrink = 1 + params.learning_rate * params.weight_decay
-    return largest * (shrink + (1 + rate) / params.eps) < SAFE_NUMBER
+    return largest * (shrink + (1 + rate) / min(params.eps, 1.0)) < SAFE_NUMBER
 
 
 # The families
@@ -270,10 +292,10 @@ def _adamw(
     if params.learning_rate / (1 - params.beta1**step) > LARGEST_NUMBER:  # a beta1 next to 1
         raise _not_finite()
     step_number = torch.tensor(float(step), device=gradients_N.device)
-    norms: list[Tensor] = []
     size = CACHED if gradients_N.device.type == "cpu" else len(gradients_N)
     # Taken before anything is changed: no memory is the one thing that can still be amiss.
     kept_N, scaled_N = (torch.empty_like(gradients_N[:size]) for _ in range(2))
+    norms = _RowNorms(gradients_N)
     for start in range(0, len(gradients_N), size):
         here = slice(start, start + size)
         weights_N, first_N, second_N = (one[here] for one in after)
@@ -294,8 +316,8 @@ def _adamw(
             amsgrad=False,
             maximize=False,
         )
-        norms.append(_row_norms(moved_N.sub_(weights_N)))
-    norm = _root_of_sum(torch.cat(norms))
+        norms.put(start, moved_N.sub_(weights_N))
+    norm = norms.root_of_squares()
     # Where squares overflow the whole is looked at; there it was not changed in place.
     return norm if norm < math.inf else _norm(after.weights - before.weights)
 
