@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -18,7 +19,7 @@ from tests.numerics.small_models import FAMILIES, OTHERS, make_model
 from tinsmith.engines.base import WeightsId
 from tinsmith.engines.embedded.prefix_cache import CHUNK_TOKENS
 from tinsmith.engines.embedded.sampler import Sampler
-from tinsmith.model import linear
+from tinsmith.model import linear, load_by_transformers
 from tinsmith.model.linear import Linear
 from tinsmith.model.load_weights import load_transformer
 from tinsmith.model.lora import LoraLayout, LoraSpan
@@ -112,6 +113,44 @@ def test_a_model_takes_the_memory_of_its_files(tmp_path: Path, family: str) -> N
     held_bytes = _held_bytes(load_transformer(tmp_path, held_in=torch.bfloat16))
 
     assert 0.9 < held_bytes / file_bytes < 1.1
+
+
+def test_code_that_cannot_compute_so_is_held_in_float32_and_never_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A model that is dropped for it is gone before the next is loaded."""
+    _saved(tmp_path, "Phi3")
+    wanted = _trained(load_transformer(tmp_path))
+    loaded, widen_others = load_by_transformers._loaded, load_by_transformers._widen_others
+    left: list[int] = []
+    weights: list[weakref.ref[Tensor]] = []
+
+    def load(*given: Any) -> Any:
+        left.append(sum(one() is not None for one in weights))
+        model = loaded(*given)
+        weights.extend(map(weakref.ref, model.parameters()))
+        return model
+
+    calls: list[nn.Module] = []
+
+    def fail(module: nn.Module, _: Any) -> None:
+        calls.append(module)
+        if len(calls) > len(load_by_transformers.LENGTHS):  # with our layers in it
+            calls.clear()
+            raise TypeError("it computes with its weights as they are")
+
+    def spoil(model: Any, dtype: torch.dtype) -> None:
+        widen_others(model, dtype)
+        model.get_input_embeddings().register_forward_pre_hook(fail)
+
+    monkeypatch.setattr(load_by_transformers, "_loaded", load)
+    monkeypatch.setattr(load_by_transformers, "_widen_others", spoil)
+
+    found = _trained(load_transformer(tmp_path, held_in=torch.bfloat16))
+
+    assert left == [0, 0]
+    assert all(map(torch.equal, found, wanted))
+    assert "Phi3ForCausalLM: held in torch.float32 and not in torch.bfloat16" in caplog.text
 
 
 def test_sampled_logprobs_are_those_of_a_forward_pass(held: Transformer) -> None:

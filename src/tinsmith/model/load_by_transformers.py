@@ -16,6 +16,7 @@ plain embeddings; all else of it is widened once and for all.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import logging
 from collections.abc import Iterator, Mapping
@@ -80,12 +81,27 @@ def load_by_transformers(
     name = architecture_name(config)
     with torch.no_grad():
         if held_in != dtype:
-            with contextlib.suppress(BaseModelFormatError):
-                model = _loaded(folder, name, held_in, device)
-                _widen_others(model, dtype)
-                return _Conversion(name, config, model, dtype).model()
-        model = _loaded(folder, name, dtype, device)
-        return _Conversion(name, config, model, dtype).model()
+            try:
+                return _converted(folder, name, config, dtype, held_in, device)
+            except BaseModelFormatError as exc:
+                # Its text alone: the error has hold of the model, and whoever keeps logs would too.
+                _log.warning("%s: held in %s and not in %s: %s", name, dtype, held_in, str(exc))
+            gc.collect()  # its modules hold each other, and there may be no room for it twice
+        return _converted(folder, name, config, dtype, dtype, device)
+
+
+def _converted(
+    folder: Path,
+    name: str,
+    config: Mapping[str, Any],
+    dtype: torch.dtype,
+    held_in: torch.dtype,
+    device: str,
+) -> TransformersModel:
+    model = _loaded(folder, name, held_in, device)
+    if held_in != dtype:
+        _widen_others(model, dtype)
+    return _Conversion(name, config, model, dtype).model()
 
 
 def _loaded(folder: Path, name: str, dtype: torch.dtype, device: str) -> Any:
