@@ -77,6 +77,28 @@ def test_a_row_is_the_same_with_weights_of_few_numbers_or_a_narrow_side(
         assert torch.equal(linear(x_TI[7 : 7 + rows]), y_TO[7 : 7 + rows]), rows
 
 
+@pytest.mark.parametrize("held_in", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sides", [(21, 18), (65, 33), (577, 51)])
+def test_a_row_is_the_same_for_many_threads_with_uneven_sides(
+    sides: tuple[int, int], held_in: torch.dtype
+) -> None:
+    """As the factors of an adapter have whose rank is uneven, for samples and for passes."""
+    chance = torch.Generator().manual_seed(0)
+    weight_OI = torch.randn(sides, generator=chance).to(held_in)
+    linear = Linear(weight_OI, dtype=torch.float32)
+    x_TI = torch.randn(140, sides[1], generator=chance)
+    before = torch.get_num_threads()
+
+    try:
+        torch.set_num_threads(4)
+        for product in (linear, linear.of_many):
+            y_TO = product(x_TI)
+            for rows in (1, 2, 3, 5, 8, 17, 33, 65, 97):
+                assert torch.equal(product(x_TI[7 : 7 + rows]), y_TO[7 : 7 + rows]), rows
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_widened_weights_serve_steps_of_a_sampler_and_passes_on_one_thread() -> None:
     """The buffer may be written in either mode, whichever came first on a thread."""
     linear = Linear(torch.ones(130, 576, dtype=torch.bfloat16), dtype=torch.float32)

@@ -32,6 +32,9 @@ block; and more is gained nowhere."""
 FEWEST_OUTPUTS = 64
 """Of a product that is not packed. One with a single output is of another kind, whose bits follow
 from the number of rows; and weights of so few are not worth widening."""
+INPUT_STEP = 4
+"""Of the inputs of a product that is not packed. With other numbers of them, and with three threads
+or more, the bits of a row follow from the number of rows."""
 SMALL_NUMBERS = 1 << 17
 """Weights of no more are not packed in float32: a call of oneDNN takes some 20 µs before it begins,
 which is more than the whole product of a few rows with them."""
@@ -58,7 +61,7 @@ class Linear:
         is_packed: bool = True,
     ) -> None:
         self.dtype = weight_OI.dtype if dtype is None else dtype
-        if weight_OI.shape[0] < FEWEST_OUTPUTS:
+        if not _can_go_unpacked(weight_OI.shape):
             weight_OI = weight_OI.to(self.dtype)
         self.weight_OI = weight_OI
         self.bias_O = bias_O
@@ -80,8 +83,8 @@ class Linear:
 
     def of_many(self, x_TI: Tensor) -> Tensor:
         """The outputs, by what is fastest for many rows: up to rounding those of a call."""
-        is_wide = self.weight_OI.shape[0] >= FEWEST_OUTPUTS
-        return self._unpacked(x_TI) if is_wide and x_TI.dtype == torch.float32 else self(x_TI)
+        is_unpacked = x_TI.dtype == torch.float32 and _can_go_unpacked(self.weight_OI.shape)
+        return self._unpacked(x_TI) if is_unpacked else self(x_TI)
 
     def _unpacked(self, x_TI: Tensor) -> Tensor:
         rows, x_TI = x_TI.shape[0], _padded(x_TI)
@@ -122,7 +125,14 @@ def can_pack(weight: Tensor) -> bool:
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     is_small = weight.numel() <= SMALL_NUMBERS and min(weight.shape) >= SMALL_SIDE
-    return weight.dtype == torch.float32 and not is_small
+    is_left = is_small and weight.shape[1] % INPUT_STEP == 0
+    return weight.dtype == torch.float32 and not is_left
+
+
+def _can_go_unpacked(shape: torch.Size) -> bool:
+    """Whether each row comes out the same without packing, whatever rows are beside it."""
+    outputs, inputs = shape
+    return outputs >= FEWEST_OUTPUTS and inputs % INPUT_STEP == 0
 
 
 def _padded(rows: Tensor) -> Tensor:
