@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import threading
-import time
 from typing import Any
 
 import msgspec
@@ -59,7 +58,7 @@ class RequestLog:
     def add(self, **fields: Any) -> ReceivedRequest:
         """Keep a request that has just come."""
         with self._changed:
-            received = ReceivedRequest(number=self._count, arrived_at=time.monotonic(), **fields)
+            received = ReceivedRequest(number=self._count, **fields)
             self._count += 1
             self._requests.append(received)
             self._changed.notify_all()

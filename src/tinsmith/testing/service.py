@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from types import TracebackType
 from typing import Any, Self
@@ -175,7 +176,11 @@ class ScriptedService:
         path = incoming.path.removeprefix(self.settings.path_prefix)
         found = self._router.find(incoming.method, path)
         is_download = path.startswith(FOLDER) and incoming.method == "GET"
+        arrived_at = time.monotonic()
+        # Before anybody is told of it: who waits for requests reads what they said.
+        request, problem = self._decoded(*found, incoming) if found else (None, None)
         received = self._log.add(
+            arrived_at=arrived_at,
             endpoint=found[0].name if found else DOWNLOAD if is_download else None,
             method=incoming.method,
             path=path,
@@ -184,6 +189,7 @@ class ScriptedService:
             body_bytes=len(incoming.body),
             body=bytes(incoming.body) if self.settings.keep_bodies else None,
             connection=incoming.connection,
+            request=request,
         )
         status: int | None = None
         client_left = True  # unless the exchange comes to its end
@@ -192,7 +198,10 @@ class ScriptedService:
                 unrouted = self._answer_unrouted(path, incoming)
                 reply: Reply = await self._under_faults(received, lambda: _ready(unrouted))
             else:
-                reply = await self._exchange(*found, received, incoming)
+                endpoint = found[0]
+                reply = await self._under_faults(
+                    received, lambda: self._work(endpoint, received, problem)
+                )
             status = None if isinstance(reply, BrokenReply) else reply.status
             client_left = False
         finally:
@@ -227,16 +236,6 @@ class ScriptedService:
                 return refusal
             return HttpReply(405, {**refusal.headers, "Allow": ", ".join(methods)}, refusal.parts)
 
-    async def _exchange(
-        self,
-        endpoint: Endpoint,
-        path_fields: dict[str, str],
-        received: ReceivedRequest,
-        incoming: Incoming,
-    ) -> Reply:
-        problem = self._decode(endpoint, path_fields, received, incoming)
-        return await self._under_faults(received, lambda: self._work(endpoint, received, problem))
-
     async def _under_faults(
         self, received: ReceivedRequest, work: Callable[[], Awaitable[HttpReply | StreamedReply]]
     ) -> Reply:
@@ -255,24 +254,19 @@ class ScriptedService:
         await asyncio.sleep(fault.delay_s)
         return _struck(fault, reply)
 
-    def _decode(
-        self,
-        endpoint: Endpoint,
-        path_fields: dict[str, str],
-        received: ReceivedRequest,
-        incoming: Incoming,
-    ) -> TinkerError | None:
-        """Put the decoded request into the record; returns why it was not possible."""
+    def _decoded(
+        self, endpoint: Endpoint, path_fields: dict[str, str], incoming: Incoming
+    ) -> tuple[Any, TinkerError | None]:
+        """The request, or why it cannot be read."""
         headers = incoming.headers
         try:
             self._extensions.check_form(headers.get("content-type"))
             body = decompress(incoming.body, headers.get("content-encoding"), self._limits)
-            received.request = read_request(
+            return read_request(
                 endpoint, path_fields, incoming.query, headers, body, self._limits
-            )
+            ), None
         except TinkerError as exc:
-            return exc
-        return None
+            return None, exc
 
     async def _work(
         self, endpoint: Endpoint, received: ReceivedRequest, problem: TinkerError | None

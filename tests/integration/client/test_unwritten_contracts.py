@@ -62,7 +62,7 @@ def sampler_of(client: ServiceClient) -> SamplingClient:
 def test_methods_that_programs_wrap_are_plain_functions_of_their_class(
     owner: type, name: str
 ) -> None:
-    method = vars(owner)[name]
+    method = inspect.getattr_static(owner, name)
 
     assert inspect.isfunction(method)
     assert inspect.iscoroutinefunction(method) == name.endswith("_async")

@@ -9,12 +9,15 @@ import socket
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import pytest
 
 from tests.integration.testing.caller import Caller, asample, calling, optim_step
 from tinsmith.testing import running_service
+from tinsmith.testing import service as testing_service
 from tinsmith.types import requests as r
+from tinsmith.wire.exchange import read_request
 
 
 def test_thread_ends_with_the_block() -> None:
@@ -118,6 +121,25 @@ def test_requests_are_recorded_with_where_when_and_what() -> None:
         assert (one.body_bytes > 0, one.query, one.client_left) == (True, {}, False)
         caller.service.forget_requests()
         assert caller.service.requests() == []
+
+
+def test_a_request_is_told_of_only_when_it_is_known_what_it_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told_before: list[int] = []
+
+    with calling() as caller:
+
+        def reading(*given: Any) -> Any:
+            told_before.append(len(caller.service.requests("asample")))
+            return read_request(*given)
+
+        sampler_id = caller.new_sampler()
+        monkeypatch.setattr(testing_service, "read_request", reading)
+        caller.ask("asample", asample(sampler_id, 0))
+
+        assert told_before == [0]
+        assert [one.request.seq_id for one in caller.service.requests("asample")] == [0]
 
 
 def test_waiting_for_requests_that_do_not_come_says_how_many_did() -> None:
