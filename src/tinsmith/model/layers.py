@@ -10,6 +10,7 @@ several times as much.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinsmith.model.architecture import Activation
+
+LONE_NUMBERS = 16_384
+"""On so many numbers PyTorch has one thread do any activation."""
+LEAST_NUMBERS = 32_768
+"""And on so many for each thread it has all threads do it."""
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
@@ -120,13 +126,46 @@ class _Gated(torch.autograd.Function):
         d_TF = torch.empty_like(gate_up_TF)
         inner = gate_TF.shape[-1]
         torch.mul(dy_TF, _activated(gate_TF, ctx.activation), out=d_TF[..., inner:])
-        slope_TF = dy_TF * up_TF
-        if ctx.activation == "silu":
-            d_TF[..., :inner] = torch.ops.aten.silu_backward(slope_TF, gate_TF)
-        else:
-            d_TF[..., :inner] = torch.ops.aten.gelu_backward(slope_TF, gate_TF, approximate="tanh")
+        backward = _SLOPES[ctx.activation]
+        d_TF[..., :inner] = _in_whole_rows(backward, dy_TF * up_TF, gate_TF)
         return d_TF, None
 
 
+_ACTIVATIONS: dict[Activation, Callable[..., Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+}
+_SLOPES: dict[Activation, Callable[..., Tensor]] = {
+    "silu": torch.ops.aten.silu_backward,
+    "gelu_tanh": functools.partial(torch.ops.aten.gelu_backward, approximate="tanh"),
+}
+
+
 def _activated(x_TF: Tensor, activation: Activation) -> Tensor:
-    return F.silu(x_TF) if activation == "silu" else F.gelu(x_TF, approximate="tanh")
+    return _in_whole_rows(_ACTIVATIONS[activation], x_TF)
+
+
+def _in_whole_rows(operation: Callable[..., Tensor], *given_TF: Tensor) -> Tensor:
+    """An operation on each number, in blocks of rows that threads share out by whole rows.
+
+    Activations compute the last numbers of a thread's share in another way than the others. Where
+    a share ended within a row, its bits would follow from how many rows there are.
+    """
+    sizes = _block_sizes(given_TF[0])
+    if len(sizes) == 1:
+        return operation(*given_TF)
+    parts = zip(*(one.split(sizes) for one in given_TF), strict=True)
+    return torch.cat([operation(*some) for some in parts])
+
+
+def _block_sizes(x_TF: Tensor) -> list[int]:
+    rows, threads = x_TF.shape[0], torch.get_num_threads()
+    if threads == 1 or x_TF.numel() <= LONE_NUMBERS or x_TF.device.type != "cpu":
+        return [rows]
+    columns = x_TF.numel() // rows
+    even = rows - rows % threads
+    if even * columns < threads * LEAST_NUMBERS:  # fewer might share it, and not by whole rows
+        even = 0
+    alone = max(1, LONE_NUMBERS // columns)
+    blocks, last = divmod(rows - even, alone)
+    return [one for one in (even, *[alone] * blocks, last) if one]
