@@ -25,6 +25,7 @@ from tinsmith.model.load_weights import load_transformer
 from tinsmith.model.lora import LoraLayout, LoraSpan
 from tinsmith.model.pack_attention import PackAttention, Stretch
 from tinsmith.model.transformer import Transformer
+from tinsmith.model.transformers_model import AdaptedLinear
 
 SIZES = {"hidden_size": 160, "intermediate_size": 144, "num_attention_heads": 8, "head_dim": 20}
 """So that every kind of layer has outputs enough to be held in bfloat16."""
@@ -113,6 +114,17 @@ def test_a_model_takes_the_memory_of_its_files(tmp_path: Path, family: str) -> N
     held_bytes = _held_bytes(load_transformer(tmp_path, held_in=torch.bfloat16))
 
     assert 0.9 < held_bytes / file_bytes < 1.1
+
+
+def test_a_held_weight_is_shown_without_its_numbers() -> None:
+    """Code of models asks for type, shape and place; to widen it for each call would be dear."""
+    held = Linear(torch.ones(128, 64, dtype=torch.bfloat16), dtype=torch.float32)
+
+    shown = AdaptedLinear("o_proj", held).weight
+
+    assert (shown.dtype, shown.shape) == (torch.float32, (128, 64))
+    assert shown.untyped_storage().nbytes() == torch.float32.itemsize
+    assert shown.isnan().all()  # so that who computes with it is found out
 
 
 def test_code_that_cannot_compute_so_is_held_in_float32_and_never_twice(

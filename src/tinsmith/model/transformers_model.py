@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -111,8 +112,15 @@ class AdaptedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Asked for its type by some models: that which is computed in."""
-        return self._linear.weight_OI.to(self._linear.dtype)
+        """Asked for its type by some models: that which is computed in.
+
+        A weight that is held in another is shown without its numbers, of which a copy for each call
+        would be dear. Whoever computes with it gets NaN, so that loading finds out.
+        """
+        weight_OI, dtype = self._linear.weight_OI, self._linear.dtype
+        if weight_OI.dtype == dtype:
+            return weight_OI
+        return weight_OI.new_full((), math.nan, dtype=dtype).expand(weight_OI.shape)
 
     @property
     def bias(self) -> Tensor | None:
