@@ -242,7 +242,8 @@ _HALF_NOTE = (
     "As above, with the base in bfloat16; 4 × 32 tokens are trained on, and samples have prompts "
     "of 16 tokens and 8 new ones. **On a machine without hardware for bfloat16**, as that below is "
     "unless it says `avx512_bf16` or `amx`, **torch's products in that type are what makes the "
-    "others slow**, by a factor of twenty; ours holds the weights in it and computes in float32. "
+    "others slow**, by a factor of up to twenty; ours holds the weights in it and computes in "
+    "float32. "
     "The tables for float32 show the most that the others reach on such a machine."
 )
 

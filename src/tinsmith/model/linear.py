@@ -156,7 +156,7 @@ _OF_THREAD = _OfThread()
 
 
 def _widened(block_OI: Tensor, dtype: torch.dtype) -> Tensor:
-    """In a buffer of this thread, until it widens its next: fresh memory costs a tenth more."""
+    """In a buffer of this thread, until it widens its next: fresh memory costs more."""
     buffer = _OF_THREAD.buffer
     size, device = block_OI.numel(), block_OI.device
     if buffer is None or (buffer.dtype, buffer.device) != (dtype, device) or len(buffer) < size:

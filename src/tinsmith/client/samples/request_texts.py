@@ -43,7 +43,7 @@ class EarlyText(NamedTuple):
 def early_text(prompt: ModelInput) -> EarlyText | None:
     """Write a prompt while the list that it was made from is at hand; None if it is not.
 
-    From any thread. It takes a third of the time that it takes from memory.
+    From any thread. It takes a third of the time that it takes from memory without numpy.
     """
     chunk = prompt.chunks[0] if len(prompt.chunks) == 1 else None
     if not isinstance(chunk, EncodedTextChunk):
