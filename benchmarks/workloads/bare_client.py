@@ -17,14 +17,26 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.workloads.client import WARM_UP_SAMPLES, Burst, Server, figures, running
+from benchmarks.workloads.client import (
+    DELAY_MS,
+    WARM_UP_SAMPLES,
+    Burst,
+    Server,
+    figures,
+    running,
+)
 
 MOST_S = 120.0
 """Longer than any burst takes: whoever changes the server is told, and need not wait."""
 
 
 def samples(
-    server_python: str, tokens: str, in_flight: str, count: str, prompts: str = "one"
+    server_python: str,
+    tokens: str,
+    in_flight: str,
+    count: str,
+    prompts: str = "one",
+    delay_ms: str = DELAY_MS,
 ) -> dict[str, float]:
     """As `client.samples`; whose prompt it is makes no difference to bytes that are there."""
     del prompts
@@ -33,7 +45,7 @@ def samples(
     params = {"max_tokens": 64, "temperature": 1.0}
     body = {"prompt": prompt, "sampling_params": params, "num_samples": 1, "seq_id": 1}
     submission = _request(b"asample", json.dumps(body, separators=(",", ":")).encode())
-    with running(server_python, is_plain=True) as server:
+    with running(server_python, delay_ms, is_plain=True) as server:
         found: Burst = uvloop.run(_bursts(server, submission, int(count), int(in_flight)))
         return figures(found, int(count))
 
@@ -46,7 +58,8 @@ async def _bursts(server: Server, submission: bytes, count: int, in_flight: int)
     used, cpu, wall = server.cpu_s(), time.process_time(), time.perf_counter()
     latencies = await client.draw(count)
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-    return Burst(cpu, wall, server.cpu_s() - used, latencies)
+    added = [latency - server.delay_s for latency in latencies]
+    return Burst(cpu, wall, server.cpu_s() - used, added)
 
 
 class _BareClient:

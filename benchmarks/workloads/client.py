@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from benchmarks.harness.memory import resident_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
-DELAY_S = 0.02
+DELAY_MS = "20"
 """How long the server takes for a sample; what a caller waits beyond it is what the client adds."""
 WARM_UP_SAMPLES = 50
 _THREADS = Path("/proc/self/task")
@@ -32,8 +32,9 @@ _THREADS = Path("/proc/self/task")
 class Server:
     """The server's process."""
 
-    def __init__(self, python: str, *, is_plain: bool) -> None:
-        command = [python, "-m", "benchmarks.workloads.server", f"--delay-ms={DELAY_S * 1e3:g}"]
+    def __init__(self, python: str, delay_ms: str, *, is_plain: bool) -> None:
+        self.delay_s = float(delay_ms) / 1e3
+        command = [python, "-m", "benchmarks.workloads.server", f"--delay-ms={delay_ms}"]
         self._process = subprocess.Popen(
             [*command, *(["--plain"] if is_plain else [])],
             cwd=ROOT,
@@ -57,8 +58,8 @@ class Server:
 
 
 @contextlib.contextmanager
-def running(server_python: str, *, is_plain: bool) -> Iterator[Server]:
-    server = Server(server_python, is_plain=is_plain)
+def running(server_python: str, delay_ms: str = DELAY_MS, *, is_plain: bool) -> Iterator[Server]:
+    server = Server(server_python, delay_ms, is_plain=is_plain)
     try:
         yield server
     finally:
@@ -71,7 +72,8 @@ class Burst(NamedTuple):
     cpu_s: float
     wall_s: float
     server_cpu_s: float
-    latencies_s: list[float]
+    added_s: list[float]
+    """What each caller waited beyond the server's time."""
 
 
 def samples(
@@ -82,12 +84,13 @@ def samples(
     count: str,
     extensions: str = "no",
     prompts: str = "one",
+    delay_ms: str = DELAY_MS,
 ) -> dict[str, float]:
     """So many samples, so many of them at a time, from coroutines.
 
     Of one prompt, or with `prompts="own"` each of its own, which is made from a list as it is sent.
     """
-    with running(server_python, is_plain=extensions != "yes") as server:
+    with running(server_python, delay_ms, is_plain=extensions != "yes") as server:
         client, sampler = _sampler(package, server.url)
         ids = list(range(1000, 1000 + int(tokens)))
         prompt = ids if prompts == "own" else client.ModelInput.from_ints(ids)
@@ -99,12 +102,12 @@ def samples(
 
 def figures(found: Burst, count: int) -> dict[str, float]:
     """What is told of so many samples."""
-    percentiles = quantiles(found.latencies_s, n=100, method="inclusive")
+    percentiles = quantiles(found.added_s, n=100, method="inclusive")
     return {
         "cpu_s": found.cpu_s / count,
         "wall_s": found.wall_s / count,
-        "added_p50_s": max(1e-6, percentiles[49] - DELAY_S),
-        "added_p99_s": max(1e-6, percentiles[98] - DELAY_S),
+        "added_p50_s": max(1e-6, percentiles[49]),
+        "added_p99_s": max(1e-6, percentiles[98]),
         "server_share": found.server_cpu_s / found.wall_s,
         "threads": len(list(_THREADS.iterdir())) if _THREADS.exists() else threading.active_count(),
         "resident_bytes": resident_bytes(),
@@ -172,7 +175,7 @@ def _burst(
 ) -> Burst:
     """Draw samples of a prompt, or where it is a list of token ids each of a prompt of its own."""
     params = client.SamplingParams(max_tokens=64, temperature=1.0)
-    latencies: list[float] = []
+    added: list[float] = []
 
     async def worker(numbers: Iterator[int]) -> None:
         for _ in numbers:  # shared: each takes the next one when it is free
@@ -180,7 +183,7 @@ def _burst(
             is_own = isinstance(prompt, list)
             asked = client.ModelInput.from_ints(prompt) if is_own else prompt
             await sampler.sample_async(asked, 1, params)
-            latencies.append(time.perf_counter() - began)
+            added.append(time.perf_counter() - began - server.delay_s)
 
     async def whole() -> None:
         numbers = iter(range(count))
@@ -189,7 +192,7 @@ def _burst(
     used, cpu, wall = server.cpu_s(), time.process_time(), time.perf_counter()
     asyncio.run(whole())
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-    return Burst(cpu, wall, server.cpu_s() - used, latencies)
+    return Burst(cpu, wall, server.cpu_s() - used, added)
 
 
 def _train(client: Any, training: Any, tokens: int, datums: int) -> None:

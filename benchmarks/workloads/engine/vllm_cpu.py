@@ -12,7 +12,12 @@ from benchmarks.workloads.engine.models import FOLDER, adapter_folder, size_of
 
 
 def sampling(
-    model: str, count: str, prompt: str = "128", new: str = "64", lora: str = ""
+    model: str,
+    count: str,
+    prompt: str = "128",
+    new: str = "64",
+    lora: str = "",
+    dtype: str = "float32",
 ) -> Callable[[], dict[str, float]]:
     """So many samples at once. The adapter is the one that `ours.py` keeps beside the model."""
     os.environ |= {
@@ -29,7 +34,7 @@ def sampling(
     size = size_of(model)
     llm = LLM(
         str((FOLDER / model).resolve()),
-        dtype="float32",
+        dtype=dtype,
         enforce_eager=True,
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
@@ -46,7 +51,7 @@ def sampling(
         params = SamplingParams(
             temperature=1.0, max_tokens=new, min_tokens=new, ignore_eos=True, detokenize=False
         )
-        turn = Turn()
+        turn = Turn(getattr(torch, dtype))
         made = llm.generate(
             [{"prompt_token_ids": one} for one in asked],
             params,
