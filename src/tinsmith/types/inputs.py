@@ -25,7 +25,7 @@ class EncodedTextChunk(FrozenModel):
     integers.
     """
 
-    __slots__ = ("_list", "_numbers")
+    __slots__ = ("__weakref__", "_list", "_numbers")
 
     type: Literal["encoded_text"] = "encoded_text"
     _list: list[int] | None
@@ -88,7 +88,7 @@ class EncodedTextChunk(FrozenModel):
         return chunk
 
 
-class ImageChunk(Request):
+class ImageChunk(Request, weakref=True):
     """An image's bytes. `data` may be given as base64 text and is kept as bytes."""
 
     data: bytes
@@ -110,7 +110,7 @@ class ImageChunk(Request):
         return f"ImageChunk(data={len(self.data)} bytes, {about})"
 
 
-class ImageAssetPointerChunk(Request):
+class ImageAssetPointerChunk(Request, weakref=True):
     """An image that the service fetches from `location`. For sampling only."""
 
     format: ImageFormat
@@ -124,7 +124,7 @@ class ImageAssetPointerChunk(Request):
         return _expected(self.expected_tokens, "ImageAssetPointerChunk")
 
 
-class DmelChunk(Request):
+class DmelChunk(Request, weakref=True):
     """Audio frames in the API's tensor container. `dmel` may be given as base64 text."""
 
     dmel: bytes

@@ -6,11 +6,15 @@ sample costs, and to write the settings as much as all of a short sample's promp
 the last prompts and settings are kept.
 
 Prompts are found by the chunks they were made from, not by their numbers, which would have to be
-compared; settings by their values.
+compared; settings by their values. The text of a prompt is kept no longer than the prompt itself:
+nobody could ask for it any more. And a megabyte that stays behind where a burst of prompts was
+written keeps the C library from giving the memory of all of them back.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from msgspec.structs import astuple
@@ -58,9 +62,8 @@ class RequestTexts:
 
     def __init__(self, most_bytes: int = MOST_KEPT_BYTES) -> None:
         self._most_bytes = most_bytes
-        # Each with the chunks that it was made from: as long as those are held, no others have
-        # their identity. Those used last come last.
-        self._kept: dict[tuple[int, ...], tuple[list[ModelInputChunk], Parts]] = {}
+        # By the identity of the chunks; those used last come last.
+        self._kept: dict[tuple[int, ...], _KeptText] = {}
         self._kept_bytes = 0
         self._settings: dict[tuple[object, ...], tuple[bytes, bytes]] = {}
 
@@ -96,21 +99,43 @@ class RequestTexts:
         chunks = prompt.chunks
         key = tuple(map(id, chunks))
         known = self._kept.pop(key, None)
-        if known is None:
+        text = None if known is None else known.text
+        if known is None or text is None:
+            self._kept_bytes -= 0 if known is None else known.size
             text = _prompt_text(chunks, early)
             size = _size(text)
             if size > self._most_bytes:
                 return text
             self._make_room(size)
-            known = (chunks.copy(), text)
+            known = _KeptText(chunks, text, size)
         self._kept[key] = known
-        return known[1]
+        return text
 
     def _make_room(self, size: int) -> None:
         self._kept_bytes += size
         while self._kept_bytes > self._most_bytes:
-            _, oldest = self._kept.pop(next(iter(self._kept)))
-            self._kept_bytes -= _size(oldest)
+            oldest = self._kept.pop(next(iter(self._kept)))
+            self._kept_bytes -= oldest.size
+            oldest.drop()
+
+
+class _KeptText:
+    """A prompt's text, until one of the prompt's chunks is gone and others may have its identity.
+
+    A chunk goes on whichever thread held it last, so that its text is dropped there; to take what
+    is left of it out of the dict is for the thread that reads the dict.
+    """
+
+    __slots__ = ("_watched", "size", "text")
+
+    def __init__(self, chunks: Iterable[ModelInputChunk], text: Parts, size: int) -> None:
+        self.text: Parts | None = text
+        self.size = size
+        self._watched = [weakref.ref(chunk, self.drop) for chunk in chunks]
+
+    def drop(self, _: object = None) -> None:
+        """Let go of the text, and of the circle that watching is."""
+        self.text, self._watched = None, []
 
 
 def _size(text: Parts) -> int:

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import gc
+import platform
+import subprocess
+import sys
+import threading
 import tracemalloc
 from typing import Any
 
@@ -106,6 +110,90 @@ def test_a_prompt_that_is_too_long_is_not_kept() -> None:
     assert b"".join(texts.encode(request)) == json_format.encode(request)
 
     assert texts._kept == {}
+
+
+def test_a_text_is_kept_no_longer_than_its_prompt() -> None:
+    texts = RequestTexts()
+    tracemalloc.start()
+    try:
+        requests = [a_request(a_prompt(first)) for first in range(5)]
+        text_bytes = sum(len(b"".join(texts.encode(request))) for request in requests)
+        held_bytes, _ = tracemalloc.get_traced_memory()
+        del requests
+        left_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert held_bytes > text_bytes
+    assert left_bytes < text_bytes / 5
+
+
+def test_a_text_goes_with_its_prompt_on_any_thread() -> None:
+    texts, prompts = RequestTexts(), [a_prompt(first) for first in range(5)]
+    for prompt in prompts:
+        texts.encode(a_request(prompt))
+    del prompt
+
+    dropping = threading.Thread(target=prompts.clear)
+    dropping.start()
+    dropping.join()
+
+    assert all(kept.text is None for kept in texts._kept.values())
+    for first in range(50):  # what comes in the place of those that went
+        request = a_request(a_prompt(first))
+        assert b"".join(texts.encode(request)) == json_format.encode(request)
+    assert texts._kept_bytes == sum(kept.size for kept in texts._kept.values())
+
+
+def test_a_text_that_had_to_go_is_freed_at_once() -> None:
+    request = a_request(a_prompt())
+    texts = RequestTexts(most_bytes=512 + len(json_format.encode(request)))
+    texts.encode(request)
+    (kept,) = texts._kept.values()
+
+    other = a_request(a_prompt(2000))
+    texts.encode(other)
+
+    assert kept.text is None
+    assert len(texts._kept) == 1
+
+
+BURST = """
+import os
+from pathlib import Path
+from tinsmith.client.samples.request_texts import RequestTexts, early_text
+from tinsmith.types import ModelInput, SampleRequest, SamplingParams
+
+texts, ids = RequestTexts(), list(range(1000, 1000 + 32_768))
+
+def burst(count):
+    held = []
+    for _ in range(count):
+        prompt = ModelInput.from_ints(ids)
+        params = SamplingParams(max_tokens=1)
+        request = SampleRequest(prompt=prompt, sampling_params=params, sampling_session_id="s")
+        held.append(request)
+        texts.encode(request, early_text(prompt))
+
+def resident_pages():
+    return int(Path("/proc/self/statm").read_text().split()[1])
+
+burst(10)
+before = resident_pages()
+burst(200)
+print((resident_pages() - before) * os.sysconf("SC_PAGE_SIZE"))
+"""
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or platform.libc_ver()[0] != "glibc",
+    reason="other C libraries give memory back by other rules",
+)
+def test_memory_of_a_burst_of_prompts_is_given_back() -> None:
+    """27 MB of prompts; what is kept of their texts would keep nearly all of it resident."""
+    run = subprocess.run([sys.executable, "-c", BURST], capture_output=True, text=True, check=True)
+
+    assert int(run.stdout) < 9_000_000
 
 
 def test_tensors_are_written_as_they_are_now() -> None:
