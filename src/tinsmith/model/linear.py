@@ -5,7 +5,9 @@ rows, and each row then comes out the same, bit for bit, whatever rows are besid
 chooses its kernel by the weights and not by the number of rows. Samples and training passes rest
 on that. Without it, products take other kernels where a thread has fewer than `FEWEST_ROWS` rows,
 so few rows are padded. Passes with gradients do without it in float32: it is slower for many rows.
-Small weights do so in all passes; which are small is a matter of their sides alone.
+Small weights do so in all passes; which are small is a matter of their sides alone. Others that
+lose nothing in sixteen bits have a faster product for few rows and many (`half_weights.py`), which
+takes the place of both.
 
 Weights may be held in a narrower type than is computed in: bfloat16 on a machine that multiplies
 float32 alone. They are then widened just before each product, block by block in a buffer that
@@ -22,6 +24,8 @@ import threading
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from tinsmith.model.half_weights import HalfWeights, try_halve
 
 FEWEST_ROWS = 4
 _PACKED_FOR_ROWS = 64
@@ -49,7 +53,7 @@ class Linear:
         weight_OI: In the type that it is held in.
         bias_O: In the type that is computed in.
         dtype: What is computed in; None for what the weight is in.
-        is_packed: Whether oneDNN's order is kept, where there is one.
+        is_packed: Whether a second copy is kept, in the order of what multiplies fastest.
     """
 
     def __init__(
@@ -65,15 +69,21 @@ class Linear:
             weight_OI = weight_OI.to(self.dtype)
         self.weight_OI = weight_OI
         self.bias_O = bias_O
+        self._half: HalfWeights | None = None
         self._packed: Tensor | None = None
         self._blocks: tuple[Tensor, ...] = ()
         if weight_OI.dtype != self.dtype:
             self._blocks = weight_OI.tensor_split(_block_count(weight_OI.shape, self.dtype))
-        elif is_packed and can_pack(weight_OI):
+        elif is_packed and weight_OI.numel() > SMALL_NUMBERS:
+            self._half = try_halve(weight_OI)
+        if is_packed and not self._blocks and self._half is None and can_pack(weight_OI):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _PACKED_FOR_ROWS)
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """The outputs, without a way back; `lora_linear.py` has one."""
+        if self._half is not None:
+            half_TO = self._half(x_TI)
+            return half_TO if self.bias_O is None else half_TO.add_(self.bias_O)
         if self._packed is not None:
             y_TO: Tensor = torch.ops.mkldnn._linear_pointwise.default(
                 x_TI, self._packed, self.bias_O, "none", [], ""
@@ -83,8 +93,9 @@ class Linear:
 
     def of_many(self, x_TI: Tensor) -> Tensor:
         """The outputs, by what is fastest for many rows: up to rounding those of a call."""
-        is_unpacked = x_TI.dtype == torch.float32 and _can_go_unpacked(self.weight_OI.shape)
-        return self._unpacked(x_TI) if is_unpacked else self(x_TI)
+        if self._half is not None or x_TI.dtype != torch.float32:
+            return self(x_TI)
+        return self._unpacked(x_TI) if _can_go_unpacked(self.weight_OI.shape) else self(x_TI)
 
     def _unpacked(self, x_TI: Tensor) -> Tensor:
         rows, x_TI = x_TI.shape[0], _padded(x_TI)

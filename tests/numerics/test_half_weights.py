@@ -1,0 +1,123 @@
+"""Weights that were published in sixteen bits: float32 is what is computed, row by row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.numerics.sample_works import logprobs_of, prompt_of, run, work
+from tests.numerics.small_models import make_model
+from tinsmith.engines.embedded.sampler import Sampler
+from tinsmith.model import half_weights, linear
+from tinsmith.model.half_weights import try_halve
+from tinsmith.model.linear import Linear
+from tinsmith.model.load_weights import load_transformer
+from tinsmith.model.transformer import Transformer
+
+pytestmark = pytest.mark.skipif(
+    half_weights._spare_rows() is None, reason="this machine has no kernel for them"
+)
+
+
+def _published(outputs: int, inputs: int, size: float = 1.0) -> torch.Tensor:
+    chance = torch.Generator().manual_seed(outputs)
+    return (torch.randn(outputs, inputs, generator=chance) * size).bfloat16().float()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("sides", [(960, 576), (17, 33), (1, 600), (4100, 96)])
+def test_a_row_is_the_same_among_few_and_many(sides: tuple[int, int], threads: int) -> None:
+    """Bit for bit, wherever it lies, with any number of rows that the kernel parts in its way."""
+    half = try_halve(_published(*sides))
+    assert half is not None
+    x_TI = torch.randn(300, sides[1], generator=torch.Generator().manual_seed(0))
+    before = torch.get_num_threads()
+
+    try:
+        torch.set_num_threads(threads)
+        y_TO = half(x_TI)
+        for rows in (0, *range(1, 60), 61, 62, 110, 119, 120, 121, 122, 127, 134, 241, 272):
+            assert torch.equal(half(x_TI[:rows]), y_TO[:rows]), rows
+            assert torch.equal(half(x_TI[7 : 7 + rows]), y_TO[7 : 7 + rows]), rows
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-7, 1e-3, 1e5])
+@pytest.mark.parametrize("bias", [True, False])
+def test_outputs_are_as_exact_as_sums_in_float32_are(size: float, bias: bool) -> None:
+    """Of weights of any size: those that are small or large are scaled by a power of two."""
+    weight_OI = _published(700, 576, size)
+    weight_OI[3, 5] = size * 2.0**-60
+    bias_O = torch.randn(700) * size if bias else None
+    x_TI = torch.randn(9, 576)
+    wanted_TO = x_TI.double() @ weight_OI.double().T
+    wanted_TO = wanted_TO if bias_O is None else wanted_TO + bias_O.double()
+
+    frozen = Linear(weight_OI, bias_O)
+
+    assert frozen._half is not None
+    for found_TO in (frozen(x_TI), frozen.of_many(x_TI)):
+        torch.testing.assert_close(found_TO.double() / size, wanted_TO / size, rtol=0, atol=2e-4)
+
+
+def test_a_weight_alone_comes_out_as_it_is() -> None:
+    """Nothing is rounded down to a thirty-thousandth of a millionth of the largest."""
+    weight_OI = torch.tensor([2.0**-power for power in range(29)]).repeat(64, 1) * 1.9921875
+    half = try_halve(weight_OI)
+    assert half is not None
+
+    found_OI = half(torch.eye(29)).T
+
+    assert torch.equal(found_OI, weight_OI)
+
+
+@pytest.mark.parametrize("odd", [1.0 + 2.0**-20, float("nan"), float("inf")])
+def test_weights_that_would_lose_digits_are_not_taken(odd: float) -> None:
+    """One of them is enough."""
+    weight_OI = _published(700, 576)
+    weight_OI[3, 5] = odd
+
+    assert try_halve(weight_OI) is None
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Transformer:
+    """One that was published in bfloat16, with weights as small as tests need them."""
+    monkeypatch.setattr(linear, "SMALL_NUMBERS", 0)
+    theirs: Any = make_model(tmp_path, "Llama")
+    theirs.to(torch.bfloat16).save_pretrained(tmp_path)
+    made = load_transformer(tmp_path, dtype=torch.float32)
+    assert made._layers[0].gate_up is not None and made._layers[0].gate_up._half is not None
+    assert made.head._linear._half is not None
+    return made
+
+
+def test_a_sample_is_the_same_alone_and_among_many(model: Transformer) -> None:
+    """Bit for bit, while the number of those that run goes up and down through all numbers."""
+    works = [
+        work(f"it-{number}", prompt_of(2 + 5 * number, number), max_tokens=3 + number)
+        for number in range(36)
+    ]
+
+    found = run(Sampler(model), *works)
+
+    for one in works[::5]:
+        (alone,) = run(Sampler(model), one)[one.work_id].sequences
+        (among,) = found[one.work_id].sequences
+        assert (among.tokens, among.logprobs) == (alone.tokens, alone.logprobs)
+
+
+def test_sampled_logprobs_are_those_of_a_forward_pass(model: Transformer) -> None:
+    """As those of weights in float32 are."""
+    prompt = prompt_of(40)
+
+    (found,) = run(Sampler(model), work("it", prompt, max_tokens=30))["it"].sequences
+
+    expected = logprobs_of(model, prompt + found.tokens, None)
+    assert found.logprobs_np is not None
+    np.testing.assert_allclose(found.logprobs_np, expected[len(prompt) - 1 :], atol=1e-5)
