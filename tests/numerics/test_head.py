@@ -36,3 +36,25 @@ def test_a_row_is_the_same_alone_and_among_others() -> None:
         for start in range(0, ROWS - rows, rows):
             some = slice(start, start + rows)
             assert torch.equal(head.logprobs(hidden_RD[some], targets_RK[some]), together_RK[some])
+
+
+@pytest.mark.usefixtures("_two_threads")
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_a_rows_gradient_is_the_same_alone_and_among_others(softcap: float | None) -> None:
+    """Bit for bit, and so is what the loss is told of it."""
+    chance = torch.Generator().manual_seed(0)
+    head = Head(Linear(torch.randn(VOCABULARY, FEATURES, generator=chance)), softcap)
+    hidden_RD = torch.randn(ROWS, FEATURES, generator=chance)
+    targets_RK = torch.randint(VOCABULARY, (ROWS, 1), generator=chance)
+
+    def found(start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        some = hidden_RD[start:end], targets_RK[start:end]
+        return head.logprobs_and_slopes(*some, [], lambda _low, _high, lp_RK: lp_RK.cos())
+
+    together = found(0, ROWS)
+
+    for rows in (1, 3, 17):
+        for start in range(0, ROWS - rows, rows):
+            alone = found(start, start + rows)
+            assert torch.equal(alone[0], together[0][start : start + rows])
+            assert torch.equal(alone[1], together[1][start : start + rows])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +23,22 @@ SLICE_BYTES = 24 << 20
 """Allocators of C libraries give blocks of 32 MB and more back to the system when they are free,
 and fresh memory is dear: with slices of 64 MB a pass of a 30M model took a tenth longer."""
 _CACHED_ROWS = 16
-"""Rows whose sums are formed at a time: as many logits as caches hold."""
+"""Rows that are weighed at a time: as many logits as caches hold."""
 SlopesOf = Callable[[int, int, Tensor], Tensor]
 """Given the log-probabilities of the rows from start to end: how the loss changes with each."""
+
+
+class _Weights(NamedTuple):
+    """What a slice's rows keep for the way back: see `_weigh`."""
+
+    weights_RV: Tensor
+    sums_R1: Tensor
+    bent_RV: Tensor | None
+
+    def of_rows(self, counts_R: Tensor) -> _Weights:
+        """Of those that count alone."""
+        bent_RV = None if self.bent_RV is None else self.bent_RV[counts_R]
+        return _Weights(self.weights_RV[counts_R], self.sums_R1[counts_R], bent_RV)
 
 
 class Head:
@@ -49,7 +63,7 @@ class Head:
         found_RK = torch.empty(targets_RK.shape, device=targets_RK.device)
         for start, end in self._slices(hidden_RD.shape[0], spans):
             logits_RV = self._logits(hidden_RD[start:end], _cut(spans, start, end))
-            found_RK[start:end] = _chosen(logits_RV, targets_RK[start:end])[0]
+            found_RK[start:end] = _weigh(logits_RV, targets_RK[start:end])[0]
         return found_RK
 
     @torch.no_grad()
@@ -71,15 +85,15 @@ class Head:
         for start, end in self._slices(hidden_RD.shape[0], spans):
             here = slice(start, end)
             logits_RV = self._logits(hidden_RD[here], _cut(spans, start, end))
-            found_RK[here], sums_R1 = _chosen(logits_RV, targets_RK[here])
+            bent_RV = self._bent(logits_RV)
+            found_RK[here], sums_R1 = _weigh(logits_RV, targets_RK[here])
             slopes_RK = slopes_of(start, end, found_RK[here])
             self._back(
                 gradient_RD[here],
                 hidden_RD[here],
                 targets_RK[here],
                 slopes_RK,
-                logits_RV,
-                sums_R1,
+                _Weights(logits_RV, sums_R1, bent_RV),
                 _cut(spans, start, end),
             )
         return found_RK, gradient_RD
@@ -100,13 +114,14 @@ class Head:
             if not slopes_RK[here].any():
                 continue
             logits_RV = self._logits(hidden_RD[here], _cut(spans, start, end))
+            bent_RV = self._bent(logits_RV)
+            _, sums_R1 = _weigh(logits_RV, targets_RK[here])
             self._back(
                 gradient_RD[here],
                 hidden_RD[here],
                 targets_RK[here],
                 slopes_RK[here],
-                logits_RV,
-                _sums(logits_RV),
+                _Weights(logits_RV, sums_R1, bent_RV),
                 _cut(spans, start, end),
             )
         return gradient_RD
@@ -135,17 +150,20 @@ class Head:
             logits_RV.div_(self._softcap).tanh_().mul_(self._softcap)
         return logits_RV
 
+    def _bent(self, logits_RV: Tensor) -> Tensor | None:
+        """How much a logit changes with what it was before the cap."""
+        return None if self._softcap is None else 1.0 - (logits_RV / self._softcap).square()
+
     def _back(
         self,
         gradient_RD: Tensor,
         hidden_RD: Tensor,
         targets_RK: Tensor,
         slopes_RK: Tensor,
-        logits_RV: Tensor,
-        sums_R1: Tensor,
+        weights: _Weights,
         spans: list[FactorSpan],
     ) -> None:
-        """Write the gradient of one slice's rows. The logits are used up."""
+        """Write the gradient of one slice's rows. The weights are used up."""
         slopes_RK = slopes_RK.to(torch.float32)
         counts_R = (slopes_RK != 0).any(-1)
         if not bool(counts_R.any()):
@@ -154,14 +172,12 @@ class Head:
         if not bool(counts_R.all()):
             spans = _kept(spans, counts_R)
             slopes_RK, targets_RK = slopes_RK[counts_R], targets_RK[counts_R]
-            logits_RV, sums_R1 = logits_RV[counts_R], sums_R1[counts_R]
-            hidden_RD = hidden_RD[counts_R]
-        bent_RV = None if self._softcap is None else 1.0 - (logits_RV / self._softcap).square()
+            weights, hidden_RD = weights.of_rows(counts_R), hidden_RD[counts_R]
         # d lp / d logits is 1 at the target, less the probabilities everywhere.
-        d_RV = logits_RV.sub_(sums_R1).exp_().mul_(-slopes_RK.sum(-1, keepdim=True))
+        d_RV = weights.weights_RV.mul_(-slopes_RK.sum(-1, keepdim=True) / weights.sums_R1)
         d_RV.scatter_add_(1, targets_RK, slopes_RK)
-        if bent_RV is not None:
-            d_RV.mul_(bent_RV)
+        if weights.bent_RV is not None:
+            d_RV.mul_(weights.bent_RV)
         d_RV = d_RV.to(hidden_RD.dtype)
         gradient_RD = self._linear.input_gradient(d_RV)
         for start, end, factors in spans:
@@ -178,24 +194,27 @@ def _kept(spans: list[FactorSpan], counts_R: Tensor) -> list[FactorSpan]:
     return [one for one in moved if one.start < one.end]
 
 
-def _chosen(logits_RV: Tensor, targets_RK: Tensor) -> tuple[Tensor, Tensor]:
-    """The targets' log-probabilities, and the logarithm of the sum of each row's weights."""
-    sums_R1 = _sums(logits_RV)
-    return logits_RV.gather(1, targets_RK) - sums_R1, sums_R1
+def _weigh(logits_RV: Tensor, targets_RK: Tensor) -> tuple[Tensor, Tensor]:
+    """The targets' log-probabilities, and the sum of each row's weights, which replace the logits.
+
+    A weight is e to the power of how far a logit is from the largest of its row.
+    """
+    found_RK, sums_R1 = logits_RV.gather(1, targets_RK), logits_RV.new_empty(len(logits_RV), 1)
+    # Memory is gone over several times: in cache that takes less than half the time.
+    for start in range(0, len(logits_RV), _CACHED_ROWS):
+        here = slice(start, start + _CACHED_ROWS)
+        part_RV = logits_RV[here]
+        largest_R1 = part_RV.amax(-1, keepdim=True)
+        sums_R1[here] = _row_sums(part_RV.sub_(largest_R1).exp_())
+        found_RK[here] -= largest_R1
+    return found_RK.sub_(sums_R1.log()), sums_R1
 
 
-def _sums(logits_RV: Tensor) -> Tensor:
-    """The logarithm of the sum of each row's weights."""
-    # It goes over its argument several times: in cache that takes less than half the time.
-    parts = logits_RV.split(_CACHED_ROWS)
-    return torch.cat([_part_sums(part) for part in parts])
-
-
-def _part_sums(logits_RV: Tensor) -> Tensor:
-    if len(logits_RV) == 1:
+def _row_sums(weights_RV: Tensor) -> Tensor:
+    if len(weights_RV) == 1:
         # Threads would share out the sum of a lone row, which gives other bits than beside others.
-        return torch.logsumexp(logits_RV.repeat(2, 1), -1, keepdim=True)[:1]
-    return torch.logsumexp(logits_RV, -1, keepdim=True)
+        return weights_RV.repeat(2, 1).sum(-1, keepdim=True)[:1]
+    return weights_RV.sum(-1, keepdim=True)
 
 
 def _cut(spans: list[FactorSpan], start: int, end: int) -> list[FactorSpan]:
