@@ -11,6 +11,8 @@ import sys
 
 import pytest
 
+from tinsmith.testing import running_service
+
 HEAVY = {
     "aiohttp",
     "asyncpg",
@@ -37,6 +39,13 @@ SHOW_EVERY_HELP = """\
 from tinsmith.cli.completion import levels
 from tinsmith.cli.main import main, root_parser
 for level in levels(root_parser()): main([*level.words, "--help"])
+"""
+DRAW_A_SAMPLE = """\
+import tinsmith
+service = tinsmith.ServiceClient(base_url={base_url!r}, api_key={api_key!r})
+sampler = service.create_sampling_client(base_model="m")
+prompt, params = tinsmith.ModelInput.from_ints([1]), tinsmith.SamplingParams(max_tokens=1)
+sampler.sample(prompt, 1, params).result(60)
 """
 
 
@@ -75,3 +84,13 @@ def test_w2_every_public_name_can_be_had_without_what_few_programs_need() -> Non
         "tinsmith.client.transports.in_process",
     }
     assert loaded & seldom_needed == set()
+
+
+def test_a_sample_is_drawn_without_what_few_programs_need() -> None:
+    """Each is half a megabyte of a client that has thirty."""
+    with running_service() as service:
+        program = DRAW_A_SAMPLE.format(base_url=service.base_url, api_key=service.api_key)
+        loaded = modules_loaded_by(program)
+
+    assert "tinsmith.client.transports.direct" in loaded
+    assert loaded & (HEAVY | {"email.utils", "encodings.idna", "hashlib"}) == set()

@@ -32,6 +32,7 @@ import msgspec
 
 from tinsmith.client import events
 from tinsmith.client.forking import in_child
+from tinsmith.client.settings import Secret
 
 RAMP_SENDS = 10
 RAMP_STEP_S = 0.1
@@ -248,12 +249,12 @@ class _Shared:
         in_child(self.begin_anew)
 
     def begin_anew(self) -> None:
-        self.limiters: weakref.WeakValueDictionary[tuple[str, str], Limiter] = (
+        self.limiters: weakref.WeakValueDictionary[tuple[str, Secret | None], Limiter] = (
             weakref.WeakValueDictionary()
         )
         self._lock = threading.Lock()
 
-    def get(self, key: tuple[str, str]) -> Limiter:
+    def get(self, key: tuple[str, Secret | None]) -> Limiter:
         with self._lock:
             limiter = self.limiters.get(key)
             if limiter is None:
@@ -264,14 +265,12 @@ class _Shared:
 _shared = _Shared()
 
 
-def shared_limiter(base_url: str, api_key: str) -> Limiter:
+def shared_limiter(base_url: str, api_key: Secret | None) -> Limiter:
     """The one limiter for this address and key in the process, made if there is none.
 
-    The address counts with scheme, host, port and path; of the key only a digest is kept.
+    The address counts with scheme, host, port and path.
     """
-    import hashlib
-
-    return _shared.get((_address(base_url), hashlib.sha256(api_key.encode()).hexdigest()))
+    return _shared.get((_address(base_url), api_key))
 
 
 def _address(base_url: str) -> str:

@@ -95,8 +95,7 @@ class Session(Calls):
     def _limiter(self) -> Limiter:
         if self.settings.limiter_scope == "client":
             return Limiter()
-        key = self.settings.api_key
-        return shared_limiter(self.settings.base_url, key.reveal() if key is not None else "")
+        return shared_limiter(self.settings.base_url, self.settings.api_key)
 
     @property
     def is_closing(self) -> bool:

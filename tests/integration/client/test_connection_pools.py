@@ -144,7 +144,7 @@ def test_a_burst_of_calls_asks_once_for_the_addresses_of_its_host(
 
     run_direct(echo, scenario)
 
-    assert asked.count("service.example") == 1
+    assert asked.count(b"service.example") == 1
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import pytest
 
 from tinsmith.client import limits
 from tinsmith.client.limits import RAMP_SENDS, RAMP_STEP_S, Limiter, shared_limiter
+from tinsmith.client.settings import Secret
 
 
 class FakeTime:
@@ -222,17 +223,17 @@ def test_s5_a_pause_is_readable_from_any_thread(limiter: Limiter) -> None:
 
 
 def test_s9_the_same_address_and_key_share_a_limiter() -> None:
-    one = shared_limiter("https://host/services/prod/", "tml-a")
+    one = shared_limiter("https://host/services/prod/", Secret("tml-a"))
 
-    assert shared_limiter("https://HOST:443/services/prod", "tml-a") is one
-    assert shared_limiter("https://host/services/prod", "tml-b") is not one
-    assert shared_limiter("https://host/services/staging", "tml-a") is not one
-    assert shared_limiter("http://host/services/prod", "tml-a") is not one
-    assert shared_limiter("https://host:8443/services/prod", "tml-a") is not one
+    assert shared_limiter("https://HOST:443/services/prod", Secret("tml-a")) is one
+    assert shared_limiter("https://host/services/prod", Secret("tml-b")) is not one
+    assert shared_limiter("https://host/services/staging", Secret("tml-a")) is not one
+    assert shared_limiter("http://host/services/prod", Secret("tml-a")) is not one
+    assert shared_limiter("https://host:8443/services/prod", Secret("tml-a")) is not one
 
 
 def test_s9_no_key_is_kept_in_clear() -> None:
-    kept = shared_limiter("https://host", "tml-secret-key")
+    kept = shared_limiter("https://host", Secret("tml-secret-key"))
 
     assert kept is not None
     assert "tml-secret-key" not in repr(list(limits._shared.limiters.items()))
@@ -257,7 +258,7 @@ def test_s10_threads_that_race_for_a_new_key_get_the_same_limiter() -> None:
     def race() -> None:
         barrier.wait()
         for number in range(rounds):
-            limiter = shared_limiter("http://race", f"key-{number}")
+            limiter = shared_limiter("http://race", Secret(f"key-{number}"))
             kept.append(limiter)
             held[number].add(id(limiter))
 
@@ -271,8 +272,8 @@ def test_s10_threads_that_race_for_a_new_key_get_the_same_limiter() -> None:
 
 
 def test_s11_a_429_is_seen_through_every_handle_also_earlier_ones() -> None:
-    early = shared_limiter("http://handles", "key")
-    late = shared_limiter("http://handles", "key")
+    early = shared_limiter("http://handles", Secret("key"))
+    late = shared_limiter("http://handles", Secret("key"))
 
     late.rate_limited(30.0, "seen")
 
@@ -309,7 +310,7 @@ def test_s2_a_limiter_that_no_client_holds_is_forgotten() -> None:
     before = len(limits._shared.limiters)
 
     for number in range(1000):
-        shared_limiter("http://gone", f"key-{number}")
+        shared_limiter("http://gone", Secret(f"key-{number}"))
     gc.collect()
 
     assert len(limits._shared.limiters) == before

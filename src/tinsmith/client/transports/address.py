@@ -76,7 +76,9 @@ class Address:
             return self._found
         async with self._asking:  # one asks for all
             if loop.time() - self._found_at > ADDRESS_LIFETIME_S:
-                found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+                # As bytes: for text Python loads its tables of IDNA, half a megabyte; so does TLS.
+                host = self._host.encode()
+                found = await loop.getaddrinfo(host, self._port, type=socket.SOCK_STREAM)
                 self._found, self._found_at = list(found), loop.time()
         return self._found
 
