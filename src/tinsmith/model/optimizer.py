@@ -21,9 +21,10 @@ scaled to it.
 
 A step that fails leaves no trace. That the new weights are finite is known only when they are
 there, so a step gives other vectors, and whoever holds the old ones may go on reading. But one of
-AdamW takes a third less time in place. So the caller hands back how large the numbers may be at
-most, as the last step told it, and says that nobody else has the vectors: where no overflow can
-come of such numbers, they are changed in place, with the same results.
+AdamW takes a third less time in place, and no fresh memory. So the caller says that nobody else has
+the vectors, and hands back how large the numbers may be at most, as the last step told it; if that
+is too much they are looked at. Where no overflow can come of them, they are changed in place, with
+the same results.
 
 AdamW is torch's own kernel, on so much at a time as caches hold; memory is read and written once.
 All is float32, but for the last sums of norms. The same numbers give the same step, bit for bit,
@@ -74,7 +75,7 @@ class Step(NamedTuple):
     """By name."""
     metrics: dict[str, float]
     largest: float
-    """No weight, first moment or root of a second moment is larger."""
+    """No weight, first moment or root of a second moment is larger; infinite if nobody looked."""
 
 
 def take_step(
@@ -87,6 +88,7 @@ def take_step(
     matrices: Matrices,
     spares: SpareVectors | None = None,
     *,
+    gradient_norm: float | None = None,
     largest: float = math.inf,
     is_own: bool = False,
 ) -> Step:
@@ -101,7 +103,8 @@ def take_step(
         steps: How many steps were taken before.
         matrices: How the vector is made of matrices.
         spares: Where the vectors of the step come from; without them from fresh memory.
-        largest: As the last step gave it.
+        gradient_norm: What `norm_of` is for the gradients, if it is known.
+        largest: As the last step gave it; infinite if it is not known.
         is_own: Nobody else reads the vectors: they may be changed in place, and are then the new
             ones too.
 
@@ -113,10 +116,14 @@ def take_step(
     old = _old_moments(family, moments, weights_N)
     gradients_N = torch.zeros_like(weights_N) if gradients_N is None else gradients_N
     _check_settings(params)
-    norm = _norm(gradients_N)
+    norm = norm_of(gradients_N) if gradient_norm is None else gradient_norm
     scale = _clip_scale(norm, float(params.grad_clip_norm))
     largest = max(largest, norm * scale)
     is_safe = _stays_safe(params, largest, steps + 1)
+    if is_own and not is_safe and family == "adamw":
+        # Nobody knows it yet, or it has grown: it does so faster than the numbers do.
+        largest = max(_largest(weights_N, moments), norm * scale)
+        is_safe = _stays_safe(params, largest, steps + 1)
     is_in_place = is_own and is_safe
     moved_N = weights_N if is_in_place else spares.take(weights_N)
     new = old if is_in_place else {name: spares.take(one) for name, one in old.items()}
@@ -127,7 +134,7 @@ def take_step(
     else:
         torch.lerp(old[FIRST], gradients_N * scale, 1 - params.beta1, out=new[FIRST])
         _dimuon(params, moved_N.copy_(weights_N), new[FIRST], matrices)
-        update_norm = _norm(moved_N - weights_N)
+        update_norm = norm_of(moved_N - weights_N)
     if not math.isfinite(update_norm):
         raise _not_finite()
     metrics = {
@@ -136,8 +143,7 @@ def take_step(
         "learning_rate": float(params.learning_rate),
         "step": float(steps + 1),
     }
-    # The bound grows faster than the numbers do, so it is taken anew before it hinders.
-    largest = largest + 2 * update_norm if is_safe else _largest(moved_N, new)
+    largest = largest + 2 * update_norm if is_safe else math.inf
     return Step(moved_N, new, metrics, largest)
 
 
@@ -200,8 +206,8 @@ def _clip_scale(norm: float, clip: float) -> float:
     return scale
 
 
-def _norm(vector_N: Tensor) -> float:
-    """NaN for a vector that is not finite."""
+def norm_of(vector_N: Tensor) -> float:
+    """The norm; NaN for a vector that is not finite."""
     norm = _root_of_squares(vector_N)
     if SMALLEST_NORM < norm < math.inf:
         return norm
@@ -240,13 +246,9 @@ class _RowNorms:
 
 def _largest(weights_N: Tensor, moments: Mapping[str, Tensor]) -> float:
     """`Step.largest`; infinite if something is not a finite number."""
-    if SECOND not in moments:
-        return math.inf  # no step but those of AdamW asks for it
-    found = (
-        _farthest(weights_N),
-        _farthest(moments[FIRST]),
-        math.sqrt(_farthest(moments[SECOND])),
-    )
+    found = [_farthest(weights_N)]
+    for name, moment_N in moments.items():
+        found.append(math.sqrt(_farthest(moment_N)) if name == SECOND else _farthest(moment_N))
     return max(found) if all(map(math.isfinite, found)) else math.inf
 
 
@@ -319,7 +321,7 @@ def _adamw(
         norms.put(start, moved_N.sub_(weights_N))
     norm = norms.root_of_squares()
     # Where squares overflow the whole is looked at; there it was not changed in place.
-    return norm if norm < math.inf else _norm(after.weights - before.weights)
+    return norm if norm < math.inf else norm_of(after.weights - before.weights)
 
 
 def _dimuon(params: OptimParams, moved_N: Tensor, first_N: Tensor, matrices: Matrices) -> None:

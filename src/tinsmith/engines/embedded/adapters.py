@@ -49,6 +49,8 @@ class Adapter:
         self.moments: dict[str, Tensor] = {}
         """Of the optimizer, by name; empty before the first step."""
         self.steps = 0
+        self._gradient_norm: float | None = None
+        """Of what was gathered, if it is known."""
         self._largest = math.inf
         """Of the numbers of the last step; see `take_step`."""
         self._is_held = False
@@ -69,8 +71,15 @@ class Adapter:
         self._is_held = True
         return copy.copy(self)
 
-    def gather(self, gradients: Tensor, spares: SpareVectors) -> None:
-        """Add the gradients of a work that has ended well. Their vector is the adapter's now."""
+    def gather(self, gradients: Tensor, spares: SpareVectors, *, norm: float | None = None) -> None:
+        """Add the gradients of a work that has ended well. Their vector is the adapter's now.
+
+        Args:
+            gradients: Of the work.
+            spares: Where a vector goes that is not needed any more.
+            norm: Of the gradients, if it is known.
+        """
+        self._gradient_norm = norm if self.gradients is None else None
         if self.gradients is None:
             self.gradients = gradients
         elif self._is_held:
@@ -94,6 +103,7 @@ class Adapter:
             self.steps,
             self.matrices,
             spares,
+            gradient_norm=self._gradient_norm,
             largest=self._largest,
             is_own=not self._is_held,
         )
@@ -103,7 +113,7 @@ class Adapter:
             if self.gradients is not None:
                 spares.give(self.gradients)
         self.weights, self.moments, self.gradients = made.weights, made.moments, None
-        self._largest = made.largest
+        self._largest, self._gradient_norm = made.largest, None
         self.steps += 1
         self._is_held = False
         return made.metrics

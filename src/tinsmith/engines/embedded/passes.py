@@ -34,6 +34,7 @@ from tinsmith.errors import TinkerError, ValidationError
 from tinsmith.model.custom_loss import CustomLoss
 from tinsmith.model.lora import FusedLora, LoraSpan
 from tinsmith.model.losses import Loss, TokenLoss, make_loss
+from tinsmith.model.optimizer import norm_of
 from tinsmith.model.pack_attention import PackAttention, Stretch
 from tinsmith.model.spare_vectors import SpareVectors
 from tinsmith.model.transformer import Transformer
@@ -70,6 +71,7 @@ class Pass:
         self.lp_C = torch.full((self.loss.targets.cells,), torch.nan)
         self._spares = spares
         self._lora: FusedLora | None = None
+        self._gradient_norm: float | None = None
 
     def start(self) -> None:
         """Take the memory that it runs in, and forget what was computed before."""
@@ -88,7 +90,7 @@ class Pass:
     def gather(self) -> None:
         """Add its gradients to those of the adapter, which may keep the vector; it has ended."""
         gradients, self._lora = self.lora.gradients(), None
-        self.adapter.gather(gradients, self._spares)
+        self.adapter.gather(gradients, self._spares, norm=self._gradient_norm)
 
     @property
     def lora(self) -> FusedLora:
@@ -111,7 +113,10 @@ class Pass:
             raise self.error
         self._check_logprobs()
         evaluation = self.loss.evaluate(self.lp_C)
-        if self.work.with_gradients and not _is_finite(self.lora.gradients()):
+        if self.work.with_gradients:
+            # Steps need it: one look at each number tells it, and that all are finite.
+            self._gradient_norm = norm_of(self.lora.gradients())
+        if self._gradient_norm is not None and not math.isfinite(self._gradient_norm):
             raise ValidationError(
                 "the gradients are not finite; nothing was added to those gathered before",
                 remedy="look for huge values in loss_fn_inputs, or take a lower learning rate",
@@ -133,11 +138,6 @@ class Pass:
                     "nothing was added to the gradients",
                     remedy="go back to a checkpoint and take a lower learning rate",
                 )
-
-
-def _is_finite(vector: Tensor) -> bool:
-    # A sum is one look at each number; that it overflows by itself is possible, and then looked at.
-    return math.isfinite(float(vector.sum())) or bool(vector.isfinite().all())
 
 
 def _loss(work: PassWork, lengths: Sequence[int]) -> Loss:

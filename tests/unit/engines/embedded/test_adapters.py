@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,24 @@ def test_a_copy_does_not_move_with_the_steps_of_the_adapter(shape: Architecture)
     assert not torch.equal(kept.weights, adapter.weights)
     assert kept.gradients is not None and kept.steps == 7 != adapter.steps
     assert _is_same(kept, before)
+
+
+def test_a_step_tells_the_norm_of_all_that_was_gathered(shape: Architecture) -> None:
+    """That of one pass is known when it ends; that of two is not the first one's."""
+    adapter, spares = fresh_adapter(_spec(), shape, "cpu"), SpareVectors()
+    one = torch.ones_like(adapter.weights)
+    norm = math.sqrt(len(one))
+
+    adapter.gather(one.clone(), spares, norm=norm)
+    first = adapter.step(AdamParams(), spares)
+    adapter.gather(one.clone(), spares, norm=norm)
+    adapter.gather(one.clone(), spares, norm=norm)
+    second = adapter.step(AdamParams(), spares)
+    third = adapter.step(AdamParams(), spares)
+
+    assert first["grad_norm"] == norm
+    assert second["grad_norm"] == pytest.approx(2 * norm)
+    assert third["grad_norm"] == 0.0
 
 
 def test_steps_in_memory_that_was_used_before_are_those_in_fresh_memory(
