@@ -124,6 +124,23 @@ def test_prompts_are_sent_as_they_were_made_whether_they_were_written_early_or_l
     assert sent == asked
 
 
+def test_prompts_that_wait_for_their_turn_are_written_early_up_to_a_bound(
+    sampler: SamplingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early: list[EarlyText | None] = []
+    monkeypatch.setattr(call, "early_text", lambda prompt: early.append(early_text(prompt)))
+    monkeypatch.setattr(sender, "MOST_EARLY_BYTES", 20_000)  # a prompt of 500 counts for 4,012
+    limiter = sampler._sampler.session.limiter
+    limiter.queue_paused(WAIT_S, "so that all of them wait")
+
+    futures = [sampler.sample(ModelInput.from_ints(list(range(500))), 1, PARAMS) for _ in range(20)]
+
+    assert 5 <= len(early) <= 7  # one that passes from the inbox to the line is in neither
+    limiter.queue_active(time.monotonic())
+    for future in futures:
+        future.result(WAIT_S)
+
+
 def test_a_sample_that_cannot_be_written_fails_and_no_other(sampler: SamplingClient) -> None:
     broken = SamplingParams(max_tokens=4, stop=["\ud800"])  # half a character
 
