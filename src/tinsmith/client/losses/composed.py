@@ -15,10 +15,11 @@ Knows nothing of clients: what `compose_losses` returns is a function like any o
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
 
 from tinsmith.errors import ValidationError
 from tinsmith.types.inputs import Datum
@@ -33,8 +34,7 @@ TermFn: TypeAlias = Callable[
 Weight: TypeAlias = float | Callable[[int], float]
 
 
-@dataclasses.dataclass(frozen=True)
-class LossTerm:
+class LossTerm(msgspec.Struct, frozen=True):
     """One term of a composed loss."""
 
     name: str
@@ -70,8 +70,7 @@ class LossTerm:
         return _finite(self.weight(step), self.name)
 
 
-@dataclasses.dataclass(frozen=True)
-class ComposedLoss:
+class ComposedLoss(msgspec.Struct, frozen=True):
     """The sum of weighted terms, for `TrainingClient.forward_backward_custom`.
 
     Its metrics, for each term: `<name>:sum` is the term's value before weighting,
@@ -92,7 +91,7 @@ class ComposedLoss:
 
     def at_step(self, step: int) -> ComposedLoss:
         """The same loss with the weights of a step. Calls under way keep theirs."""
-        return dataclasses.replace(self, step=step)
+        return msgspec.structs.replace(self, step=step)
 
     def __call__(
         self, data: list[Datum], logprobs: list[torch.Tensor]

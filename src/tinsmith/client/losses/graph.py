@@ -16,6 +16,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
+
 from tinsmith.client.poller import Poll
 from tinsmith.client.session import Session
 from tinsmith.errors import ValidationError
@@ -97,8 +99,7 @@ class TracedLosses:
             self._keys.discard(key)
 
 
-@dataclasses.dataclass(frozen=True)
-class TracedLoss:
+class TracedLoss(msgspec.Struct, frozen=True):
     """A checked loss that belongs to no session yet."""
 
     name: str
