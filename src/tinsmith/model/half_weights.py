@@ -18,7 +18,6 @@ import functools
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK_OUTPUTS = 4096
@@ -36,8 +35,11 @@ _MOST_SPARE = 4
 class HalfWeights:
     """A matrix as FBGEMM keeps it; made by `try_halve`."""
 
-    def __init__(self, blocks: list[torch.ScriptObject], scale: float, spares: list[int]) -> None:
+    def __init__(
+        self, blocks: list[torch.ScriptObject], outputs: int, scale: float, spares: list[int]
+    ) -> None:
         self._blocks = blocks
+        self._outputs = outputs
         self._scale = scale
         self._spares = spares
 
@@ -45,10 +47,15 @@ class HalfWeights:
         """x·Wᵀ in float32; each row the same, bit for bit, whatever rows are beside it."""
         rows = x_TI.shape[0]
         spare = self._spares[rows % _PERIOD]
-        if spare:
-            x_TI = F.pad(x_TI, (0, 0, 0, spare))
-        parts = [torch.ops.quantized.linear_dynamic_fp16(x_TI, one) for one in self._blocks]
-        y_TO: Tensor = (parts[0] if len(parts) == 1 else torch.cat(parts, 1))[:rows]
+        if spare:  # any row will do, and this is faster than zeros
+            x_TI = torch.cat((x_TI, x_TI[:1].expand(spare, -1)))
+        multiply = torch.ops.quantized.linear_dynamic_fp16.default
+        if len(self._blocks) == 1:
+            y_TO: Tensor = multiply(x_TI, self._blocks[0])[:rows]
+        else:
+            y_TO = x_TI.new_empty(rows, self._outputs)
+            for place_TO, one in zip(y_TO.split(BLOCK_OUTPUTS, 1), self._blocks, strict=True):
+                place_TO.copy_(multiply(x_TI, one)[:rows])
         return y_TO if self._scale == 1.0 else y_TO.mul_(self._scale)
 
 
@@ -64,7 +71,7 @@ def try_halve(weight_OI: Tensor) -> HalfWeights | None:
         torch.ops.quantized.linear_prepack_fp16(block_OI * 2.0**power, None)
         for block_OI in weight_OI.split(BLOCK_OUTPUTS)
     ]
-    return HalfWeights(blocks, 2.0**-power, spares)
+    return HalfWeights(blocks, weight_OI.shape[0], 2.0**-power, spares)
 
 
 def _power_for(weight_OI: Tensor) -> int | None:
