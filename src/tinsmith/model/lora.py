@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -62,7 +63,7 @@ class Factors:
             y_TO.add_(b(t_TR))
             return t_TR
         t_TR = x_TI @ self.a_RI.T
-        ys, ts = y_TO.split_with_sizes(self._outputs, 1), t_TR.split_with_sizes(self._ranks, 1)
+        ys, ts = _columns(y_TO, self._outputs), _columns(t_TR, self._ranks)
         for y, t, b_OR in zip(ys, ts, self.bs_OR, strict=True):
             y.addmm_(t, b_OR.T, alpha=self.scale)
         return t_TR
@@ -70,13 +71,13 @@ class Factors:
     def backward(self, dx_TI: Tensor, dy_TO: Tensor, x_TI: Tensor, t_TR: Tensor) -> None:
         """Add to the inputs' gradient, and to the factors' own."""
         dt_TR = torch.empty_like(t_TR)
-        dys, dts = dy_TO.split_with_sizes(self._outputs, 1), dt_TR.split_with_sizes(self._ranks, 1)
+        dys, dts = _columns(dy_TO, self._outputs), _columns(dt_TR, self._ranks)
         for dy, dt, b_OR in zip(dys, dts, self.bs_OR, strict=True):
             torch.mm(dy, b_OR, out=dt)
         dx_TI.addmm_(dt_TR, self.a_RI, alpha=self.scale)
         if self.grad_a_RI is None:
             return
-        ts = t_TR.split_with_sizes(self._ranks, 1)
+        ts = _columns(t_TR, self._ranks)
         for gradient, dy, t in zip(self.grad_bs_OR, dys, ts, strict=True):
             self._gather(gradient, dy.T, t)
         self._gather(self.grad_a_RI, dt_TR.T, x_TI)
@@ -97,6 +98,11 @@ class Factors:
             gradient.add_(left @ right, alpha=self.scale)
         else:
             gradient.copy_(left @ right).mul_(self.scale)
+
+
+def _columns(rows: Tensor, sizes: list[int]) -> Sequence[Tensor]:
+    """Those of each part. Most layers have one part, and few rows cost as much as a view does."""
+    return (rows,) if len(sizes) == 1 else rows.split_with_sizes(sizes, 1)
 
 
 class FusedLora:
