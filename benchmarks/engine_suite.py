@@ -30,7 +30,8 @@ that process just before, if each token takes 4 operations for each frozen weigh
 the adapter's in training, and 2 for each weight in sampling: what is computed once for many exceeds
 it. *Resident* is the largest memory of the process so far, model and libraries included.
 
-SmolLM2 is the real model where it can be had; the others have random weights.
+SmolLM2 is the real model where it can be had; the others have random weights. All are files of
+bfloat16, as most published models are.
 """
 
 _TITLES = {"135m": "SmolLM2-135M", "30m": "30M", "1m": "1M"}

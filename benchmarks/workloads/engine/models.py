@@ -2,7 +2,8 @@
 
 `135m` is SmolLM2-135M-Instruct, from the model cache or fetched into it; where it cannot be had,
 random weights of its shape, which cost the same. The others are random: `30m` a Qwen3, `1m` a
-Llama. Made once, under `results/scratch/models`.
+Llama. Made once, under `results/scratch/models`. Like most models that are published, all have
+their weights in bfloat16, whatever is computed in.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _COMMON: dict[str, Any] = {
     "tie_word_embeddings": True,
     "rms_norm_eps": 1e-5,
     "max_position_embeddings": 8192,
-    "torch_dtype": "float32",
+    "torch_dtype": "bfloat16",
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
@@ -177,5 +178,6 @@ def _make_random(folder: Path, shape: dict[str, Any]) -> None:
                 weights[f"{at}.self_attn.{name}.weight"] = torch.ones(shape["head_dim"])
     work = Path(tempfile.mkdtemp(dir=folder.parent))
     (work / "config.json").write_text(json.dumps(shape, indent=1))
-    save_file(weights, str(work / "model.safetensors"), metadata={"format": "pt"})
+    halved = {name: weight.bfloat16() for name, weight in weights.items()}
+    save_file(halved, str(work / "model.safetensors"), metadata={"format": "pt"})
     work.rename(folder)
