@@ -13,6 +13,7 @@ import asyncio
 import concurrent.futures
 import functools
 import logging
+import os
 import queue
 import threading
 import time
@@ -30,6 +31,14 @@ _log = logging.getLogger(__name__)
 STRETCH_S = 0.5
 """How long a thread waits at a stretch. Python misses a Ctrl-C that comes just before it begins to
 wait for a lock, and sees it only when the wait is over."""
+
+
+_lock = threading.RLock()
+"""The lock of all futures. Whoever has it makes a few assignments, and gives it up to wait."""
+if hasattr(os, "register_at_fork"):  # a child finds it free, and no future half settled
+    os.register_at_fork(
+        before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
+    )
 
 
 class APIFuture(concurrent.futures.Future[T], Generic[T]):
@@ -152,34 +161,35 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
 
 
 class _LazyCondition:
-    """A condition that is made when a thread waits for it.
+    """A condition that is made when a thread waits for it, on a lock that all futures share.
 
     Most futures are awaited by coroutines, or settled before anybody asks. A condition is nine
     objects; with thousands of futures under way the garbage collector looks at them all the time.
+    And a lock of its own for each would be a few bytes between prompts of a hundred kilobytes: one
+    that is still there, or that the C library keeps for the next, holds all that is freed below it.
     """
 
-    __slots__ = ("_condition", "_lock")
+    __slots__ = ("_condition",)
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
         self._condition: threading.Condition | None = None
 
     def acquire(self) -> bool:
-        return self._lock.acquire()
+        return _lock.acquire()
 
     def release(self) -> None:
-        self._lock.release()
+        _lock.release()
 
     def __enter__(self) -> None:
-        self._lock.acquire()
+        _lock.acquire()
 
     def __exit__(self, *_: object) -> None:
-        self._lock.release()
+        _lock.release()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Whoever calls this has acquired it, and so nobody else makes one meanwhile."""
         if self._condition is None:
-            self._condition = threading.Condition(self._lock)
+            self._condition = threading.Condition(_lock)
         return self._condition.wait(timeout)
 
     def notify_all(self) -> None:
