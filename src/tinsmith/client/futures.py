@@ -10,18 +10,18 @@ Knows nothing of how results are made or fetched.
 from __future__ import annotations
 
 import asyncio
+import collections
 import concurrent.futures
 import functools
 import logging
-import os
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Generic, TypeVar
 
 from tinsmith.client.forking import in_child
-from tinsmith.client.inbox import inbox_of
 from tinsmith.errors import APITimeoutError
 
 T = TypeVar("T")
@@ -31,14 +31,6 @@ _log = logging.getLogger(__name__)
 STRETCH_S = 0.5
 """How long a thread waits at a stretch. Python misses a Ctrl-C that comes just before it begins to
 wait for a lock, and sees it only when the wait is over."""
-
-
-_lock = threading.RLock()
-"""The lock of all futures. Whoever has it makes a few assignments, and gives it up to wait."""
-if hasattr(os, "register_at_fork"):  # a child finds it free, and no future half settled
-    os.register_at_fork(
-        before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
-    )
 
 
 class APIFuture(concurrent.futures.Future[T], Generic[T]):
@@ -153,7 +145,8 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
         if not self.done():
             loop = asyncio.get_running_loop()
             waiter = loop.create_future()
-            self.when_settled(functools.partial(inbox_of(loop).put, waiter))
+            inbox = _inboxes.of(loop)
+            self.when_settled(functools.partial(inbox.put, waiter))
             await waiter
         if self.cancelled():
             raise asyncio.CancelledError(f"{self.what} was cancelled")
@@ -161,35 +154,34 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
 
 
 class _LazyCondition:
-    """A condition that is made when a thread waits for it, on a lock that all futures share.
+    """A condition that is made when a thread waits for it.
 
     Most futures are awaited by coroutines, or settled before anybody asks. A condition is nine
     objects; with thousands of futures under way the garbage collector looks at them all the time.
-    And a lock of its own for each would be a few bytes between prompts of a hundred kilobytes: one
-    that is still there, or that the C library keeps for the next, holds all that is freed below it.
     """
 
-    __slots__ = ("_condition",)
+    __slots__ = ("_condition", "_lock")
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()
         self._condition: threading.Condition | None = None
 
     def acquire(self) -> bool:
-        return _lock.acquire()
+        return self._lock.acquire()
 
     def release(self) -> None:
-        _lock.release()
+        self._lock.release()
 
     def __enter__(self) -> None:
-        _lock.acquire()
+        self._lock.acquire()
 
     def __exit__(self, *_: object) -> None:
-        _lock.release()
+        self._lock.release()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Whoever calls this has acquired it, and so nobody else makes one meanwhile."""
         if self._condition is None:
-            self._condition = threading.Condition(_lock)
+            self._condition = threading.Condition(self._lock)
         return self._condition.wait(timeout)
 
     def notify_all(self) -> None:
@@ -211,6 +203,70 @@ async def within(timeout_s: float, work: Coroutine[Any, Any, T], what: str) -> T
         if not limit.expired():
             raise  # the work's own
         raise APITimeoutError(f"{what}: not done within {timeout_s:g} s") from exc
+
+
+class _Inbox:
+    """Waiters of one event loop that can go on; a burst of them costs one wake-up."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = weakref.ref(loop)
+        self._ready: collections.deque[asyncio.Future[None]] = collections.deque()
+        self._is_woken = False
+
+    def put(self, waiter: asyncio.Future[None], _: object = None) -> None:
+        """Let a waiter go on; the future that was settled may be given too."""
+        # Append, then look at the flag; the loop clears the flag, then drains: nothing is missed.
+        self._ready.append(waiter)
+        if self._is_woken:
+            return
+        self._is_woken = True
+        try:
+            here = asyncio.get_running_loop()
+        except RuntimeError:
+            self._wake()
+        else:
+            here.call_soon(self._wake)  # whatever else is settled in this turn goes along
+
+    def _wake(self) -> None:
+        loop = self._loop()
+        try:
+            if loop is not None:
+                loop.call_soon_threadsafe(self._drain)
+        except RuntimeError:  # the loop is closed, and so nobody waits
+            _log.debug("a result came for an event loop that is closed")
+            self._is_woken = False  # nor is the next one kept
+            self._ready.clear()  # waiters hold their loop, which would be kept for ever
+
+    def _drain(self) -> None:
+        self._is_woken = False
+        while self._ready:
+            waiter = self._ready.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+
+
+class _Inboxes:
+    """The inbox of each event loop that waits for results."""
+
+    def __init__(self) -> None:
+        self.begin_anew()
+        in_child(self.begin_anew)
+
+    def begin_anew(self) -> None:
+        self._of: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Inbox] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._lock = threading.Lock()
+
+    def of(self, loop: asyncio.AbstractEventLoop) -> _Inbox:
+        with self._lock:
+            inbox = self._of.get(loop)
+            if inbox is None:
+                inbox = self._of[loop] = _Inbox(loop)
+            return inbox
+
+
+_inboxes = _Inboxes()
 
 
 class _CallbackThread:

@@ -249,12 +249,12 @@ class _Shared:
         in_child(self.begin_anew)
 
     def begin_anew(self) -> None:
-        self.limiters: weakref.WeakValueDictionary[tuple[str, Secret | None], Limiter] = (
+        self.limiters: weakref.WeakValueDictionary[tuple[str, int], Limiter] = (
             weakref.WeakValueDictionary()
         )
         self._lock = threading.Lock()
 
-    def get(self, key: tuple[str, Secret | None]) -> Limiter:
+    def get(self, key: tuple[str, int]) -> Limiter:
         with self._lock:
             limiter = self.limiters.get(key)
             if limiter is None:
@@ -268,9 +268,11 @@ _shared = _Shared()
 def shared_limiter(base_url: str, api_key: Secret | None) -> Limiter:
     """The one limiter for this address and key in the process, made if there is none.
 
-    The address counts with scheme, host, port and path.
+    The address counts with scheme, host, port and path; of the key a digest alone is kept.
     """
-    return _shared.get((_address(base_url), api_key))
+    # Python's own digest of 64 bits, which no other process can repeat: hashlib is a megabyte.
+    digest = hash("" if api_key is None else api_key.reveal())
+    return _shared.get((_address(base_url), digest))
 
 
 def _address(base_url: str) -> str:

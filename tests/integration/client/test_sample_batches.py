@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from tinsmith.client import inbox
 from tinsmith.client.background import background
 from tinsmith.client.poller import Poll
 from tinsmith.client.retry import RetryBudget
@@ -112,47 +111,6 @@ def test_a_burst_leaves_in_few_requests_and_comes_back_in_few(
     # As many as there were turns of the loop while they were made, and that is far below 400.
     assert len(service.requests("asample_many")) + len(service.requests("asample")) < 200
     assert len(service.requests("retrieve_results")) < 200
-
-
-def test_callers_go_on_before_the_next_part_of_a_burst_is_delivered(
-    sampler: SamplingClient, service: ScriptedService, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else samples that left together would leave and end together for ever."""
-    monkeypatch.setattr(inbox, "TURN_S", WAIT_S)
-    monkeypatch.setattr(inbox, "LATE_S", WAIT_S)
-    deliver = result_feed.ResultFeed._deliver
-    held = service.faults.hold_commands("asample")
-    parts: list[int] = []
-    gone_on = 0
-    gone_on_at_parts: list[int] = []
-
-    def noted(self: Any, part: list[Any]) -> None:
-        gone_on_at_parts.append(gone_on)
-        parts.append(len(part))
-        deliver(self, part)
-
-    async def caller(prompt: ModelInput) -> None:
-        nonlocal gone_on
-        for _ in range(2):
-            await sampler.sample_async(prompt, 1, PARAMS)
-            gone_on += 1
-
-    async def whole() -> None:
-        callers = asyncio.gather(*map(caller, prompts(48)))
-        async with asyncio.timeout(WAIT_S):
-            while len(sent_numbers(service)) < 48:  # noqa: ASYNC110 - it is another thread's
-                await asyncio.sleep(0.005)
-            held.release()
-            await callers
-
-    monkeypatch.setattr(result_feed.ResultFeed, "_deliver", noted)
-    asyncio.run(whole())
-
-    assert sum(parts) == 96
-    assert max(parts) <= 17
-    for number, size in enumerate(parts[:-1]):
-        if size >= result_feed.WORTH_A_TURN:
-            assert gone_on_at_parts[number + 1] == sum(parts[: number + 1])
 
 
 def test_what_comes_back_is_what_a_plain_service_gives(sampler: SamplingClient) -> None:

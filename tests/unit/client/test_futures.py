@@ -6,8 +6,6 @@ import _thread
 import asyncio
 import concurrent.futures
 import gc
-import os
-import signal
 import sys
 import threading
 import weakref
@@ -364,32 +362,13 @@ def test_a_timeout_error_of_the_work_is_not_taken_for_one_of_the_wait() -> None:
     assert caught.value is error
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on Windows")
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_forked_child_can_settle_futures_whoever_settled_some_at_that_moment() -> None:
-    is_over = threading.Event()
+def test_whoever_holds_one_future_holds_up_no_other() -> None:
+    """`concurrent.futures.wait` takes the locks of all it is given, others' futures among them."""
+    held, other = APIFuture[int](), APIFuture[int]()
 
-    def settle_all_the_time() -> None:
-        while not is_over.is_set():
-            with APIFuture()._condition:
-                sum(range(1000))
+    with held._condition:
+        settling = threading.Thread(target=other.settle, args=(1,))
+        settling.start()
+        settling.join(30.0)
 
-    busy = threading.Thread(target=settle_all_the_time)
-    busy.start()
-    try:
-        codes = [_code_of_child() for _ in range(10)]
-    finally:
-        is_over.set()
-        busy.join()
-
-    assert codes == [0] * 10
-
-
-def _code_of_child() -> int:
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    signal.alarm(10)  # or a child that hangs would never end
-    future: APIFuture[int] = APIFuture()
-    future.settle(1)
-    os._exit(0 if future.result(5.0) == 1 else 1)
+        assert other.done()

@@ -18,7 +18,6 @@ import logging
 import time
 from collections.abc import Callable
 
-from tinsmith.client.inbox import let_callers_run
 from tinsmith.client.poller import LONGEST_PAUSE_S, SHORTEST_POLL_S
 from tinsmith.client.queue_state import StateTeller
 from tinsmith.client.retry import may_pass
@@ -40,11 +39,6 @@ MOST_UNCLAIMED_RESULTS = 1000
 """How many of them are kept with their results."""
 REPORT_AFTER_S = 1.0
 """How long reports wait for a poll that is made anyway."""
-PARTS, LEAST_PART = 3, 16
-"""Into how many parts the results of all samples that wait would be parted, if they came at once,
-and the least part: each costs a request or two."""
-WORTH_A_TURN = 4
-"""After fewer results nobody is let run first: to switch threads costs more than their turn."""
 LINGER_MS = 5.0
 LINGERS_FROM = 16
 """While so many samples wait, the service may wait a moment for a second result to answer with."""
@@ -146,7 +140,7 @@ class ResultFeed:
                 continue
             failing_since = None
             self._take_queue_state(answer, asked_at)
-            await self._deliver_in_parts(answer.completions)
+            self._deliver(answer.completions)
             if answer.completions or time.monotonic() - asked_at >= LONGEST_PAUSE_S:
                 quick_answers = 0
             elif is_held:  # a server that does not hold polls open is asked less often
@@ -206,21 +200,6 @@ class ResultFeed:
             self._fetch(call, None)
 
     # Completions
-
-    async def _deliver_in_parts(self, completions: list[x.ResultCompletion]) -> None:
-        """Deliver them, and let callers who ask for more do so before the next part.
-
-        Else all samples of a burst would leave and end together for ever, and their server and
-        their client would each wait for the other.
-        """
-        size = max(LEAST_PART, len(self._waiting) // PARTS + 1)
-        for start in range(0, len(completions), size):
-            part = completions[start : start + size]
-            self._deliver(part)
-            if len(part) >= WORTH_A_TURN:
-                let_callers_run()
-                await asyncio.sleep(0)  # what they ask for is taken
-                await asyncio.sleep(0)  # and sent
 
     def _deliver(self, completions: list[x.ResultCompletion]) -> None:
         large: list[tuple[SampleCall, int | None]] = []
