@@ -103,7 +103,7 @@ def training(
     optimizer = torch.optim.AdamW(trained(peft, "one"), lr=1e-4, betas=(0.9, 0.95), weight_decay=0)
     turns = itertools.count(1)
 
-    def run() -> dict[str, float]:
+    def run(batch: str) -> dict[str, float]:
         sequences = training_batch(batch, size.vocabulary, next(turns))
         tokens = sum(one.positions for one in sequences)
         longest = max(one.positions for one in sequences)
@@ -119,8 +119,10 @@ def training(
         optimizer.zero_grad()
         return turn.figures(tokens * share, size.training_flops(1, RANK) * tokens * share)
 
-    run()  # what a process takes of memory for the first time is not what a pass costs
-    return run
+    # What a process takes of memory for the first time is not what a pass costs. In bfloat16 that
+    # is nothing beside products that may take minutes.
+    run(batch if kind == torch.float32 else "tiny")
+    return lambda: run(batch)
 
 
 def adapters(model: str, dtype: str = "float32") -> Callable[[], dict[str, float]]:
