@@ -14,7 +14,6 @@ written keeps the C library from giving the memory of all of them back.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from msgspec.structs import astuple
@@ -96,18 +95,18 @@ class RequestTexts:
     # The prompt
 
     def _prompt(self, prompt: ModelInput, early: EarlyText | None) -> Parts:
-        chunks = prompt.chunks
+        chunks = prompt.chunks.copy()  # one look: a caller's thread may still change the list
         key = tuple(map(id, chunks))
         known = self._kept.pop(key, None)
-        text = None if known is None else known.text
+        text = None if known is None else known.text_if_alive()
         if known is None or text is None:
             self._kept_bytes -= 0 if known is None else known.size
             text = _prompt_text(chunks, early)
             size = _size(text)
-            if size > self._most_bytes:
+            known = _keep(chunks, text, size) if size <= self._most_bytes else None
+            if known is None:
                 return text
             self._make_room(size)
-            known = _KeptText(chunks, text, size)
         self._kept[key] = known
         return text
 
@@ -116,26 +115,49 @@ class RequestTexts:
         while self._kept_bytes > self._most_bytes:
             oldest = self._kept.pop(next(iter(self._kept)))
             self._kept_bytes -= oldest.size
-            oldest.drop()
 
 
-class _KeptText:
-    """A prompt's text, until one of the prompt's chunks is gone and others may have its identity.
+class _Text:
+    """A text that goes as soon as one of its chunks does, on whichever thread held that last.
 
-    A chunk goes on whichever thread held it last, so that its text is dropped there; to take what
-    is left of it out of the dict is for the thread that reads the dict.
+    It does not know who watches the chunks, so that no circle keeps it once nobody asks for it.
     """
 
-    __slots__ = ("_watched", "size", "text")
+    __slots__ = ("parts",)
 
-    def __init__(self, chunks: Iterable[ModelInputChunk], text: Parts, size: int) -> None:
-        self.text: Parts | None = text
-        self.size = size
-        self._watched = [weakref.ref(chunk, self.drop) for chunk in chunks]
+    def __init__(self, parts: Parts) -> None:
+        self.parts: Parts | None = parts
 
-    def drop(self, _: object = None) -> None:
-        """Let go of the text, and of the circle that watching is."""
-        self.text, self._watched = None, []
+    def drop(self, _: object) -> None:
+        self.parts = None
+
+
+class _KeptText(NamedTuple):
+    """What is left of it when its chunks are gone is for the thread that reads the dict."""
+
+    text: _Text
+    size: int
+    watched: list[weakref.ref[ModelInputChunk]]
+
+    def text_if_alive(self) -> Parts | None:
+        """The text, unless the chunks that it was made from are gone and others have their place.
+
+        That the text was dropped is not enough to ask: where Python cannot call what drops it, as
+        at the limit of recursion, it passes that over.
+        """
+        for chunk in self.watched:
+            if chunk() is None:
+                return None
+        return self.text.parts
+
+
+def _keep(chunks: list[ModelInputChunk], parts: Parts, size: int) -> _KeptText | None:
+    text = _Text(parts)
+    drop = text.drop
+    try:
+        return _KeptText(text, size, [weakref.ref(chunk, drop) for chunk in chunks])
+    except TypeError:  # of something that a caller put among the chunks
+        return None
 
 
 def _size(text: Parts) -> int:

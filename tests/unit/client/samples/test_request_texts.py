@@ -138,24 +138,66 @@ def test_a_text_goes_with_its_prompt_on_any_thread() -> None:
     dropping.start()
     dropping.join()
 
-    assert all(kept.text is None for kept in texts._kept.values())
+    assert all(kept.text.parts is None for kept in texts._kept.values())
     for first in range(50):  # what comes in the place of those that went
         request = a_request(a_prompt(first))
         assert b"".join(texts.encode(request)) == json_format.encode(request)
     assert texts._kept_bytes == sum(kept.size for kept in texts._kept.values())
 
 
-def test_a_text_that_had_to_go_is_freed_at_once() -> None:
-    request = a_request(a_prompt())
+def test_a_text_that_had_to_go_is_freed_at_once_though_its_prompt_stays() -> None:
+    request, other = a_request(a_prompt()), a_request(a_prompt(2000))
     texts = RequestTexts(most_bytes=512 + len(json_format.encode(request)))
-    texts.encode(request)
-    (kept,) = texts._kept.values()
+    gc.disable()
+    tracemalloc.start()
+    try:
+        text_bytes = len(b"".join(texts.encode(request)))
+        held_bytes, _ = tracemalloc.get_traced_memory()
+        texts.encode(other)
+        del texts
+        left_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        gc.enable()
 
-    other = a_request(a_prompt(2000))
-    texts.encode(other)
+    assert held_bytes > text_bytes
+    assert left_bytes < text_bytes / 5
 
-    assert kept.text is None
-    assert len(texts._kept) == 1
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_prompt_that_goes_at_the_limit_of_recursion_leaves_its_text_to_no_other() -> None:
+    """There Python cannot call what would drop the text, and the next prompt takes its place."""
+
+    def forget_at_the_bottom(held: list[SampleRequest]) -> None:
+        try:
+            forget_at_the_bottom(held)
+        except RecursionError:
+            held.clear()
+
+    texts = RequestTexts()
+    for first in range(1000, 1050):
+        held = [a_request(a_prompt(first))]
+        texts.encode(held[0])
+        forget_at_the_bottom(held)
+        request = a_request(a_prompt(first + 500))
+
+        assert b"".join(texts.encode(request)) == json_format.encode(request)
+
+    assert texts._kept_bytes == sum(kept.size for kept in texts._kept.values())
+
+
+def test_a_prompt_with_a_chunk_that_cannot_be_watched_is_written_and_not_kept() -> None:
+    texts, prompt = RequestTexts(), a_prompt()
+    plain: Any = {"type": "encoded_text", "tokens": [5]}
+    prompt.chunks.append(plain)
+    request = a_request(prompt)
+
+    first = b"".join(texts.encode(request))
+    plain["tokens"] = [6]
+    second = b"".join(texts.encode(request))
+
+    assert (first.count(b"[5]"), second.count(b"[6]")) == (1, 1)
+    assert (texts._kept, texts._kept_bytes) == ({}, 0)
 
 
 BURST = """
