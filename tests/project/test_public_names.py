@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import pydoc
 import subprocess
 import sys
 from pathlib import Path
@@ -65,3 +66,10 @@ def test_dir_shows_names_that_are_not_loaded_yet() -> None:
 def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match=r"'tinsmith' has no attribute 'no_such_name'"):
         _ = tinsmith.no_such_name  # type: ignore[attr-defined]
+
+
+def test_help_tells_of_every_public_name() -> None:
+    """It looks up what signatures name, also what is imported for type checkers alone."""
+    for name in tinsmith.__all__:
+        value = getattr(tinsmith, name)
+        assert not callable(value) or pydoc.render_doc(value), name

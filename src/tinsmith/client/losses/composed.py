@@ -27,14 +27,16 @@ from tinsmith.types.inputs import Datum
 if TYPE_CHECKING:
     import torch
 
-TermFn: TypeAlias = Callable[
-    [list[Datum], "list[torch.Tensor]"],
-    "torch.Tensor | tuple[torch.Tensor, Mapping[str, Any]]",
-]
+    TermFn: TypeAlias = Callable[
+        [list[Datum], list[torch.Tensor]],
+        torch.Tensor | tuple[torch.Tensor, Mapping[str, Any]],
+    ]
+else:  # `help` and signatures look up all that annotations name
+    TermFn: TypeAlias = Callable[..., Any]
 Weight: TypeAlias = float | Callable[[int], float]
 
 
-class LossTerm(msgspec.Struct, frozen=True):
+class LossTerm(msgspec.Struct, frozen=True, weakref=True):
     """One term of a composed loss."""
 
     name: str
@@ -70,7 +72,7 @@ class LossTerm(msgspec.Struct, frozen=True):
         return _finite(self.weight(step), self.name)
 
 
-class ComposedLoss(msgspec.Struct, frozen=True):
+class ComposedLoss(msgspec.Struct, frozen=True, weakref=True):
     """The sum of weighted terms, for `TrainingClient.forward_backward_custom`.
 
     Its metrics, for each term: `<name>:sum` is the term's value before weighting,

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import inspect
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -129,3 +131,12 @@ def test_a_weight_is_a_finite_number(weight: Any) -> None:
 def test_a_term_needs_a_function() -> None:
     with pytest.raises(TypeError, match="needs a function"):
         LossTerm("a", 1.0)  # type: ignore[arg-type]  # that is the mistake
+
+
+def test_a_term_and_a_loss_can_be_asked_about_and_watched() -> None:
+    """`help` reads the signature, and callers may key caches weakly by their losses."""
+    term = LossTerm("linear", linear)
+    loss = compose_losses(term)
+
+    assert list(inspect.signature(LossTerm).parameters) == ["name", "fn", "weight"]
+    assert (weakref.ref(term)(), weakref.ref(loss)()) == (term, loss)
