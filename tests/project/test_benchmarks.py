@@ -33,6 +33,7 @@ from benchmarks.harness.summary import compare, losses, verdicts
 from benchmarks.harness.timing import calibrate
 from benchmarks.harness.work import Work, held_bytes
 from benchmarks.suite import BENCHMARKS, PYTHONS
+from benchmarks.workloads.engine import models
 
 HERE = "tests.project.test_benchmarks"
 PYTHON = {"here": Path(sys.executable)}
@@ -313,3 +314,23 @@ def test_kept_results_are_readable_and_published() -> None:
 
     assert json.loads((kept / "latest.json").read_text()) and run.benchmarks
     assert (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8").count(run.machine.date) == 1
+
+
+def test_a_random_model_that_was_kept_from_before_its_type_changed_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page says of what type all models are; a kept folder is asked."""
+    monkeypatch.setattr(models, "FOLDER", tmp_path / "models")
+    folder = models.folder_of("1m")
+    weights = folder / "model.safetensors"
+    made = weights.read_bytes()
+    assert b'"F32"' not in made[:10_000]
+
+    weights.write_bytes(b"kept")
+    models.folder_of("1m")
+    assert weights.read_bytes() == b"kept"
+
+    former = {**models.SHAPES["1m"], "torch_dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(former))
+    models.folder_of("1m")
+    assert weights.read_bytes() == made

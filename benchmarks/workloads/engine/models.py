@@ -105,8 +105,10 @@ def _linears(shape: dict[str, Any]) -> list[tuple[str, int, int]]:
 
 
 def folder_of(name: str) -> Path:
-    """The model's folder; it is made if it is not there."""
+    """The model's folder; it is made if it is not there, or was made of another shape or type."""
     folder = FOLDER / name
+    if folder.exists() and not folder.is_symlink() and not _is_of(folder, SHAPES[name]):
+        shutil.rmtree(folder)
     if not folder.exists():
         FOLDER.mkdir(parents=True, exist_ok=True)
         found = _smollm2() if name == "135m" else None
@@ -153,6 +155,11 @@ def gguf_file() -> Path:
         finally:
             shutil.rmtree(work)
     return file
+
+
+def _is_of(folder: Path, shape: dict[str, Any]) -> bool:
+    kept: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return kept == shape
 
 
 def _make_random(folder: Path, shape: dict[str, Any]) -> None:
