@@ -265,11 +265,14 @@ def test_a_step_that_might_overflow_is_not_taken_in_place(
     assert step.largest == math.inf
 
 
-@pytest.mark.parametrize("name", ["weights", "first", "second"])
-def test_a_step_from_numbers_that_are_not_finite_is_not_taken_in_place(name: str) -> None:
-    """However they came there: it fails, and nothing is as it was not before."""
+@pytest.mark.parametrize(
+    ("name", "odd"),
+    [("weights", math.nan), ("first", math.nan), ("second", math.nan), ("second", -1.0)],
+)
+def test_a_step_that_has_to_fail_is_not_taken_in_place(name: str, odd: float) -> None:
+    """However such numbers came there: it fails, and nothing is as it was not before."""
     before = {"weights": some(0), "first": some(3), "second": some(4).abs()}
-    before[name][5] = math.nan
+    before[name][5] = odd
     given = {key: one.clone() for key, one in before.items()}
     moments = {key: given[key] for key in ("first", "second")}
 

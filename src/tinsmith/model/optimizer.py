@@ -245,17 +245,15 @@ class _RowNorms:
 
 
 def _largest(weights_N: Tensor, moments: Mapping[str, Tensor]) -> float:
-    """`Step.largest`; infinite if something is not a finite number."""
-    found = [_farthest(weights_N)]
-    for name, moment_N in moments.items():
-        found.append(math.sqrt(_farthest(moment_N)) if name == SECOND else _farthest(moment_N))
+    """`Step.largest`; infinite if something is not a finite number, or has no root."""
+    found: list[float] = []
+    for name, vector_N in {"weights": weights_N, **moments}.items():
+        least, most = map(float, vector_N.aminmax())
+        if name == SECOND:  # one below 0 can only come of a checkpoint that is broken
+            found.append(math.inf if least < 0 else math.sqrt(most))
+        else:
+            found.append(max(-least, most))
     return max(found) if all(map(math.isfinite, found)) else math.inf
-
-
-def _farthest(vector_N: Tensor) -> float:
-    """How far from 0 the farthest number is."""
-    least, most = vector_N.aminmax()
-    return max(-float(least), float(most))
 
 
 def _stays_safe(params: OptimParams, largest: float, step: int) -> bool:
