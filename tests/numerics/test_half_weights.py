@@ -12,14 +12,14 @@ import torch
 from tests.numerics.sample_works import logprobs_of, prompt_of, run, work
 from tests.numerics.small_models import make_model
 from tinsmith.engines.embedded.sampler import Sampler
-from tinsmith.model import half_weights, linear
+from tinsmith.model import linear
 from tinsmith.model.half_weights import try_halve
 from tinsmith.model.linear import Linear
 from tinsmith.model.load_weights import load_transformer
 from tinsmith.model.transformer import Transformer
 
 pytestmark = pytest.mark.skipif(
-    half_weights._spare_rows() is None, reason="this machine has no kernel for them"
+    try_halve(torch.ones(1, 1)) is None, reason="this machine has no kernel for them"
 )
 
 
@@ -85,10 +85,62 @@ def test_weights_that_would_lose_digits_are_not_taken(odd: float) -> None:
     assert try_halve(weight_OI) is None
 
 
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("row", [3, 5000])
+def test_weights_that_are_not_finite_are_not_taken(odd: float, row: int) -> None:
+    """Wherever they are, and though float16 has them too: what is infinite would come out 65504."""
+    weight_OI = _published(5001, 16).half().float()
+    weight_OI[row, 5] = odd
+
+    assert try_halve(weight_OI) is None
+
+
+def test_another_engine_of_torch_is_gone_along_with() -> None:
+    """One that packs nothing: what is loaded then does without, and what is there goes on."""
+    weight_OI, x_TI = _published(700, 576), torch.randn(9, 576)
+    half, before = try_halve(weight_OI), torch.backends.quantized.engine
+    assert half is not None
+    wanted_TO = half(x_TI)
+
+    try:
+        torch.backends.quantized.engine = "onednn"
+        frozen = Linear(weight_OI)
+        found_TO = half(x_TI)
+    finally:
+        torch.backends.quantized.engine = before
+
+    assert frozen._half is None
+    assert torch.equal(found_TO, wanted_TO)
+    torch.testing.assert_close(frozen(x_TI), wanted_TO, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize(("inputs", "is_half"), [(32, False), (255, False), (256, True)])
+def test_narrow_weights_are_not_halved(inputs: int, is_half: bool) -> None:
+    """They would take more memory than they do in float32."""
+    assert (Linear(_published(5000, inputs))._half is not None) == is_half
+
+
+def test_a_row_that_is_not_finite_changes_no_other() -> None:
+    """Neither as the first, which fills up others, nor as the last."""
+    half = try_halve(_published(700, 576))
+    assert half is not None
+    x_TI = torch.randn(7, 576)
+    y_TO = half(x_TI)
+
+    for row in range(7):
+        for odd in (float("nan"), float("inf"), 1e38):
+            broken_TI = x_TI.clone()
+            broken_TI[row] = odd
+            same_TO = half(broken_TI)
+            assert torch.equal(same_TO[:row], y_TO[:row])
+            assert torch.equal(same_TO[row + 1 :], y_TO[row + 1 :])
+
+
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Transformer:
     """One that was published in bfloat16, with weights as small as tests need them."""
     monkeypatch.setattr(linear, "SMALL_NUMBERS", 0)
+    monkeypatch.setattr(linear, "HALF_INPUTS", 0)
     theirs: Any = make_model(tmp_path, "Llama")
     theirs.to(torch.bfloat16).save_pretrained(tmp_path)
     made = load_transformer(tmp_path, dtype=torch.float32)

@@ -27,6 +27,8 @@ _LARGEST = 2.0**15
 """What the largest weight is scaled to, at most."""
 _LEAST_STEP = 2.0**-25
 """Half of the smallest number of float16: how far off a weight may be, once it is scaled."""
+_CHECKED = 1 << 17
+"""Weights that are looked at together."""
 _PERIOD = 120
 """The kernel takes so many rows at a time, and then those that are left."""
 _MOST_SPARE = 4
@@ -63,8 +65,11 @@ def try_halve(weight_OI: Tensor) -> HalfWeights | None:
     """None for weights that would lose digits, or where there is no such kernel."""
     if weight_OI.device.type != "cpu" or weight_OI.dtype != torch.float32:
         return None
+    # Asked each time: whoever shares this process may choose another, which then packs nothing.
+    if torch.backends.quantized.engine not in ("x86", "fbgemm"):
+        return None
     spares = _spare_rows()
-    power = _power_for(weight_OI)
+    power = None if spares is None else _power_for(weight_OI)
     if spares is None or power is None:
         return None
     blocks = [
@@ -76,12 +81,14 @@ def try_halve(weight_OI: Tensor) -> HalfWeights | None:
 
 def _power_for(weight_OI: Tensor) -> int | None:
     """Of two, to scale by: none if that is exact, else the largest. None if digits are lost."""
-    blocks = weight_OI.split(BLOCK_OUTPUTS)  # some at a time: a vocabulary's copies take much
+    least, most = weight_OI.aminmax()
+    largest = max(-float(least), float(most))
+    if not largest < math.inf:  # not a number, too; packing would make another of what is infinite
+        return None
+    # So many at a time as caches hold: fresh memory for copies takes longer than to look at them.
+    blocks = weight_OI.split(max(1, _CHECKED // weight_OI.shape[1]))
     if all(torch.equal(one.half().float(), one) for one in blocks):
         return 0
-    largest = max(float(one.abs().max()) for one in blocks)
-    if not 0.0 < largest < math.inf:  # not a number, too
-        return None
     power = math.floor(math.log2(_LARGEST / largest))
     if abs(power) > 64 or any(_loss(one * 2.0**power) > _LEAST_STEP for one in blocks):
         return None
@@ -96,11 +103,9 @@ def _loss(scaled_OI: Tensor) -> float:
 def _spare_rows() -> list[int] | None:
     """How many rows to add to so many, by what is left over of whole periods.
 
-    None if there is no kernel here, or if it is not as we know it: rows that come out different for
-    reasons of their own would break what is promised of samples.
+    None if the kernel is not as we know it: rows that come out different for reasons of their own
+    would break what is promised of samples.
     """
-    if torch.backends.quantized.engine not in ("x86", "fbgemm"):
-        return None
     chance = torch.Generator().manual_seed(0)
     # More inputs than the kernel takes at a time, and outputs that fill no whole vector.
     weight_OI, x_TI = (torch.randn(size, 530, generator=chance) for size in (19, 3 * _PERIOD))

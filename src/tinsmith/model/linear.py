@@ -39,6 +39,9 @@ from the number of rows; and weights of so few are not worth widening."""
 INPUT_STEP = 4
 """Of the inputs of a product that is not packed. With other numbers of them, and with three threads
 or more, the bits of a row follow from the number of rows."""
+HALF_INPUTS = 256
+"""FBGEMM fills up inputs to a multiple of 512: with fewer than these, sixteen bits take more memory
+than float32, eight times as much with 32, and more time."""
 SMALL_NUMBERS = 1 << 17
 """Weights of no more are not packed in float32: a call of oneDNN takes some 20 µs before it begins,
 which is more than the whole product of a few rows with them."""
@@ -74,7 +77,7 @@ class Linear:
         self._blocks: tuple[Tensor, ...] = ()
         if weight_OI.dtype != self.dtype:
             self._blocks = weight_OI.tensor_split(_block_count(weight_OI.shape, self.dtype))
-        elif is_packed and weight_OI.numel() > SMALL_NUMBERS:
+        elif is_packed and weight_OI.numel() > SMALL_NUMBERS and weight_OI.shape[1] >= HALF_INPUTS:
             self._half = try_halve(weight_OI)
         if is_packed and not self._blocks and self._half is None and can_pack(weight_OI):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _PACKED_FOR_ROWS)
