@@ -122,9 +122,10 @@ _TRAINING_NOTE = (
     "What passes save together is the reading of the base's weights; the more tokens a pass has, "
     "the less of its time that is. In float32 the base's products alone, without adapters and "
     "steps, take about 2.0 times as long at 8 × 16 rows as at 1 × 128 for SmolLM2, and 2.2 times "
-    "for the 30M model: what is gained beyond that comes of the calls' own costs. Aims that "
-    "concern the machine's rate, and not what need not be computed, are those of bfloat16, below: "
-    "in float32 the loop is at two thirds of that rate by itself."
+    "for the 30M model: what is gained beyond that comes of the calls' own costs. Aims for "
+    "even batches and for adapters were set for bfloat16 and stand with its tables, below. In "
+    "float32 the loop is with even batches of the two larger models at two thirds of the machine's "
+    "rate by itself."
 )
 
 
@@ -181,8 +182,9 @@ _SAMPLING_NOTE = (
     "the last sample. *16 of one prompt* draws 16 samples of one prompt of 128. An adapter is "
     "one of rank 32 on all linear layers, which is not merged into the base. *A long prompt* has "
     "1,536 tokens, and eight short ones of 32 come right behind it: the first token is that of "
-    "the short ones. Where `generate` or vLLM is at half of the machine's matmul rate or above, "
-    "nobody can be more than twice as fast: the aims for 32 samples are those of bfloat16, below."
+    "the short ones. The aims for 32 samples were set for bfloat16 and stand with its tables, "
+    "below; the share of the matmul rate that a rival has tells the most that can be gained on it: "
+    "of one that is at half of it, twice the tokens."
 )
 
 
@@ -240,12 +242,14 @@ SAMPLING = (
 _HALF = {"dtype": "bfloat16"}
 _SHORT = {"prompt": "16", "new": "8", **_HALF}
 _HALF_NOTE = (
-    "As above, with the base in bfloat16, for which the aims were set. Since the others need so "
-    "long for it here, even is 4 × 32 tokens, and 8 or 32 samples have prompts of 16 tokens and 8 "
-    "new ones. **On a machine without hardware for bfloat16**, as that above is unless it says "
-    "`avx512_bf16` or `amx`, **torch's products in that type are what makes the others slow**, by "
-    "a factor of up to twenty; ours holds the weights in it and computes in float32. The tables "
-    "for float32 show the most that the others reach on such a machine."
+    "As above, with the base in bfloat16, for which the aims were set, on a machine that has "
+    "hardware for it. Since the others need so long without, even is 4 × 32 tokens, 8 or 32 "
+    "samples have prompts of 16 tokens and 8 new ones, and before ragged batches and groups the "
+    "loop warms up with 4 × 32 tokens. **On a machine without hardware for bfloat16**, and of the "
+    "one above it is said whether it has some, **torch's products in that type are what makes the "
+    "others slow**, by a factor of twenty and more, and an aim that is reached there tells of "
+    "little else; ours then holds the weights in it and computes in float32. The tables for "
+    "float32 show the most that the others reach on such a machine."
 )
 
 

@@ -25,6 +25,8 @@ for name in (
         pass
 """
 
+_BFLOAT16_FLAGS = "avx512_bf16", "amx_bf16", "bf16"  # the last is that of ARM
+
 
 def describe(pythons: Mapping[str, Path], root: Path) -> Machine:
     """This machine now, and what each environment holds."""
@@ -46,12 +48,21 @@ def load() -> float:
 
 
 def _cpu_model() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return cpu_in_words(text)
+
+
+def cpu_in_words(cpuinfo: str) -> str:
+    """The CPU's name, and with what it multiplies bfloat16: speeds in that type hang on it."""
+    pairs = (line.partition(":") for line in cpuinfo.splitlines())
+    about = {name.strip(): value.strip() for name, _, value in pairs}
+    name = about.get("model name") or platform.processor() or platform.machine()
+    flags = (about.get("flags") or about.get("Features") or "").split()
+    has = ", ".join(flag for flag in _BFLOAT16_FLAGS if flag in flags)
+    return f"{name}, {has or 'no hardware for bfloat16'}"
 
 
 def _memory_gb() -> float:

@@ -334,3 +334,18 @@ def test_a_random_model_that_was_kept_from_before_its_type_changed_is_made_anew(
     (folder / "config.json").write_text(json.dumps(former))
     models.folder_of("1m")
     assert weights.read_bytes() == made
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("flags\t\t: fpu avx512f", "no hardware for bfloat16"),
+        ("flags\t\t: fpu avx512_bf16 amx_bf16 amx_tile", "avx512_bf16, amx_bf16"),
+        ("Features\t: fp asimd bf16", "bf16"),
+    ],
+)
+def test_a_page_says_whether_the_machine_multiplies_bfloat16(flags: str, said: str) -> None:
+    """Its notes on bfloat16 refer to that."""
+    cpuinfo = f"processor\t: 0\nmodel name\t: A CPU: fast\n{flags}\n\n"
+
+    assert machine.cpu_in_words(cpuinfo * 2) == f"A CPU: fast, {said}"

@@ -270,7 +270,8 @@ def shared_limiter(base_url: str, api_key: Secret | None) -> Limiter:
 
     The address counts with scheme, host, port and path; of the key a digest alone is kept.
     """
-    # Python's own digest of 64 bits, which no other process can repeat: hashlib is a megabyte.
+    # Python's own digest of 64 bits, salted by the process unless PYTHONHASHSEED is set, and told
+    # to nobody: hashlib is a megabyte.
     digest = hash("" if api_key is None else api_key.reveal())
     return _shared.get((_address(base_url), digest))
 
