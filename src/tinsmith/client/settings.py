@@ -139,6 +139,8 @@ def _checked_url(text: str) -> str:
         is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and not parts.query
         holds_credential = "@" in parts.netloc
         _ = parts.port  # raises where it is no number
+        if parts.hostname and not parts.hostname.isascii():
+            parts.hostname.encode("idna")  # raises where no name can be so
     except ValueError:
         is_good = False
     if holds_credential:

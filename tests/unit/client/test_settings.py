@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tinsmith.client.settings import settings_from
+from tinsmith.errors import ValidationError
 
 ADDRESS = "http://127.0.0.1:8000"
 
@@ -19,3 +22,15 @@ def test_tags_that_are_an_argument_count_before_the_environment() -> None:
     settings = settings_from(base_url=ADDRESS, environment=environment, tags=("mine",))
 
     assert settings.tags == ("mine",)
+
+
+@pytest.mark.parametrize("url", ["ftp://host", "http://", "http://h:x", "http://bücher..example"])
+def test_an_address_that_is_none_is_refused_with_the_remedy(url: str) -> None:
+    with pytest.raises(ValidationError, match="is not an http or https address; give one like"):
+        settings_from(base_url=url, environment={})
+
+
+def test_an_address_may_have_a_name_outside_ascii() -> None:
+    url = "http://bücher.example:8000"
+
+    assert settings_from(base_url=url, environment={}).base_url == url
