@@ -13,7 +13,7 @@ from tests.numerics.sample_works import logprobs_of, prompt_of, run, work
 from tests.numerics.small_models import make_model
 from tinsmith.engines.embedded.sampler import Sampler
 from tinsmith.model import linear
-from tinsmith.model.half_weights import try_halve
+from tinsmith.model.half_weights import BLOCK_OUTPUTS, try_halve
 from tinsmith.model.linear import Linear
 from tinsmith.model.load_weights import load_transformer
 from tinsmith.model.transformer import Transformer
@@ -29,7 +29,7 @@ def _published(outputs: int, inputs: int, size: float = 1.0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
-@pytest.mark.parametrize("sides", [(960, 576), (17, 33), (1, 600), (4100, 96)])
+@pytest.mark.parametrize("sides", [(960, 576), (17, 33), (1, 600), (BLOCK_OUTPUTS + 4, 96)])
 def test_a_row_is_the_same_among_few_and_many(sides: tuple[int, int], threads: int) -> None:
     """Bit for bit, wherever it lies, with any number of rows that the kernel parts in its way."""
     half = try_halve(_published(*sides))
@@ -86,10 +86,10 @@ def test_weights_that_would_lose_digits_are_not_taken(odd: float) -> None:
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("row", [3, 5000])
+@pytest.mark.parametrize("row", [3, BLOCK_OUTPUTS])
 def test_weights_that_are_not_finite_are_not_taken(odd: float, row: int) -> None:
     """Wherever they are, and though float16 has them too: what is infinite would come out 65504."""
-    weight_OI = _published(5001, 16).half().float()
+    weight_OI = _published(BLOCK_OUTPUTS + 1, 16).half().float()
     weight_OI[row, 5] = odd
 
     assert try_halve(weight_OI) is None

@@ -20,9 +20,10 @@ import math
 import torch
 from torch import Tensor
 
-BLOCK_OUTPUTS = 4096
-"""Of a product. Those of a whole vocabulary take a tenth longer: rows of results then lie so far
-apart that they displace each other from caches."""
+BLOCK_OUTPUTS = 8192
+"""Of a product. Those of a whole vocabulary take longer for many rows: rows of results then lie so
+far apart that they displace each other from caches. And threads wait for each other at the end of
+each block: more of them take longer for few rows, on busy cores most of all."""
 _LARGEST = 2.0**15
 """What the largest weight is scaled to, at most."""
 _LEAST_STEP = 2.0**-25
