@@ -18,6 +18,7 @@ from tests.numerics.small_models import make_model
 TOKENS, TARGETS = [1, 2, 3, 4], [2, 3, 4, 5]
 START = f"""
 import json
+ADAM = tinsmith.AdamParams(learning_rate=1e-2)
 DATUM = tinsmith.Datum(
     tinsmith.ModelInput.from_ints({TOKENS}), {{"target_tokens": {TARGETS}, "weights": [1.0] * 4}}
 )
@@ -29,9 +30,13 @@ def logprobs_of(training):
 
 @pytest.fixture
 def settings(tmp_path: Path) -> dict[str, str]:
-    """A small model; the engine is the default."""
+    """A small model; the engine is the default, in a type whose numbers others can be held to."""
     make_model(tmp_path / "base")
-    return {"TINSMITH_SERVE_ENGINE": "", "TINSMITH_SERVE_MODELS": f"small={tmp_path / 'base'}"}
+    return {
+        "TINSMITH_SERVE_ENGINE": "",
+        "TINSMITH_SERVE_MODELS": f"small={tmp_path / 'base'}",
+        "TINSMITH_SERVE_DTYPE": "float32",
+    }
 
 
 def test_a_real_model_learns_in_the_program_and_leaves_it_merged(
