@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tinsmith.model.linear import Linear
+from tinsmith.model.linear import Linear, can_pack
 
 
 @pytest.fixture(params=[1, 2])
@@ -21,27 +21,37 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize(
-    ("kind", "outputs"),
+    ("kind", "outputs", "inputs"),
     [
-        *((kind, outputs) for kind in ("packed", "widened") for outputs in (1, 960, 4001)),
-        ("plain", 960),
+        *((kind, outputs, 576) for kind in ("packed", "widened") for outputs in (1, 960, 4001)),
+        ("plain", 960, 576),
+        ("packed", 576, 1536),
+        ("widened", 576, 1536),
+        *(("bfloat16", 576, inputs) for inputs in (576, 1536, 8192)),
     ],
 )
-def test_a_row_is_the_same_among_few_and_many(kind: str, outputs: int) -> None:
+def test_a_row_is_the_same_among_few_and_many(kind: str, outputs: int, inputs: int) -> None:
     """Bit for bit, forth and back, with one thread and with two that share the rows."""
     chance = torch.Generator().manual_seed(0)
-    weight_OI = torch.randn(outputs, 576, generator=chance)
+    weight_OI = torch.randn(outputs, inputs, generator=chance)
+    computed = torch.bfloat16 if kind == "bfloat16" else torch.float32
+    if kind == "bfloat16" and not can_pack(weight_OI.to(computed)):
+        pytest.skip("without hardware for bfloat16 nothing is computed in it")
     if kind == "widened":
-        linear = Linear(weight_OI.to(torch.bfloat16), dtype=torch.float32)
+        linear = Linear(weight_OI.to(torch.bfloat16), dtype=computed)
     else:
-        linear = Linear(weight_OI, is_packed=kind == "packed")
-    x_TI, dy_TO = (torch.randn(300, size, generator=chance) for size in (576, outputs))
+        linear = Linear(weight_OI.to(computed), is_packed=kind != "plain")
+    x_TI, dy_TO = (
+        torch.randn(300, size, generator=chance).to(computed) for size in (inputs, outputs)
+    )
     y_TO, many_TO, dx_TI = linear(x_TI), linear.of_many(x_TI), linear.input_gradient(dy_TO)
 
     for rows in (*range(1, 40), 63, 127, 200):
         assert torch.equal(linear(x_TI[:rows]), y_TO[:rows]), rows
         assert torch.equal(linear.of_many(x_TI[:rows]), many_TO[:rows]), rows
         assert torch.equal(linear.input_gradient(dy_TO[:rows]), dx_TI[:rows]), rows
+    for row in range(100):
+        assert torch.equal(linear(x_TI[row : row + 1]), y_TO[row : row + 1]), row
 
 
 @pytest.mark.parametrize("bias", [True, False])

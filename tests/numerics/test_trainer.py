@@ -12,34 +12,38 @@ import pytest
 import torch
 
 from tests.numerics.small_models import FAMILIES, VOCABULARY, make_model
+from tests.numerics.training_works import (
+    LARGE,
+    SMALL,
+    A,
+    B,
+    a_datum,
+    a_pass,
+    an_adapter,
+    data_of,
+    gradients_of,
+    train,
+)
 from tinsmith.client.losses.graph import trace
 from tinsmith.engines.base import (
     AdapterId,
-    AdapterSpec,
     CustomLossSpec,
     PassWork,
     StepWork,
     TrainingWork,
 )
 from tinsmith.engines.embedded import pieces
-from tinsmith.engines.embedded.adapters import Adapter, fresh_adapter
+from tinsmith.engines.embedded.adapters import Adapter
 from tinsmith.engines.embedded.passes import run_pack
 from tinsmith.engines.embedded.trainer import Trainer
 from tinsmith.errors import NotFoundError, ValidationError
 from tinsmith.model.load_weights import load_transformer
 from tinsmith.model.transformer import Transformer
 from tinsmith.types import (
-    AdamOptimizerConfig,
     AdamParams,
     Datum,
     ForwardBackwardOutput,
-    LoraConfig,
-    ModelInput,
 )
-
-A, B = AdapterId("a"), AdapterId("b")
-LARGE, SMALL = 1 << 30, 1 << 20
-"""Bytes for a pass: all that a test has in one piece, and a few dozen rows."""
 
 
 @pytest.fixture(scope="module")
@@ -52,67 +56,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def model(folder: Path) -> Transformer:
     return load_transformer(folder, dtype=torch.float32)
-
-
-def _adapter(
-    model: Transformer, adapter: AdapterId = A, *, rank: int = 4, seed: int = 1, **lora: Any
-) -> Adapter:
-    """One that has been trained for a while: no factor of it is zero."""
-    spec = AdapterSpec(
-        adapter_id=adapter,
-        base_model="base",
-        lora=LoraConfig(rank=rank, seed=seed, **lora),
-        optimizer=AdamOptimizerConfig(),
-    )
-    made = fresh_adapter(spec, model.architecture, "cpu")
-    chance = torch.Generator().manual_seed(seed)
-    made.weights = made.weights + 0.02 * torch.randn(made.layout.size, generator=chance)
-    return made
-
-
-def _datum(tokens: Any, seed: int = 0, **inputs: Any) -> Datum:
-    tokens = np.array(tokens, np.int64)
-    chance = np.random.default_rng(seed)
-    given = {
-        "target_tokens": np.append(tokens[1:], 5),
-        "weights": chance.normal(size=len(tokens)).astype(np.float32),
-        "logprobs": chance.normal(-6, 0.1, size=len(tokens)).astype(np.float32),
-        "advantages": chance.normal(size=len(tokens)).astype(np.float32),
-    }
-    return Datum(ModelInput.from_ints(tokens), {**given, **inputs})
-
-
-def _data(*lengths: int, seed: int = 0) -> list[Datum]:
-    chance = np.random.default_rng(seed)
-    return [_datum(chance.integers(0, VOCABULARY, n), seed + at) for at, n in enumerate(lengths)]
-
-
-def _pass(
-    data: list[Datum], adapter: AdapterId = A, loss: str = "cross_entropy", work_id: str = "w"
-) -> PassWork:
-    needs = {"weights"} if loss == "cross_entropy" else {"logprobs", "advantages"}
-    kept = tuple(
-        Datum(
-            one.model_input,
-            {k: v for k, v in one.loss_fn_inputs.items() if k in {"target_tokens", *needs}},
-        )
-        for one in data
-    )
-    return PassWork(work_id=work_id, adapter_id=adapter, data=kept, loss_fn=loss)
-
-
-def _train(
-    model: Transformer, works: list[TrainingWork], *adapters: Adapter, pass_bytes: int = LARGE
-) -> list[Any]:
-    trainer = Trainer({"base": model}, pass_bytes=pass_bytes)
-    outcomes = trainer.train(works, {one.spec.adapter_id: one for one in adapters})
-    assert [one.error for one in outcomes] == [None] * len(works)
-    return [one.result for one in outcomes]
-
-
-def _gradients(adapter: Adapter) -> torch.Tensor:
-    assert adapter.gradients is not None
-    return adapter.gradients
 
 
 def _logprobs(result: ForwardBackwardOutput) -> list[np.ndarray[Any, Any]]:
@@ -132,8 +75,8 @@ def test_a_pass_agrees_with_peft(folder: Path, model: Transformer, parts: str) -
     flags: dict[str, Any] = {
         f"train_{name}": parts in ("all", name) for name in ("attn", "mlp", "unembed")
     }
-    adapter = _adapter(model, **flags)
-    data = _data(13, 1, 30)
+    adapter = an_adapter(model, **flags)
+    data = data_of(13, 1, 30)
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
     factors = adapter.layout.factors(adapter.weights)
     config = peft.LoraConfig(r=4, lora_alpha=32, target_modules=list(factors))
@@ -154,11 +97,11 @@ def test_a_pass_agrees_with_peft(folder: Path, model: Transformer, parts: str) -
         (-lp * datum.loss_fn_inputs["weights"].to_torch()).sum().backward()
         expected.append(lp.detach().numpy())
 
-    [result] = _train(model, [_pass(data)], adapter)
+    [result] = train(model, [a_pass(data)], adapter)
 
     for found, wanted in zip(_logprobs(result), expected, strict=True):
         assert found == pytest.approx(wanted, abs=1e-5)
-    for name, (a_RI, b_OR) in adapter.layout.factors(_gradients(adapter)).items():
+    for name, (a_RI, b_OR) in adapter.layout.factors(gradients_of(adapter)).items():
         assert _is_close(a_RI, layers[name].lora_A["default"].weight.grad), name
         assert _is_close(b_OR, layers[name].lora_B["default"].weight.grad), name
 
@@ -169,12 +112,12 @@ LOSSES = ["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo",
 @pytest.mark.parametrize("loss", LOSSES)
 def test_data_together_give_what_they_give_one_by_one(model: Transformer, loss: str) -> None:
     """In one pack, in many small ones, and datum by datum."""
-    data = _data(3, 40, 1, 17, 90, 2, 33)
-    whole, parted, single = (_adapter(model) for _ in range(3))
+    data = data_of(3, 40, 1, 17, 90, 2, 33)
+    whole, parted, single = (an_adapter(model) for _ in range(3))
 
-    [result] = _train(model, [_pass(data, loss=loss)], whole)
-    [cut] = _train(model, [_pass(data, loss=loss)], parted, pass_bytes=SMALL)
-    alone = [_train(model, [_pass([one], loss=loss)], single)[0] for one in data]
+    [result] = train(model, [a_pass(data, loss=loss)], whole)
+    [cut] = train(model, [a_pass(data, loss=loss)], parted, pass_bytes=SMALL)
+    alone = [train(model, [a_pass([one], loss=loss)], single)[0] for one in data]
 
     for other in (cut, ForwardBackwardOutput("", [one.loss_fn_outputs[0] for one in alone], {})):
         for found, wanted in zip(_logprobs(result), _logprobs(other), strict=True):
@@ -182,8 +125,8 @@ def test_data_together_give_what_they_give_one_by_one(model: Transformer, loss: 
     losses = [one.metrics["loss:sum"] for one in alone]
     assert result.metrics["loss:sum"] == pytest.approx(sum(losses), rel=1e-5)
     assert cut.metrics == pytest.approx(result.metrics, rel=1e-4)
-    assert _is_close(_gradients(parted), _gradients(whole))
-    assert _is_close(_gradients(single), _gradients(whole))
+    assert _is_close(gradients_of(parted), gradients_of(whole))
+    assert _is_close(gradients_of(single), gradients_of(whole))
 
 
 def test_an_uploaded_loss_gives_what_the_same_loss_of_ours_gives(model: Transformer) -> None:
@@ -193,8 +136,8 @@ def test_an_uploaded_loss_gives_what_the_same_loss_of_ours_gives(model: Transfor
         return -(torch.exp(logprobs - q) * advantages).sum(), {"custom/n:sum": q.sum() * 0 + 1}
 
     traced = trace(loss, {"logprobs": 1, "q": 1, "advantages": 1})
-    data = [*_data(5, 30), *_group(40, [3, 6])]
-    ours, theirs = _adapter(model), _adapter(model)
+    data = [*data_of(5, 30), *_group(40, [3, 6])]
+    ours, theirs = an_adapter(model), an_adapter(model)
     work = PassWork(
         work_id="w",
         adapter_id=A,
@@ -206,19 +149,19 @@ def test_an_uploaded_loss_gives_what_the_same_loss_of_ours_gives(model: Transfor
         custom_loss=CustomLossSpec(loss_id="l", inputs=traced.inputs, graph=traced.graph),
     )
 
-    [expected] = _train(model, [_pass(data, loss="importance_sampling")], ours)
-    [found] = _train(model, [work], theirs)
+    [expected] = train(model, [a_pass(data, loss="importance_sampling")], ours)
+    [found] = train(model, [work], theirs)
 
     assert found.metrics["loss:sum"] == pytest.approx(expected.metrics["loss:sum"], rel=1e-5)
     assert found.metrics["custom/n:sum"] == 4
-    assert _is_close(_gradients(theirs), _gradients(ours))
+    assert _is_close(gradients_of(theirs), gradients_of(ours))
 
 
 def _group(shared: int, tails: list[int], seed: int = 3) -> list[Datum]:
     chance = np.random.default_rng(seed)
     prompt = chance.integers(0, VOCABULARY, shared)
     return [
-        _datum([*prompt, *chance.integers(0, VOCABULARY, tail)], seed + at)
+        a_datum([*prompt, *chance.integers(0, VOCABULARY, tail)], seed + at)
         for at, tail in enumerate(tails)
     ]
 
@@ -228,20 +171,20 @@ def test_a_shared_prompt_gives_the_gradients_of_one_that_is_not(
     model: Transformer, monkeypatch: pytest.MonkeyPatch, loss: str
 ) -> None:
     """Computed once for all, or once for each."""
-    data = [*_group(50, [7, 3, 1, 20, 7]), *_data(9, 80), *_group(64, [5, 0, 5, 12], seed=9)]
-    shared, apart = _adapter(model), _adapter(model)
+    data = [*_group(50, [7, 3, 1, 20, 7]), *data_of(9, 80), *_group(64, [5, 0, 5, 12], seed=9)]
+    shared, apart = an_adapter(model), an_adapter(model)
     rows: list[int] = []
     _count_rows(monkeypatch, rows)
 
-    [first] = _train(model, [_pass(data, loss=loss)], shared)
+    [first] = train(model, [a_pass(data, loss=loss)], shared)
     monkeypatch.setattr(pieces, "LEAST_SHARED", 1 << 20)
-    [second] = _train(model, [_pass(data, loss=loss)], apart)
+    [second] = train(model, [a_pass(data, loss=loss)], apart)
 
     assert rows == [50 + 38 + 89 + 64 + 22, 5 * 50 + 38 + 89 + 4 * 64 + 22]
     for found, wanted in zip(_logprobs(first), _logprobs(second), strict=True):
         assert found == pytest.approx(wanted, abs=1e-5)
     assert first.metrics["loss:sum"] == pytest.approx(second.metrics["loss:sum"], abs=1e-4)
-    assert _is_close(_gradients(shared), _gradients(apart))
+    assert _is_close(gradients_of(shared), gradients_of(apart))
 
 
 def _count_rows(monkeypatch: pytest.MonkeyPatch, rows: list[int]) -> None:
@@ -281,28 +224,28 @@ def test_adapters_together_give_what_each_gives_alone(
     names = [AdapterId(f"m{n}") for n in range(8)]
     works: list[TrainingWork] = []
     for n, name in enumerate(names):
-        data = [*_data(5 + n, 1, 3 * n + 2, seed=n), *_group(40, [n, 4, 2])]
+        data = [*data_of(5 + n, 1, 3 * n + 2, seed=n), *_group(40, [n, 4, 2])]
         works += [
-            _pass(data, name, LOSSES[n % len(LOSSES)], f"{name}.0"),
-            _pass(_data(6, seed=n), name, work_id=f"{name}.1"),
+            a_pass(data, name, LOSSES[n % len(LOSSES)], f"{name}.0"),
+            a_pass(data_of(6, seed=n), name, work_id=f"{name}.1"),
         ]
     rows: list[int] = []
     _count_rows(monkeypatch, rows)
 
     def adapters() -> list[Adapter]:
-        return [_adapter(model, name, seed=n, **shapes[n % 4]) for n, name in enumerate(names)]
+        return [an_adapter(model, name, seed=n, **shapes[n % 4]) for n, name in enumerate(names)]
 
     together = adapters()
-    results = _train(model, works, *together)
+    results = train(model, works, *together)
     packs = len(rows)
     alone = adapters()
     for n, one in enumerate(alone):
         some = slice(2 * n, 2 * n + 2)
-        assert results[some] == [_train(model, [work], one)[0] for work in works[some]]
+        assert results[some] == [train(model, [work], one)[0] for work in works[some]]
 
     assert packs == 1
     for one, other in zip(together, alone, strict=True):
-        assert torch.equal(_gradients(one), _gradients(other)), one.spec.adapter_id
+        assert torch.equal(gradients_of(one), gradients_of(other)), one.spec.adapter_id
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "Llama"])
@@ -314,20 +257,22 @@ def test_families_share_packs_and_prompts_too(
     size = {"shared_expert_intermediate_size": 64} if family == "Qwen2Moe" else {}
     make_model(tmp_path, family, **size)
     model = load_transformer(tmp_path, dtype=torch.float32)
-    data = [*_group(40, [3, 9, 1]), *_data(25, 2)]
-    other: list[TrainingWork] = [_pass(_data(n + 3, seed=n), B, work_id=str(n)) for n in range(3)]
-    alone, together, apart = (_adapter(model) for _ in range(3))
+    data = [*_group(40, [3, 9, 1]), *data_of(25, 2)]
+    other: list[TrainingWork] = [
+        a_pass(data_of(n + 3, seed=n), B, work_id=str(n)) for n in range(3)
+    ]
+    alone, together, apart = (an_adapter(model) for _ in range(3))
 
-    [first] = _train(model, [_pass(data)], alone)
-    found = _train(model, [*other[:2], _pass(data), *other[2:]], together, _adapter(model, B))
+    [first] = train(model, [a_pass(data)], alone)
+    found = train(model, [*other[:2], a_pass(data), *other[2:]], together, an_adapter(model, B))
     monkeypatch.setattr(pieces, "LEAST_SHARED", 1 << 20)
-    [unshared] = _train(model, [_pass(data)], apart)
+    [unshared] = train(model, [a_pass(data)], apart)
 
     assert found[2] == first
-    assert torch.equal(_gradients(together), _gradients(alone))
+    assert torch.equal(gradients_of(together), gradients_of(alone))
     for one, wanted in zip(_logprobs(first), _logprobs(unshared), strict=True):
         assert one == pytest.approx(wanted, abs=1e-5)
-    assert _is_close(_gradients(alone), _gradients(apart))
+    assert _is_close(gradients_of(alone), gradients_of(apart))
 
 
 @pytest.mark.parametrize("family", ["Mistral", "Gemma3"])
@@ -337,16 +282,16 @@ def test_a_work_within_the_window_is_the_same_beside_one_that_goes_beyond(
     """Bit for bit; and prompts are shared by tails of which some reach beyond it."""
     make_model(tmp_path, family, sliding_window=50, hidden_size=96)
     model = load_transformer(tmp_path)
-    data = [*_group(36, [3, 30, 3, 3]), *_data(25, 60, 2)]
-    short, long = _pass(_data(25, 11, 11, 40, seed=4)), _pass(data, B, work_id="long")
-    alone, together, apart = _adapter(model), _adapter(model), _adapter(model, B)
+    data = [*_group(36, [3, 30, 3, 3]), *data_of(25, 60, 2)]
+    short, long = a_pass(data_of(25, 11, 11, 40, seed=4)), a_pass(data, B, work_id="long")
+    alone, together, apart = an_adapter(model), an_adapter(model), an_adapter(model, B)
 
-    [first] = _train(model, [short], alone)
-    found = _train(model, [short, long], together, _adapter(model, B))
-    one_by_one = [_train(model, [_pass([one], B)], apart)[0] for one in data]
+    [first] = train(model, [short], alone)
+    found = train(model, [short, long], together, an_adapter(model, B))
+    one_by_one = [train(model, [a_pass([one], B)], apart)[0] for one in data]
 
     assert found[0] == first
-    assert torch.equal(_gradients(together), _gradients(alone))
+    assert torch.equal(gradients_of(together), gradients_of(alone))
     wanted = [_logprobs(one)[0] for one in one_by_one]
     for logprobs, right in zip(_logprobs(found[1]), wanted, strict=True):
         assert logprobs == pytest.approx(right, abs=1e-5)
@@ -354,29 +299,29 @@ def test_a_work_within_the_window_is_the_same_beside_one_that_goes_beyond(
 
 def test_one_call_or_several_give_the_same_step(model: Transformer) -> None:
     """Clients send large batches in chunks."""
-    data = _data(12, 30, 7, 25, 3, 18)
-    whole, chunked = _adapter(model), _adapter(model)
+    data = data_of(12, 30, 7, 25, 3, 18)
+    whole, chunked = an_adapter(model), an_adapter(model)
     step = StepWork(work_id="s", adapter_id=A, params=AdamParams(learning_rate=1e-3))
-    chunks: list[TrainingWork] = [_pass(data[n : n + 2], work_id=str(n)) for n in (0, 2, 4)]
+    chunks: list[TrainingWork] = [a_pass(data[n : n + 2], work_id=str(n)) for n in (0, 2, 4)]
 
-    _train(model, [_pass(data), step], whole)
-    _train(model, [*chunks, step], chunked)
+    train(model, [a_pass(data), step], whole)
+    train(model, [*chunks, step], chunked)
 
-    moved = whole.weights - _adapter(model).weights
-    assert _is_close(chunked.weights - _adapter(model).weights, moved, 1e-3)
+    moved = whole.weights - an_adapter(model).weights
+    assert _is_close(chunked.weights - an_adapter(model).weights, moved, 1e-3)
     assert whole.gradients is None and whole.steps == 1
 
 
 def test_a_long_datum_that_saves_memory_gives_the_same(model: Transformer) -> None:
     """Bit for bit: it computes the same again."""
-    data = _data(300)
-    plain, saving = _adapter(model), _adapter(model)
+    data = data_of(300)
+    plain, saving = an_adapter(model), an_adapter(model)
 
-    [first] = _train(model, [_pass(data)], plain)
-    [second] = _train(model, [_pass(data)], saving, pass_bytes=SMALL)
+    [first] = train(model, [a_pass(data)], plain)
+    [second] = train(model, [a_pass(data)], saving, pass_bytes=SMALL)
 
     assert first == second
-    assert torch.equal(_gradients(plain), _gradients(saving))
+    assert torch.equal(gradients_of(plain), gradients_of(saving))
 
 
 def _no_memory(*_: Any, **__: Any) -> None:
@@ -387,10 +332,14 @@ def test_passes_whose_pack_has_no_room_run_alone(
     model: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With less memory and the same numbers; one that has no room alone fails and nobody else."""
-    works: list[TrainingWork] = [_pass(_data(9)), _pass(_data(400), B), _pass(_data(7, 8), B)]
-    expected = [_adapter(model), _adapter(model, B, rank=8)]
-    _train(model, [works[0], works[2]], *expected)
-    found = [_adapter(model), _adapter(model, B, rank=8)]
+    works: list[TrainingWork] = [
+        a_pass(data_of(9)),
+        a_pass(data_of(400), B),
+        a_pass(data_of(7, 8), B),
+    ]
+    expected = [an_adapter(model), an_adapter(model, B, rank=8)]
+    train(model, [works[0], works[2]], *expected)
+    found = [an_adapter(model), an_adapter(model, B, rank=8)]
 
     def run(model: Transformer, pack: pieces.Pack[Any], *, saves_memory: bool = False) -> None:
         if pack.rows > 300:
@@ -406,41 +355,41 @@ def test_passes_whose_pack_has_no_room_run_alone(
     assert isinstance(outcomes[1].error, ValidationError)
     assert "not enough memory" in str(outcomes[1].error)
     for one, other in zip(found, expected, strict=True):
-        assert torch.equal(_gradients(one), _gradients(other))
+        assert torch.equal(gradients_of(one), gradients_of(other))
 
 
 def test_gradients_of_many_passes_wait_for_memory(
     model: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They run in several goes, with the same numbers."""
-    works: list[TrainingWork] = [_pass(_data(5 + n, seed=n), work_id=str(n)) for n in range(5)]
-    together, parted = _adapter(model), _adapter(model)
-    expected = _train(model, works, together)
+    works: list[TrainingWork] = [a_pass(data_of(5 + n, seed=n), work_id=str(n)) for n in range(5)]
+    together, parted = an_adapter(model), an_adapter(model)
+    expected = train(model, works, together)
     rows: list[int] = []
     _count_rows(monkeypatch, rows)
     most = 2 * parted.weights.nbytes
     monkeypatch.setattr("tinsmith.engines.embedded.trainer.MOST_SCRATCH_BYTES", most)
 
-    found = _train(model, works, parted)
+    found = train(model, works, parted)
 
     assert rows == [5 + 6, 7 + 8, 9]
     assert found == expected
-    assert torch.equal(_gradients(parted), _gradients(together))
+    assert torch.equal(gradients_of(parted), gradients_of(together))
 
 
 def _broken(how: str) -> Callable[[Adapter], PassWork]:
     def infinite(adapter: Adapter) -> PassWork:
         adapter.weights = adapter.weights * 1e30
-        return _pass(_data(4, 5), work_id="x")
+        return a_pass(data_of(4, 5), work_id="x")
 
     def huge(_: Adapter) -> PassWork:
         weights = np.full(6, 3e38, np.float32)
-        [first, second] = _data(5, 6)
+        [first, second] = data_of(5, 6)
         second = Datum(second.model_input, {**second.loss_fn_inputs, "weights": weights})
-        return _pass([first, second], work_id="x")
+        return a_pass([first, second], work_id="x")
 
     def unknown(_: Adapter) -> PassWork:
-        return _pass([*_data(4), _datum([1, VOCABULARY])], work_id="x")
+        return a_pass([*data_of(4), a_datum([1, VOCABULARY])], work_id="x")
 
     return {"infinite": infinite, "huge": huge, "unknown": unknown}[how]
 
@@ -448,30 +397,30 @@ def _broken(how: str) -> Callable[[Adapter], PassWork]:
 @pytest.mark.parametrize("how", ["infinite", "huge", "unknown"])
 def test_what_is_not_finite_or_unknown_fails_its_work_alone(model: Transformer, how: str) -> None:
     """The adapter stays as it was, the pack's others do not see it, and a reason is given."""
-    bad, good, expected = _adapter(model, B), _adapter(model), _adapter(model)
-    _train(model, [_pass(_data(8, 9))], expected)
+    bad, good, expected = an_adapter(model, B), an_adapter(model), an_adapter(model)
+    train(model, [a_pass(data_of(8, 9))], expected)
     gathered = bad.gradients = torch.ones_like(bad.weights)
     work = _broken(how)(bad)
     work = PassWork(work_id=work.work_id, adapter_id=B, data=work.data, loss_fn=work.loss_fn)
 
     failed, done = Trainer({"base": model}, pass_bytes=LARGE).train(
-        [work, _pass(_data(8, 9))], {A: good, B: bad}
+        [work, a_pass(data_of(8, 9))], {A: good, B: bad}
     )
 
     assert isinstance(failed.error, ValidationError)
     assert how == "huge" or "datum" in str(failed.error)
     assert bad.gradients is gathered
     assert done.error is None
-    assert torch.equal(_gradients(good), _gradients(expected))
+    assert torch.equal(gradients_of(good), gradients_of(expected))
 
 
 def test_a_work_of_nobody_and_an_empty_one(model: Transformer) -> None:
     """The first is not found; the second is done, and adds nothing."""
-    nobody = _pass(_data(4), AdapterId("nobody"))
-    nothing = _pass([_datum([], target_tokens=np.zeros(0, np.int64))])
+    nobody = a_pass(data_of(4), AdapterId("nobody"))
+    nothing = a_pass([a_datum([], target_tokens=np.zeros(0, np.int64))])
 
     missing, empty = Trainer({"base": model}, pass_bytes=LARGE).train(
-        [nobody, nothing], {A: _adapter(model)}
+        [nobody, nothing], {A: an_adapter(model)}
     )
 
     assert isinstance(missing.error, NotFoundError)

@@ -233,6 +233,9 @@ def _seen_whole(q_LHD: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tens
     spare = -queries % FEWEST_QUERIES
     if spare:
         q = torch.nn.functional.pad(q, (0, 0, 0, spare))
+    if groups == 1 and torch.get_num_threads() > 1:
+        # They would share the products of few queries, which gives other bits.
+        q, k, v = (one.expand(2, -1, -1, -1) for one in (q, k, v))
     out, sums = flash(q, k, v, scale, is_causal=False)
     out = out[0, :, :queries].unflatten(1, (rows, -1)).transpose(1, 2)
     sums = sums[0, :, :queries].unflatten(1, (rows, -1)).transpose(1, 2)

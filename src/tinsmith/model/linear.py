@@ -2,12 +2,12 @@
 
 On a CPU the weights are also kept in the order in which oneDNN reads them. That is faster for few
 rows, and each row then comes out the same, bit for bit, whatever rows are beside it: the library
-chooses its kernel by the weights and not by the number of rows. Samples and training passes rest
-on that. Without it, products take other kernels where a thread has fewer than `FEWEST_ROWS` rows,
-so few rows are padded. Passes with gradients do without it in float32: it is slower for many rows.
-Small weights do so in all passes; which are small is a matter of their sides alone. Others that
-lose nothing in sixteen bits have a faster product for few rows and many (`half_weights.py`), which
-takes the place of both.
+chooses its kernel by the weights and not by the number of rows, but for a lone row, which is
+therefore computed as two. Samples and training passes rest on that. Without it, products take other
+kernels where a thread has fewer than `FEWEST_ROWS` rows, so few rows are padded. Passes with
+gradients do without it in float32: it is slower for many rows. Small weights do so in all passes;
+which are small is a matter of their sides alone. Others that lose nothing in sixteen bits have a
+faster product for few rows and many (`half_weights.py`), which takes the place of both.
 
 Weights may be held in a narrower type than is computed in: bfloat16 on a machine that multiplies
 float32 alone. They are then widened just before each product, block by block in a buffer that
@@ -88,10 +88,7 @@ class Linear:
             half_TO = self._half(x_TI)
             return half_TO if self.bias_O is None else half_TO.add_(self.bias_O)
         if self._packed is not None:
-            y_TO: Tensor = torch.ops.mkldnn._linear_pointwise.default(
-                x_TI, self._packed, self.bias_O, "none", [], ""
-            )
-            return y_TO
+            return self._packed_outputs(x_TI, self._packed)
         return self._unpacked(x_TI)
 
     def of_many(self, x_TI: Tensor) -> Tensor:
@@ -99,6 +96,15 @@ class Linear:
         if self._half is not None or x_TI.dtype != torch.float32:
             return self(x_TI)
         return self._unpacked(x_TI) if _can_go_unpacked(self.weight_OI.shape) else self(x_TI)
+
+    def _packed_outputs(self, x_TI: Tensor, packed: Tensor) -> Tensor:
+        rows = x_TI.shape[0]
+        if rows == 1:  # with more than 1,024 inputs it would be summed up in another order
+            x_TI = x_TI.expand(2, -1)
+        y_TO: Tensor = torch.ops.mkldnn._linear_pointwise.default(
+            x_TI, packed, self.bias_O, "none", [], ""
+        )
+        return y_TO[:rows]
 
     def _unpacked(self, x_TI: Tensor) -> Tensor:
         rows, x_TI = x_TI.shape[0], _padded(x_TI)

@@ -25,6 +25,9 @@ from tinsmith.model.attention import (
 )
 from tinsmith.model.masked_attention import masked_attention
 
+WIDENED_BELOW = 512
+"""With fewer keys the kernel's way back takes up to ten times as long in bfloat16 as in float32."""
+
 
 class Stretch(NamedTuple):
     """Rows that follow each other in one sequence, and the rows before them that others share."""
@@ -72,15 +75,15 @@ class PackAttention:
     def __init__(self, stretches: Sequence[Stretch]) -> None:
         self._stretches = tuple(stretches)
         self._lengths = [one.end - one.start for one in stretches]
-        self._plans: dict[int, _Plan] = {}
-        """By how long a sequence may be for the flash kernel."""
+        self._plans: dict[tuple[int, bool], _Plan] = {}
+        """By how long a sequence may be for the flash kernel, and whether there is one key head."""
 
     def attend(
         self, layer: int, rule: AttentionRule, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor
     ) -> Tensor:
         """`Attention.attend`."""
         del layer
-        plan = self._plan(reach_of(rule, q_THD.device))
+        plan = self._plan(reach_of(rule, q_THD.device), has_one_key_head=k_TGD.shape[1] == 1)
         out_THD: Tensor = _FlashPack.apply(q_THD, k_TGD, v_TGD, plan, rule.scale)  # type: ignore[no-untyped-call]
         if not plan.masked:
             return out_THD
@@ -94,14 +97,18 @@ class PackAttention:
             parts[number] = masked_attention(q_THD[start:end], k, v, *rule)
         return torch.cat(parts)
 
-    def _plan(self, reach: int) -> _Plan:
-        if reach not in self._plans:
+    def _plan(self, reach: int, *, has_one_key_head: bool) -> _Plan:
+        kind = reach, has_one_key_head
+        if kind not in self._plans:
             whole = [one for one in self._stretches if one.sequence_length <= reach]
             masked = [
                 number for number, one in enumerate(self._stretches) if one.sequence_length > reach
             ]
-            self._plans[reach] = _Plan(_blocks(whole), _pasts(whole), masked)
-        return self._plans[reach]
+            # One sequence with one key head is all that a call has to do, and threads then share
+            # its products, which gives other bits: it may not matter who lies beside it.
+            blocks = [_Block(*one[:2], 1) for one in whole] if has_one_key_head else _blocks(whole)
+            self._plans[kind] = _Plan(blocks, _pasts(whole), masked)
+        return self._plans[kind]
 
     def done(self) -> None:
         """`Attention.done`."""
@@ -203,6 +210,8 @@ def _flash_backward(
     *,
     is_causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if k.shape[2] < WIDENED_BELOW:
+        dout, q, k, v, out = (one.float() for one in (dout, q, k, v, out))
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dout, q, k, v, out, sums, 0.0, is_causal, scale=scale
     )

@@ -1,0 +1,116 @@
+"""What a work gives does not depend on what is beside it, in each type that can be computed in.
+
+The model is small but for its inner layer: products with more than 1,024 inputs, and attention with
+one key head, are where libraries choose by the number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.numerics.sample_works import lora, prompt_of, run, work
+from tests.numerics.small_models import make_model
+from tests.numerics.training_works import a_pass, an_adapter, data_of, gradients_of, train
+from tinsmith.engines.base import AdapterId, WeightsId
+from tinsmith.engines.embedded.loading import chosen_types
+from tinsmith.engines.embedded.prefix_cache import CHUNK_TOKENS
+from tinsmith.engines.embedded.sampler import Sampler
+from tinsmith.model import cached_attention
+from tinsmith.model.load_weights import load_transformer
+from tinsmith.model.transformer import Transformer
+from tinsmith.types import SampleResponse
+
+KEY_HEADS = [1, 2]
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    if chosen_types(request.param, "cpu").computed != getattr(torch, request.param):
+        pytest.skip("without hardware for bfloat16 nothing is computed in it")
+    found: torch.dtype = getattr(torch, request.param)
+    return found
+
+
+@pytest.fixture(scope="module", params=KEY_HEADS)
+def model(
+    request: pytest.FixtureRequest, dtype: torch.dtype, tmp_path_factory: pytest.TempPathFactory
+) -> Transformer:
+    folder = tmp_path_factory.mktemp("wide")
+    make_model(
+        folder,
+        hidden_size=256,
+        intermediate_size=1536,
+        head_dim=64,
+        num_key_value_heads=request.param,
+    )
+    return load_transformer(folder, dtype=dtype)
+
+
+@pytest.fixture(autouse=True, params=[1, 2, 4])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def _bits(response: SampleResponse) -> list[tuple[bytes, bytes]]:
+    return [
+        (one.tokens_np.tobytes(), one.logprobs_np.tobytes())
+        for one in response.sequences
+        if one.logprobs_np is not None
+    ]
+
+
+def test_samples_are_the_same_alone_and_together(model: Transformer) -> None:
+    """Lone tokens and many, with an adapter and without, one sequence and several."""
+    works = [
+        work(f"{length}-{weights}-{count}", prompt_of(length, length), weights, num_samples=count)
+        for length in (1, 21, CHUNK_TOKENS + 20)
+        for weights in (None, "w")
+        for count in (1, 3)
+    ]
+
+    def sampler() -> Sampler:
+        made = Sampler(model)
+        made.add_weights(WeightsId("w"), lora(model, 1))
+        return made
+
+    together = run(sampler(), *works)
+
+    for one in works:
+        alone = run(sampler(), one)[one.work_id]
+        assert _bits(together[one.work_id]) == _bits(alone), one.work_id
+
+
+@pytest.mark.parametrize("length", [1, 5, 17, 100])
+def test_passes_of_one_length_are_the_same_alone_and_together(
+    model: Transformer, length: int
+) -> None:
+    """Attention takes such sequences in one call, whoever they are of."""
+    names = [AdapterId("a"), AdapterId("b")]
+    works = [a_pass(data_of(length, seed=n), name, work_id=name) for n, name in enumerate(names)]
+    together, alone = ([an_adapter(model, name) for name in names] for _ in range(2))
+
+    results = train(model, works, *together)
+
+    for n, one in enumerate(alone):
+        assert train(model, [works[n]], one) == [results[n]]
+        assert torch.equal(gradients_of(together[n]), gradients_of(one)), names[n]
+
+
+@pytest.mark.parametrize("seen", [17, 130, 700])
+def test_rows_take_the_same_from_a_run_however_many_share_it(dtype: torch.dtype, seen: int) -> None:
+    """With one key head, which leaves the kernel nothing else that threads could share."""
+    chance = torch.Generator().manual_seed(1)
+    k, v = (torch.randn(1, 1, seen, 64, generator=chance).to(dtype) for _ in range(2))
+    q_LHD = torch.randn(40, 4, 64, generator=chance).to(dtype)
+    lone = [cached_attention._seen_whole(q_LHD[n : n + 1], k, v, 0.125)[0] for n in range(40)]
+
+    for rows in (2, 5, 9, 24, 40):
+        found, _ = cached_attention._seen_whole(q_LHD[:rows], k, v, 0.125)
+
+        assert torch.equal(found, torch.cat(lone[:rows], 2)), rows
