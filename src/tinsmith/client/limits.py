@@ -4,6 +4,9 @@ A 429 pauses all samples of its key, whichever client object or thread sends the
 `paused_…` seen while polling holds back new samples and lets polls go on. `Limiter.wait` is what
 each sender awaits before it sends.
 
+While 429s come in a row, and no sample is taken in between, short pauses grow, so that a server
+that asks for none gets one. `refused_s` says how long that has lasted, for those who give up.
+
 One `Limiter` stands for a base URL and a key, and every client of the process that uses both shares
 it (`shared_limiter`): staging and production never do. It is kept as long as a client holds it.
 
@@ -32,6 +35,7 @@ import msgspec
 
 from tinsmith.client import events
 from tinsmith.client.forking import in_child
+from tinsmith.client.retry import DEFAULT_BUDGET, RetryBudget
 from tinsmith.client.settings import Secret
 
 RAMP_SENDS = 10
@@ -80,6 +84,10 @@ class Limiter:
         self._deadlines = _Deadlines()
         self._left_since_pause = 0
         self._is_pause_told = False
+        self.refusals = 0
+        """How many 429s came in a row; of those that were sent together one counts."""
+        self._refused_since = -math.inf
+        self._refused_at = -math.inf
         self._waiters: set[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = set()
 
     def pause(self) -> Pause:
@@ -91,17 +99,52 @@ class Limiter:
             return Pause("queue_paused", known.queue_paused_until, known.queue_reason)
         return Pause("open", known.until, "")
 
-    def rate_limited(self, delay_s: float, reason: str = "") -> None:
+    def rate_limited(
+        self,
+        delay_s: float,
+        reason: str = "",
+        *,
+        sent_at: float = math.inf,
+        budget: RetryBudget = DEFAULT_BUDGET,
+    ) -> None:
         """A sample was refused with 429: none may be sent for `delay_s` from now.
 
         Only time ends this pause. Of several, the latest end counts.
+
+        Args:
+            delay_s: What the server asked for, or what is usual.
+            reason: What it said why.
+            sent_at: When the sample was sent; if that was before the last 429 came it says nothing
+                new, and does not count as one more in a row.
+            budget: Bounds the delay; see `RetryBudget.wait_s`.
         """
-        until = self._clock() + max(0.0, delay_s)
+        now = self._clock()
         with self._lock:
+            if not self.refusals:
+                self._refused_since = now
+            if not self.refusals or sent_at > self._refused_at:
+                self.refusals += 1
+                self._refused_at = now
+            delay_s = budget.wait_s(self.refusals - 1, max(0.0, delay_s))
+            until = now + delay_s
             if until > self._deadlines.rate_limited_until:
                 self._replace(rate_limited_until=until, rate_limit_reason=reason)
         if events.listeners:
             self._tell_begun("rate_limited", delay_s, "429")
+
+    # Neither ends a pause; senders look at `refusals` first, which is nearly always 0.
+
+    def sample_taken(self) -> None:
+        """The server took a sample: the next 429 is the first of its row."""
+        self.refusals = 0
+
+    def sample_drawn(self) -> None:
+        """A sample came back: there will be room, and so it is worth waiting for."""
+        self._refused_since = self._clock()
+
+    def refused_s(self) -> float:
+        """For how long samples have been refused, and nothing has moved."""
+        return self._clock() - self._refused_since if self.refusals else 0.0
 
     def queue_paused(self, delay_s: float | None, reason: str = "") -> None:
         """A poll said that the queue is paused: hold new samples back for so long.

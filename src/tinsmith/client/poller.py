@@ -5,7 +5,7 @@ to the limiter, so that a paused queue holds back new samples, and to whoever te
 result that is large is first announced by its size and fetched when there is room for it.
 
 However fast the server answers "not yet" or fails, polls keep a distance, and failures in a row are
-given up on when the session's retry budget is used up.
+given up on when the retry budget is used up: that of the samples' client, or the session's.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from tinsmith.client import events
 from tinsmith.client.budgets import Budget
 from tinsmith.client.calls import BegunCall
 from tinsmith.client.queue_state import StateTeller
-from tinsmith.client.retry import BILLING_PAUSE_S, may_pass
+from tinsmith.client.retry import Retrier, may_pass
 from tinsmith.client.session import Session
 from tinsmith.client.transports.base import ExchangeReply
 from tinsmith.client.waits import say
 from tinsmith.errors import (
-    APIConnectionError,
     APIError,
     APIStatusError,
     BadRequestError,
@@ -42,7 +41,6 @@ from tinsmith.wire.endpoint_types import Endpoint, Format, FutureResult
 from tinsmith.wire.endpoints import ENDPOINTS, FUTURE_RESULTS
 from tinsmith.wire.exchange import HttpRequest
 from tinsmith.wire.failures import error_from_failed, is_retried
-from tinsmith.wire.retry_after import DEFAULT_CAP_S
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +66,7 @@ class Poll:
         room: Budget | None = None,
         is_size_known: bool = False,
         observer: StateTeller | None = None,
+        retrier: Retrier | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
@@ -79,6 +78,7 @@ class Poll:
         self._room = room
         self._takes_size_alone = room is not None and not is_size_known
         self._observer = observer
+        self._retrier = session.retrier if retrier is None else retrier
         self._clock = clock
         self._sleep = sleep
         self._iteration = 0
@@ -205,7 +205,8 @@ class Poll:
     async def _after_pending(self, pending: _Pending, asked_at: float) -> None:
         limiter = self._session.limiter
         if pending.is_paused:
-            limiter.queue_paused(pending.retry_after_s, pending.reason)
+            asked_s = self._retrier.budget.asked_s(pending.retry_after_ms)
+            limiter.queue_paused(asked_s, pending.reason)
         elif pending.queue_state == "active":
             limiter.queue_active(asked_at)
         if self._observer is not None and pending.is_stated:
@@ -254,7 +255,7 @@ class Poll:
         """Wait before asking again, or raise if that will not help."""
         pending = _pending_of(error)
         if pending is not None:
-            self._failing_since = None
+            self._failing_since, self._failures = None, 0
             self._bad_requests = 0
             await self._after_pending(pending, asked_at)
             return
@@ -264,7 +265,10 @@ class Poll:
         delay_s = self._delay_after(error, failing_s)
         if delay_s is None:
             error.request_id = error.request_id or self._request_id
-            error.add_note(f"while waiting for {self._what()}, for {failing_s:.1f} s")
+            error.add_note(
+                f"{self._what()}: given up after {self._failures + 1} failed poll(s) "
+                f"and {failing_s:.1f} s"
+            )
             if isinstance(error, APIStatusError):
                 raise refused_result(error) from error
             raise error
@@ -283,23 +287,18 @@ class Poll:
         await self._sleep(delay_s)
 
     def _delay_after(self, error: APIError, failing_s: float) -> float | None:
-        budget = self._session.retrier.budget
-        if isinstance(error, BillingError):
-            return BILLING_PAUSE_S if failing_s < budget.billing_s else None
+        if not self._is_passing(error):
+            return None
+        return self._retrier.budget.next_delay_s(error, self._failures, failing_s)
+
+    def _is_passing(self, error: APIError) -> bool:
         if isinstance(error, BadRequestError):
             self._bad_requests += 1
-            is_last = self._bad_requests > MOST_BAD_REQUESTS
-            return None if is_last else budget.delay_s(self._bad_requests - 1)
-        is_passing = (isinstance(error, APIConnectionError) and may_pass(error)) or (
+            return self._bad_requests <= MOST_BAD_REQUESTS
+        if isinstance(error, APIStatusError) and not isinstance(error, BillingError):
             # 409 is final here: a result has no state that could change to let it through.
-            isinstance(error, APIStatusError)
-            and is_retried(error.status_code)
-            and error.status_code != 409
-        )
-        if not is_passing or failing_s > budget.total_s:
-            return None
-        asked_s = getattr(error, "retry_after_s", None)
-        return budget.delay_s(self._failures) if asked_s is None else float(asked_s)
+            return is_retried(error.status_code) and error.status_code != 409
+        return may_pass(error)
 
     def _what(self) -> str:
         return f"{self._kind} {self._request_id}"
@@ -312,10 +311,8 @@ class _Pending:
         self.is_stated = bool(plain.get("queue_state") or plain.get("queue_state_reason"))
         self.queue_state = str(plain.get("queue_state", "active"))
         self.reason = str(plain.get("queue_state_reason") or "")
-        self.retry_after_s: float | None = None
         delay_ms = plain.get("retry_after_ms")
-        if isinstance(delay_ms, int | float):  # cut before it is divided: an int has no bound
-            self.retry_after_s = min(max(delay_ms, 0), DEFAULT_CAP_S * 1000) / 1000
+        self.retry_after_ms = delay_ms if isinstance(delay_ms, int | float) else None
 
     @property
     def is_paused(self) -> bool:

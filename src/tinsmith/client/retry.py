@@ -1,7 +1,8 @@
 """Second tries: what is tried again, after how long, and for how long in all.
 
 A failure is worth another try if it may pass: 408, 409, 429, 500 and above, a lost connection, a
-timeout. What the server said of the delay counts before our own backoff. One budget covers a call
+timeout. What the server said of the delay counts before our own backoff, within the bounds of
+`RetryBudget.wait_s`, which every second try in the client is paced by. One budget covers a call
 from its first try; when it is used up the last error is raised and says how often and how long it
 was tried.
 
@@ -35,6 +36,7 @@ from tinsmith.errors import (
     ValidationError,
 )
 from tinsmith.wire.failures import is_retried
+from tinsmith.wire.retry_after import DEFAULT_CAP_S
 
 T = TypeVar("T")
 
@@ -44,6 +46,11 @@ TOLD_AFTER_S = 10.0
 """A wait that makes the whole last longer than this is told in the log, and again so often."""
 BILLING_PAUSE_S = 5.0
 BILLING_TOLD_EVERY_S = 60.0
+PACED_S = 0.5
+"""A server that asks for no less keeps a pace itself: its word holds, however often it says so."""
+FIRST_FLOOR_S = 0.005
+"""The least delay after a first failure whose server asks for less; doubled for each further
+one."""
 
 
 class RetryBudget(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,16 +69,80 @@ class RetryBudget(msgspec.Struct, frozen=True, kw_only=True):
     jitter: float = 0.25
     """Each delay is varied by up to this part of it, so that many clients do not come back at
     once."""
+    retry_after_max_s: float = DEFAULT_CAP_S
+    """The longest delay that the server may ask for (`Retry-After`); a longer one is cut to
+    this."""
 
     def __post_init__(self) -> None:
-        numbers = (self.total_s, self.first_contact_s, self.billing_s, self.delay_base_s)
+        numbers = (
+            *(self.total_s, self.first_contact_s, self.billing_s),
+            *(self.delay_base_s, self.retry_after_max_s),
+        )
         if min(numbers) < 0 or self.delay_max_s <= 0 or not 0 <= self.jitter < 1:
             raise ValidationError(f"a retry budget needs times of 0 or more: {self}")
 
     def delay_s(self, attempt: int, chance: Callable[[], float] = random.random) -> float:
         """The delay after the given attempt, counted from 0, where the server named none."""
-        delay = min(self.delay_base_s * 2.0 ** min(attempt, 32), self.delay_max_s)
-        return delay * (1 + self.jitter * (2 * chance() - 1))
+        return self._doubled_s(self.delay_base_s, attempt, chance)
+
+    def wait_s(
+        self,
+        failures: int,
+        asked_s: float | None,
+        chance: Callable[[], float] = random.random,
+    ) -> float:
+        """The delay before another try.
+
+        What the server asks for holds, within two bounds: it is cut to `retry_after_max_s`; and
+        short ones (0, a date that has passed) hold for the first failures alone, since a server
+        that says so at once would be asked thousands of times in a second.
+
+        Args:
+            failures: How many there were in a row before this one.
+            asked_s: What the server asked for; None for our own delay.
+            chance: Varies it.
+        """
+        if asked_s is None:
+            return self.delay_s(failures, chance)
+        asked_s = min(asked_s, self.retry_after_max_s)
+        if asked_s >= PACED_S:
+            return asked_s
+        return max(asked_s, self._doubled_s(FIRST_FLOOR_S, failures, chance))
+
+    def _doubled_s(self, first_s: float, times: int, chance: Callable[[], float]) -> float:
+        delay_s = min(first_s * 2.0 ** min(times, 32), self.delay_max_s)
+        return delay_s * (1 + self.jitter * (2 * chance() - 1))
+
+    def next_delay_s(
+        self,
+        error: APIError,
+        failures: int,
+        failing_s: float,
+        *,
+        total_s: float | None = None,
+        chance: Callable[[], float] = random.random,
+    ) -> float | None:
+        """The delay before the next try after an error that may pass; None if time is up.
+
+        Args:
+            error: The latest.
+            failures: How many came in a row before it.
+            failing_s: How long they have lasted.
+            total_s: How long they may; this budget's if None.
+            chance: Varies the delay.
+        """
+        if isinstance(error, BillingError):
+            return BILLING_PAUSE_S if failing_s < self.billing_s else None
+        delay_s = self.wait_s(failures, getattr(error, "retry_after_s", None), chance)
+        most_s = self.total_s if total_s is None else total_s
+        return delay_s if failing_s + delay_s <= most_s else None
+
+    def asked_s(self, delay_ms: float | None) -> float | None:
+        """The seconds of a delay that a server asked for in milliseconds, cut to what may be."""
+        if delay_ms is None:
+            return None
+        # Cut before it is divided: an int has no bound.
+        return min(max(delay_ms, 0), self.retry_after_max_s * 1000) / 1000
 
 
 DEFAULT_BUDGET = RetryBudget()
@@ -155,8 +226,9 @@ class Retrier:
                 delay_s = None if is_final else self._next_delay_s(error, number, elapsed_s)
                 number += 1
                 if delay_s is None:
-                    allowed = "" if is_final or not may_pass(error) else self._allowed(error)
-                    _tell_effort(error, what, number, self._clock() - began, allowed)
+                    if number > 1 or not is_final:  # else somebody else deals with it, and tells
+                        allowed = "" if is_final or not may_pass(error) else self._allowed(error)
+                        _tell_effort(error, what, number, self._clock() - began, allowed)
                     raise
                 elapsed_s = self._clock() - began
                 is_told = elapsed_s + delay_s > silent_until_s
@@ -190,11 +262,9 @@ class Retrier:
         if not may_pass(error):
             return None
         total_s = getattr(self.budget, self._limit(error))
-        if isinstance(error, BillingError):
-            return BILLING_PAUSE_S if elapsed_s < total_s else None
-        asked_s = getattr(error, "retry_after_s", None)
-        delay_s = self.budget.delay_s(number, self._chance) if asked_s is None else asked_s
-        return delay_s if elapsed_s + delay_s <= total_s else None
+        return self.budget.next_delay_s(
+            error, number, elapsed_s, total_s=total_s, chance=self._chance
+        )
 
     def _limit(self, error: APIError) -> Literal["total_s", "first_contact_s", "billing_s"]:
         """Which limit of the budget holds after an error."""

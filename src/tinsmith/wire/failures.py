@@ -112,7 +112,8 @@ def error_from_reply(
     """The error for a refusal.
 
     The message is `Error code: <status> - <body>` if the body is JSON, the text of the body if it
-    is not, and the status alone if there is none.
+    is not, and the status alone if there is none. What the server asks for by `Retry-After` is kept
+    as it is: how much of that is honoured is for whoever tries again to say.
     """
     message, shown = _readable(status, body)
     return status_class(status)(
@@ -120,7 +121,7 @@ def error_from_reply(
         response=FailedReply(status, headers),
         body=shown,
         status_code=status,
-        retry_after_s=retry_after_s(headers),
+        retry_after_s=retry_after_s(headers, cap_s=None),
         request_id=request_id,
     )
 

@@ -139,7 +139,8 @@ def test_w10_a_blocking_call_within_a_coroutine_works_and_is_not_commented_on(
 
 
 def test_w32_what_nobody_claims_is_kept_within_bounds(client: ServiceClient) -> None:
-    poller = SessionPoller(client.holder.session, "sampler", 0, fetch=print)
+    session = client.holder.session
+    poller = SessionPoller(session, "sampler", 0, retrier=session.retrier, fetch=print)
     cancels = SampleCancels(client.holder.session)
 
     for number in range(MOST_UNCLAIMED + 10):
@@ -162,10 +163,12 @@ def test_w18_polls_that_only_fail_are_given_up_within_the_budget(
         training = client.create_lora_training_client("m", rank=4)
         service.faults.add("retrieve_future", times=None, status=500)
 
-        with pytest.raises(InternalServerError):
+        with pytest.raises(InternalServerError) as caught:
             training.optim_step(AdamParams()).result(WAIT_S)
 
-    assert len(service.requests("retrieve_future")) < 40
+    polls = len(service.requests("retrieve_future"))
+    assert polls < 40
+    assert any("failed poll(s)" in note for note in caught.value.__notes__)
 
 
 def test_b70_a_400_is_asked_again_three_times(service: ScriptedService) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import sys
 import threading
 from collections.abc import Iterator
@@ -95,6 +96,35 @@ def test_s4_the_latest_of_all_deadlines_counts(limiter: Limiter, time: FakeTime)
     pause = limiter.pause()
 
     assert (pause.state, pause.until, pause.reason) == ("rate_limited", time.now + 9.0, "long")
+
+
+def test_w17_429s_in_a_row_that_ask_for_no_delay_pause_longer_and_longer(
+    limiter: Limiter, time: FakeTime
+) -> None:
+    def refused() -> float:
+        limiter.rate_limited(0.0, sent_at=time.now)
+        pause_s = limiter.pause().until - time.now
+        time.now += pause_s + 0.001
+        return pause_s
+
+    pauses = [refused() for _ in range(13)]
+    limiter.sample_taken()
+    after_progress = refused()
+
+    assert 0.003 < pauses[0] < 0.007
+    assert all(later > earlier for earlier, later in itertools.pairwise(pauses[:10]))
+    assert 7.0 < pauses[-1] < 13.0
+    assert 0.003 < after_progress < 0.007
+
+
+def test_w17_429s_of_samples_that_were_sent_together_count_once(
+    limiter: Limiter, time: FakeTime
+) -> None:
+    for _ in range(400):
+        limiter.rate_limited(0.0, sent_at=time.now - 0.1)
+
+    assert limiter.refusals == 1
+    assert limiter.pause().until - time.now < 0.01
 
 
 def test_s4_a_result_does_not_end_a_429(limiter: Limiter, time: FakeTime) -> None:

@@ -121,6 +121,51 @@ def test_the_server_s_delay_counts_before_our_own(time: FakeTime) -> None:
     assert time.slept == [7.25]
 
 
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"retry-after": "0"},
+        {"retry-after-ms": "0"},
+        {"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT"},
+    ],
+)
+def test_w17_a_server_that_asks_for_no_delay_is_asked_less_and_less_often(
+    time: FakeTime, headers: dict[str, str]
+) -> None:
+    error = error_from_reply(503, headers, b"")
+
+    asyncio.run(a_retrier(time).call(failing(*[error] * 14), "optim_step"))
+
+    assert time.slept[:4] == [0.005, 0.01, 0.02, 0.04]
+    assert time.slept[-3:] == [10.0, 10.0, 10.0]
+
+
+def test_short_delays_hold_for_the_first_failures_and_longer_ones_always() -> None:
+    budget = RetryBudget()
+
+    short = [budget.wait_s(failures, 0.03, lambda: 0.5) for failures in range(5)]
+    long = [budget.wait_s(failures, 0.5, lambda: 0.5) for failures in (0, 10, 1000)]
+
+    assert short == [0.03, 0.03, 0.03, 0.04, 0.08]
+    assert long == [0.5, 0.5, 0.5]
+
+
+def test_s31_the_longest_delay_that_a_server_may_ask_for_is_the_user_s_choice(
+    time: FakeTime,
+) -> None:
+    error = error_from_reply(503, {"retry-after": "90"}, b"")
+    budgets = [RetryBudget(), RetryBudget(retry_after_max_s=120.0)]
+    budgets.append(RetryBudget(retry_after_max_s=5.0))
+
+    for budget in budgets:
+        asyncio.run(a_retrier(time, budget).call(failing(error), "optim_step"))
+
+    assert time.slept == [60.0, 90.0, 5.0]
+    assert [budget.asked_s(10**400) for budget in budgets] == [60.0, 120.0, 5.0]
+    assert budgets[0].asked_s(250) == 0.25
+    assert budgets[0].asked_s(None) is None
+
+
 def test_the_server_may_forbid_another_try(time: FakeTime) -> None:
     error = error_from_reply(409, {"x-should-retry": "false"}, b'{"detail": "taken"}')
 
@@ -252,6 +297,8 @@ def test_a_budget_refuses_times_that_make_no_sense() -> None:
         RetryBudget(total_s=-1.0)
     with pytest.raises(ValidationError):
         RetryBudget(jitter=1.0)
+    with pytest.raises(ValidationError):
+        RetryBudget(retry_after_max_s=-1.0)
 
 
 def test_unknown_errors_are_not_taken_for_passing_ones() -> None:

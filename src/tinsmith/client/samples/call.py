@@ -45,6 +45,7 @@ class SampleCall:
         "is_given_up",
         "is_over",
         "lease",
+        "refusals",
         "request",
         "request_id",
         "resubmissions",
@@ -85,6 +86,8 @@ class SampleCall:
         self.resubmissions = 0
         self.failures = 0
         self.failing_since: float | None = None
+        self.refusals = 0
+        """How often it was refused with 429."""
         self.task: asyncio.Task[None] | None = None
         """What fetches its result, if it is fetched by itself."""
         self.is_over = False

@@ -7,18 +7,12 @@ from collections.abc import Iterable
 from tinsmith.client.samples.call import SampleCall
 from tinsmith.errors import APIStatusError
 from tinsmith.types.extensions import SampleManyItem
-from tinsmith.types.inputs import EncodedTextChunk, ModelInput
 from tinsmith.wire.failures import status_class
 from tinsmith.wire.packed_format import PackedText
 from tinsmith.wire.protobuf import Parts
-from tinsmith.wire.retry_after import DEFAULT_CAP_S
 
 WRAP_BYTES = 64
 """More than a body takes beside its samples and the commas between them."""
-SMALL_PROMPT_BYTES = 131_072
-SMALL_PAUSE_S, LARGE_PAUSE_S = 1.0, 5.0
-"""How long a 429 that names no delay pauses samples: by the size of the prompt."""
-_BYTES_PER_TOKEN = 10
 
 
 def joined(calls: Iterable[SampleCall]) -> PackedText:
@@ -36,18 +30,9 @@ def joined(calls: Iterable[SampleCall]) -> PackedText:
 def error_of(item: SampleManyItem) -> APIStatusError:
     """The error that a refused item stands for."""
     status = item.status if item.status is not None else 500
-    delay_s = None if item.retry_after_ms is None else item.retry_after_ms / 1000
+    asked_ms = item.retry_after_ms
     return status_class(status)(
         f"Error code: {status} - {item.detail or 'refused'}",
         status_code=status,
-        retry_after_s=None if delay_s is None else min(max(0.0, delay_s), DEFAULT_CAP_S),
+        retry_after_s=None if asked_ms is None else max(0.0, asked_ms / 1000),
     )
-
-
-def pause_s(error: APIStatusError, prompt: ModelInput) -> float:
-    """How long samples wait after a 429."""
-    if error.retry_after_s is not None:
-        return error.retry_after_s
-    tokens = sum(chunk.length for chunk in prompt.chunks if isinstance(chunk, EncodedTextChunk))
-    is_small = tokens * _BYTES_PER_TOKEN <= SMALL_PROMPT_BYTES
-    return SMALL_PAUSE_S if is_small else LARGE_PAUSE_S

@@ -20,14 +20,13 @@ from collections.abc import Callable
 
 from tinsmith.client.poller import LONGEST_PAUSE_S, SHORTEST_POLL_S
 from tinsmith.client.queue_state import StateTeller
-from tinsmith.client.retry import may_pass
+from tinsmith.client.retry import Retrier, may_pass
 from tinsmith.client.samples.call import SampleCall
 from tinsmith.client.session import Session, death_of
 from tinsmith.errors import APIError, APIStatusError, ClosedError, ResultExpiredError, TinkerError
 from tinsmith.types import extensions as x
 from tinsmith.types.requests import SamplingSessionFuturesTarget
 from tinsmith.wire.failures import error_from_failed
-from tinsmith.wire.retry_after import DEFAULT_CAP_S
 
 _log = logging.getLogger(__name__)
 
@@ -54,6 +53,7 @@ class ResultFeed:
         clone_id: int,
         *,
         observer: StateTeller | None = None,
+        retrier: Retrier,
         fetch: Callable[[SampleCall, int | None], object],
         fail: Callable[[SampleCall, Exception], object],
     ) -> None:
@@ -64,6 +64,7 @@ class ResultFeed:
             sampling_session_id: Whose samples.
             clone_id: Under which clone's numbers.
             observer: Is told the state of the queue.
+            retrier: Its budget says for how long failing polls are made.
             fetch: Takes over a sample that needs a poll of its own, with its result's size.
             fail: Takes over a sample that failed, or that the service has lost.
         """
@@ -72,6 +73,7 @@ class ResultFeed:
             sampling_session_id=sampling_session_id, cloned_sampler_id=clone_id
         )
         self._observer = observer
+        self._retrier = retrier
         self._fetch = fetch
         self._fail = fail
         self._cursor = 0
@@ -175,9 +177,8 @@ class ResultFeed:
     def _take_queue_state(self, answer: x.ResultsRetrieveResponse, asked_at: float) -> None:
         limiter = self._session.limiter
         if answer.queue_state in ("paused_capacity", "paused_rate_limit"):
-            asked_ms = answer.retry_after_ms
-            delay_s = None if asked_ms is None else min(asked_ms / 1000, DEFAULT_CAP_S)
-            limiter.queue_paused(delay_s, answer.queue_state_reason or "")
+            asked_s = self._retrier.budget.asked_s(answer.retry_after_ms)
+            limiter.queue_paused(asked_s, answer.queue_state_reason or "")
         elif answer.queue_state == "active" or answer.completions:
             limiter.queue_active(asked_at)
         if self._observer is not None and answer.queue_state not in (None, "active"):
@@ -185,7 +186,7 @@ class ResultFeed:
 
     def _is_worth_waiting(self, error: TinkerError, failing_s: float) -> bool:
         is_passing = isinstance(error, APIError) and may_pass(error)
-        return is_passing and failing_s <= self._session.retrier.budget.total_s
+        return is_passing and failing_s + LONGEST_PAUSE_S <= self._retrier.budget.total_s
 
     def _give_up(self, error: TinkerError) -> None:
         self.is_broken = True

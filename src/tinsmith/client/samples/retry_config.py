@@ -30,7 +30,8 @@ class RetryConfig:
     """By which part of it a delay is varied, up or down."""
     enable_retry_logic: bool = True
     """Whether failed samples are tried again at all. Pauses that the service asks for with 429 are
-    kept in any case, and the sample is sent after them."""
+    kept in any case, and the sample is sent after them, until for `progress_timeout` all were
+    refused."""
     enable_stuck_detection: bool = True
     """Whether samples fail when none came back for `progress_timeout`."""
     retryable_exceptions: tuple[type[Exception], ...] = ()
@@ -55,4 +56,5 @@ class RetryConfig:
             delay_base_s=self.retry_delay_base,
             delay_max_s=self.retry_delay_max,
             jitter=self.jitter_factor,
+            retry_after_max_s=usual.retry_after_max_s,
         )

@@ -22,16 +22,15 @@ from tinsmith.client.queue_state import StateTeller
 from tinsmith.client.retry import Retrier
 from tinsmith.client.samples.call import SampleCall
 from tinsmith.client.samples.cancels import SampleCancels
-from tinsmith.client.samples.group import pause_s
 from tinsmith.client.samples.handle import NUMBERS_PER_CLONE, random_clone_id
+from tinsmith.client.samples.refusals import Refusals
 from tinsmith.client.samples.result_feed import ResultFeed
 from tinsmith.client.samples.retry_config import RetryConfig
 from tinsmith.client.samples.sender import SampleSender
 from tinsmith.client.samples.session_poller import SessionPoller
 from tinsmith.client.session import Session, death_of
-from tinsmith.errors import APIStatusError, RateLimitError, TinkerError
+from tinsmith.errors import APIStatusError, TinkerError
 from tinsmith.types import requests as r
-from tinsmith.types.inputs import ModelInput
 from tinsmith.types.sampling import JoinSamplingSessionResponse, SampleResponse
 
 GONE = 410
@@ -63,6 +62,11 @@ class Sampler:
             self._drawn_anew = retry_config.retryable_exceptions
             if not retry_config.enable_retry_logic:
                 self._most_resubmissions = 0
+        self.refusals = Refusals(
+            session.limiter,
+            self.retrier,
+            patience_s=_patience_s(self.retrier, retry_config),
+        )
         self._clone_id = clone_id
         self._observer = observer
         self._joining: asyncio.Task[int] | None = None
@@ -72,6 +76,7 @@ class Sampler:
         self._sender = SampleSender(
             session,
             retrier=self.retrier,
+            refusals=self.refusals,
             most_in_flight=_most_in_flight(session, retry_config),
             stuck_after_s=_stuck_after_s(session, retry_config),
             next_seq_id=self._next_seq_id,
@@ -155,6 +160,7 @@ class Sampler:
                 self.sampling_session_id,
                 self._clone_id or 0,
                 observer=self._observer,
+                retrier=self.session.retrier,
                 fetch=self._fetch_ended,
                 fail=self._fail_or_resubmit,
             )
@@ -245,7 +251,11 @@ class Sampler:
         session = self.session
         if self._poller is None and session.flags.sample_use_retrieve_futures:
             self._poller = SessionPoller(
-                session, self.sampling_session_id, self._clone_id or 0, fetch=self._fetch
+                session,
+                self.sampling_session_id,
+                self._clone_id or 0,
+                retrier=session.retrier,
+                fetch=self._fetch,
             )
         return self._poller
 
@@ -276,10 +286,6 @@ class Sampler:
         """Tell the service that a sample is not wanted any more; see `SampleCancels.add`."""
         self._cancels.add(request_id, is_offered=is_offered)
 
-    def pause_after(self, error: RateLimitError, prompt: ModelInput) -> None:
-        """Hold back the samples of this key after a 429."""
-        self.session.limiter.rate_limited(pause_s(error, prompt), str(error))
-
 
 def _most_in_flight(session: Session, config: RetryConfig | None) -> int | None:
     """How many samples may be between submission and result."""
@@ -289,6 +295,11 @@ def _most_in_flight(session: Session, config: RetryConfig | None) -> int | None:
     if flags.sample_use_retrieve_futures or flags.tinsmith_inline_bytes > 0:
         return None  # waiting for results takes no connection
     return max(1, flags.sample_max_concurrent_requests)
+
+
+def _patience_s(retrier: Retrier, config: RetryConfig | None) -> float:
+    """How long a sample is sent again while all are refused with 429."""
+    return retrier.budget.total_s if config is None else config.progress_timeout
 
 
 def _stuck_after_s(session: Session, config: RetryConfig | None) -> float | None:

@@ -6,7 +6,8 @@ else each has its own. One task sends them in the order in which they were made:
 the limiter gives leave, a slot and bytes are free, and no more are in flight than may be. Nothing
 is held while it waits, so that a pause stops whatever has not left.
 
-A sample that is refused with 429 goes back to the front of the line and keeps its number.
+A sample that is refused with 429 goes back to the front of the line and keeps its number;
+`samples/refusals.py` says for how long.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 
 from tinsmith.client.background import background
 from tinsmith.client.calls import BegunCall
-from tinsmith.client.retry import BILLING_PAUSE_S, Retrier, may_pass
+from tinsmith.client.retry import Retrier, may_pass
 from tinsmith.client.samples.call import SampleCall
-from tinsmith.client.samples.group import WRAP_BYTES, error_of, joined, pause_s
+from tinsmith.client.samples.group import WRAP_BYTES, error_of, joined
+from tinsmith.client.samples.refusals import Refusals
 from tinsmith.client.samples.request_texts import RequestTexts
 from tinsmith.client.session import Session, death_of
 from tinsmith.client.waits import Wait
@@ -31,13 +33,11 @@ from tinsmith.errors import (
     APIError,
     APIResponseValidationError,
     APIStatusError,
-    BillingError,
     RateLimitError,
     TinkerError,
 )
 from tinsmith.types.extensions import SampleManyResponse
 from tinsmith.types.futures import UntypedAPIFuture
-from tinsmith.types.inputs import ModelInput
 from tinsmith.wire.endpoint_types import Endpoint
 from tinsmith.wire.endpoints import ENDPOINTS
 from tinsmith.wire.exchange import HttpRequest, packed_request
@@ -64,6 +64,7 @@ class SampleSender:
         session: Session,
         *,
         retrier: Retrier,
+        refusals: Refusals,
         most_in_flight: int | None,
         stuck_after_s: float | None,
         next_seq_id: Callable[[], int],
@@ -76,6 +77,7 @@ class SampleSender:
         Args:
             session: What carries the requests.
             retrier: Tries them again.
+            refusals: Says what a 429 means.
             most_in_flight: How many samples may be between submission and result; None for any.
             stuck_after_s: If for so long none of those in flight came back, they fail; None for
                 never.
@@ -86,6 +88,7 @@ class SampleSender:
         """
         self._session = session
         self._retrier = retrier
+        self._refusals = refusals
         self._most_in_flight = most_in_flight
         self._stuck_after_s = stuck_after_s
         self._progress_at = 0.0
@@ -150,6 +153,8 @@ class SampleSender:
         self._in_flight.discard(call)
         if call.is_drawn:
             self._progress_at = background().loop.time()
+            if self._session.limiter.refusals:
+                self._session.limiter.sample_drawn()
         self._wake()
         self._on_over(call)
 
@@ -360,8 +365,7 @@ class SampleSender:
             )
             self._take_answer(group, answer)
         except RateLimitError as error:
-            self._pause(error, group[0].request.prompt)
-            self.put_back(group)
+            self._after_429(group, error)
         except TinkerError as error:
             self._after_refusal(group, error)
 
@@ -376,22 +380,26 @@ class SampleSender:
                 message=f"{len(group)} samples were answered with {len(answer.items)} items"
             )
         refused: list[SampleCall] = []
+        refusal: APIStatusError | None = None
         for call, item in zip(group, answer.items, strict=True):
             if item.status is None and item.request_id is not None:
                 self._accept(call, item.request_id, item.sample_sequence_ids)
             elif item.status == RateLimitError.default_status:
-                self._pause(error_of(item), call.request.prompt)
+                refusal = error_of(item)
+                self._refusals.pause(refusal, call.request.prompt, call.sent_at)
                 refused.append(call)
             else:
                 self._after_error(call, error_of(item))
-        if refused:
-            self.put_back(refused)
+        if refusal is not None:
+            self._send_after_pause(refused, refusal)
 
     def _accept(self, call: SampleCall, request_id: str, sequence_ids: list[str] | None) -> None:
         call.written = None
         call.request_id = request_id
         call.sequence_ids = sequence_ids or ()
         call.failures, call.failing_since = 0, None
+        if self._session.limiter.refusals:
+            self._session.limiter.sample_taken()
         call.submit_s = asyncio.get_running_loop().time() - call.sent_at
         if call.is_over:
             self._on_over(call)  # it was given up before it had a name to be cancelled by
@@ -422,8 +430,32 @@ class SampleSender:
 
     # Refusals
 
-    def _pause(self, error: APIStatusError, prompt: ModelInput) -> None:
-        self._session.limiter.rate_limited(pause_s(error, prompt), str(error))
+    def _after_429(self, group: list[SampleCall], error: RateLimitError) -> None:
+        self._refusals.pause(error, group[0].request.prompt, group[0].sent_at)
+        self._send_after_pause(group, error)
+
+    def _send_after_pause(self, refused: list[SampleCall], error: APIStatusError) -> None:
+        for call in refused:
+            call.refusals += 1
+        self.put_back(refused)
+        if self._refusals.is_hopeless():
+            self._give_up_hopeless(error)
+
+    def _give_up_hopeless(self, error: APIStatusError) -> None:
+        """Fail the samples that have waited for too long while all were refused.
+
+        Also those that were not sent in that time: they would only be refused one after another.
+        """
+        now = asyncio.get_running_loop().time()
+        hopeless = [c for c in self._line if self._refusals.is_hopeless(now - c.began)]
+        if not hopeless:
+            return
+        waited_s = now - min(call.began for call in hopeless)
+        self._refusals.tell_effort(error, max(call.refusals for call in hopeless), waited_s)
+        _fail_all(hopeless, error)
+        kept = [call for call in self._line if not call.is_over]
+        self._line.clear()
+        self._line.extend(kept)
 
     def _after_refusal(self, group: list[SampleCall], error: TinkerError) -> None:
         """A whole request was refused, for good."""
@@ -452,7 +484,8 @@ class SampleSender:
         if call.failing_since is None:
             call.failing_since = now
         failing_s = now - call.failing_since
-        delay_s = self._delay_s(error, call.failures, failing_s)
+        budget = self._retrier.budget
+        delay_s = budget.next_delay_s(error, call.failures, failing_s) if may_pass(error) else None
         call.failures += 1
         if delay_s is None:
             error.add_note(f"sample: given up after {call.failures} attempt(s), {failing_s:.1f} s")
@@ -466,16 +499,6 @@ class SampleSender:
                 self.put_back([call])
 
         self._session.spawn(_sleep(delay_s), ended)
-
-    def _delay_s(self, error: APIError, failures: int, failing_s: float) -> float | None:
-        budget = self._retrier.budget
-        if not may_pass(error):
-            return None
-        if isinstance(error, BillingError):
-            return BILLING_PAUSE_S if failing_s < budget.billing_s else None
-        asked_s = getattr(error, "retry_after_s", None)
-        delay_s = budget.delay_s(failures) if asked_s is None else float(asked_s)
-        return delay_s if failing_s + delay_s <= budget.total_s else None
 
 
 def _wait_of(calls: Collection[SampleCall], reason: str) -> Wait:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from tinsmith.client.poller import LONGEST_PAUSE_S, SHORTEST_POLL_S
-from tinsmith.client.retry import may_pass
+from tinsmith.client.retry import Retrier, may_pass
 from tinsmith.client.samples.call import SampleCall
 from tinsmith.client.session import Session, death_of
 from tinsmith.errors import APIError, ClosedError, TinkerError
@@ -39,6 +39,7 @@ class SessionPoller:
         sampling_session_id: str,
         clone_id: int,
         *,
+        retrier: Retrier,
         fetch: Callable[[SampleCall, int | None], object],
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
@@ -49,6 +50,7 @@ class SessionPoller:
             session: What carries the polls.
             sampling_session_id: Whose samples.
             clone_id: Under which clone's numbers.
+            retrier: Its budget says for how long failing polls are made.
             fetch: Takes over a sample that has ended, with its result's size, or one that needs a
                 poll of its own.
             clock: A monotonic one.
@@ -58,6 +60,7 @@ class SessionPoller:
         self._target = SamplingSessionFuturesTarget(
             sampling_session_id=sampling_session_id, cloned_sampler_id=clone_id
         )
+        self._retrier = retrier
         self._fetch = fetch
         self._clock = clock
         self._sleep = sleep
@@ -153,7 +156,7 @@ class SessionPoller:
 
     def _is_worth_waiting(self, error: TinkerError, failing_s: float) -> bool:
         is_passing = isinstance(error, APIError) and may_pass(error)
-        return is_passing and failing_s <= self._session.retrier.budget.total_s
+        return is_passing and failing_s + LONGEST_PAUSE_S <= self._retrier.budget.total_s
 
     def _give_up(self, error: TinkerError) -> None:
         if not isinstance(error, ClosedError):

@@ -93,6 +93,9 @@ class StreamReader:
         self._asked_at = 0.0
         self._failing_since: float | None = None
         self._failures = 0
+        self._sent_at = 0.0
+        self._refused_since: float | None = None
+        self._refusals = 0
         self._resubmissions = 0
         self._is_sent = False
         self._takes_packed = True
@@ -157,7 +160,7 @@ class StreamReader:
                 await self._connect()
             return await self._read_piece()
         except RateLimitError as error:
-            self._sampler.pause_after(error, self._request.prompt)
+            self._after_429(error)
         except APIError as error:
             await self._disconnect()
             status = error.status_code if isinstance(error, APIStatusError) else None
@@ -208,6 +211,7 @@ class StreamReader:
             headers["Last-Event-ID"] = ".".join(map(str, self._counts))
         self._decoder = EventDecoder()
         self._is_sent = True
+        self._sent_at = self._clock()
         if self._is_packed:
             sent = packed_request(endpoint, packed_format.encode(self._request))
         else:
@@ -217,6 +221,9 @@ class StreamReader:
             self._session.stream(endpoint, sent, headers=headers, idle_s=IDLE_S)
         )
         self._connection = connection
+        self._refused_since, self._refusals = None, 0
+        if self._session.limiter.refusals:
+            self._session.limiter.sample_taken()
 
     @property
     def _is_packed(self) -> bool:
@@ -241,14 +248,31 @@ class StreamReader:
         now = self._clock()
         if self._failing_since is None:
             self._failing_since = now
+        failing_s = now - self._failing_since
         budget = self._session.retrier.budget
-        asked_s = getattr(error, "retry_after_s", None)
-        delay_s = budget.delay_s(self._failures) if asked_s is None else asked_s
-        if not may_pass(error) or now - self._failing_since + delay_s > budget.total_s:
-            raise error
+        delay_s = budget.next_delay_s(error, self._failures, failing_s) if may_pass(error) else None
         self._failures += 1
+        if delay_s is None:
+            error.add_note(
+                f"stream of {self._name()}: given up after {self._failures} attempt(s) "
+                f"and {failing_s:.1f} s"
+            )
+            raise error
         _log.debug("stream of %s: %s; going on in %.1f s", self._name(), error, delay_s)
         await self._sleep(delay_s)
+
+    def _after_429(self, error: RateLimitError) -> None:
+        """Have all samples of the key wait, or raise if that has not helped for too long."""
+        now = self._clock()
+        if self._refused_since is None:
+            self._refused_since = now
+        self._refusals += 1
+        refusals = self._sampler.refusals
+        refusals.pause(error, self._request.prompt, self._sent_at)
+        refused_s = now - self._refused_since
+        if refusals.is_hopeless(refused_s):
+            refusals.tell_effort(error, self._refusals, refused_s)
+            raise error
 
     def _name(self) -> str:
         return self._opened.request_id if self._opened else f"sample {self._request.seq_id}"
@@ -320,9 +344,10 @@ class StreamReader:
 
     def _take_queue_state(self, told: x.StreamedQueueState) -> None:
         limiter = self._session.limiter
+        reason = told.queue_state_reason or ""
         if told.queue_state in ("paused_capacity", "paused_rate_limit"):
-            delay_s = None if told.retry_after_ms is None else told.retry_after_ms / 1000
-            limiter.queue_paused(delay_s, told.queue_state_reason or "")
+            asked_s = self._sampler.retrier.budget.asked_s(told.retry_after_ms)
+            limiter.queue_paused(asked_s, reason)
         elif told.queue_state == "active":
             limiter.queue_active(self._asked_at)
 

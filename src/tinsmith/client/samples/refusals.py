@@ -1,0 +1,67 @@
+"""Samples that are refused with 429: how long those of their key pause, and when one is given up.
+
+A server that is busy refuses some samples and takes others; those wait for as long as it takes any,
+or sends results. One that refuses all of them, and nothing moves, is given up on when the patience
+of the sampler is used up. A sample's own time counts too: one that is new is not given up for what
+happened before it was made.
+"""
+
+from __future__ import annotations
+
+import math
+
+from tinsmith.client.limits import Limiter
+from tinsmith.client.retry import Retrier
+from tinsmith.errors import APIStatusError
+from tinsmith.types.inputs import EncodedTextChunk, ModelInput
+
+SMALL_PROMPT_BYTES = 131_072
+SMALL_PAUSE_S, LARGE_PAUSE_S = 1.0, 5.0
+"""How long a 429 that names no delay pauses samples: by the size of the prompt."""
+_BYTES_PER_TOKEN = 10
+
+
+class Refusals:
+    """What 429s mean for the samples of one sampler. For the background loop."""
+
+    def __init__(self, limiter: Limiter, retrier: Retrier, *, patience_s: float) -> None:
+        """Make one.
+
+        Args:
+            limiter: That of their key.
+            retrier: Its budget bounds the pauses.
+            patience_s: How long a sample is sent again while all are refused.
+        """
+        self._limiter = limiter
+        self._retrier = retrier
+        self._patience_s = patience_s
+
+    def pause(self, error: APIStatusError, prompt: ModelInput, sent_at: float) -> None:
+        """Hold back the samples of the key, as one that was sent then was refused."""
+        asked_s, why = error.retry_after_s, str(error)
+        if asked_s is None:
+            self._limiter.rate_limited(_usual_pause_s(prompt), why, sent_at=sent_at)
+        else:
+            budget = self._retrier.budget
+            self._limiter.rate_limited(asked_s, why, sent_at=sent_at, budget=budget)
+
+    def is_hopeless(self, waited_s: float = math.inf) -> bool:
+        """Whether a sample that has waited for so long is not worth sending after the pause.
+
+        Without a time, whether that may be so of any. The pause itself does not count: however long
+        it is, a server that took another sample just now may take this one after it.
+        """
+        return min(self._limiter.refused_s(), waited_s) >= self._patience_s
+
+    def tell_effort(self, error: APIStatusError, attempts: int, waited_s: float) -> None:
+        """Note in the error that ends a sample how often and how long it was tried."""
+        error.add_note(
+            f"sample: given up after {attempts} attempt(s) and {waited_s:.1f} s; while all samples "
+            f"are refused they are tried again for {self._patience_s:g} s"
+        )
+
+
+def _usual_pause_s(prompt: ModelInput) -> float:
+    tokens = sum(chunk.length for chunk in prompt.chunks if isinstance(chunk, EncodedTextChunk))
+    is_small = tokens * _BYTES_PER_TOKEN <= SMALL_PROMPT_BYTES
+    return SMALL_PAUSE_S if is_small else LARGE_PAUSE_S

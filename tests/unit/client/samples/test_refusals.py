@@ -1,0 +1,95 @@
+"""When a sample that is refused with 429 is given up."""
+
+from __future__ import annotations
+
+from tinsmith.client.limits import Limiter
+from tinsmith.client.retry import Retrier, RetryBudget
+from tinsmith.client.samples.refusals import LARGE_PAUSE_S, SMALL_PAUSE_S, Refusals
+from tinsmith.errors import RateLimitError
+from tinsmith.types.inputs import ModelInput
+
+PROMPT = ModelInput.from_ints([1, 2, 3])
+LONG_PROMPT = ModelInput.from_ints([1] * 20_000)
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Refused:
+    """Samples of a key whose clock is ours."""
+
+    def __init__(self, **budget: float) -> None:
+        self.clock = Clock()
+        self.limiter = Limiter(clock=self.clock)
+        retrier = Retrier(RetryBudget(**budget))
+        self.refusals = Refusals(self.limiter, retrier, patience_s=10.0)
+
+    def refuse(self, retry_after_s: float | None = 1.0, prompt: ModelInput = PROMPT) -> float:
+        """Refuse one that was sent just now; gives how long all of them pause."""
+        error = RateLimitError("full", retry_after_s=retry_after_s)
+        self.refusals.pause(error, prompt, self.clock.now)
+        return self.limiter.pause().until - self.clock.now
+
+    def later(self, delay_s: float) -> None:
+        self.clock.now += delay_s
+
+
+def test_b41_a_429_that_names_no_delay_pauses_by_the_size_of_the_prompt() -> None:
+    assert Refused().refuse(None) == SMALL_PAUSE_S
+    assert Refused().refuse(None, LONG_PROMPT) == LARGE_PAUSE_S
+    assert Refused(retry_after_max_s=0.1).refuse(None) == SMALL_PAUSE_S  # nobody asked for it
+
+
+def test_s31_a_delay_is_cut_to_what_the_budget_allows() -> None:
+    assert Refused().refuse(1000.0) == 60.0
+    assert Refused(retry_after_max_s=2.0).refuse(1000.0) == 2.0
+    assert Refused(retry_after_max_s=500.0).refuse(400.0) == 400.0
+
+
+def test_w18_samples_are_given_up_once_all_were_refused_for_too_long() -> None:
+    refused = Refused()
+    refused.refuse()
+    refused.later(9.0)
+    refused.refuse()
+    was_hopeless = refused.refusals.is_hopeless()
+    refused.later(1.0)
+
+    refused.refuse()
+
+    assert not was_hopeless
+    assert refused.refusals.is_hopeless()
+    assert refused.refusals.is_hopeless(waited_s=11.0)
+    assert not refused.refusals.is_hopeless(waited_s=9.0)  # it was made later
+
+
+def test_w18_a_sample_that_is_taken_or_drawn_makes_the_others_worth_waiting_for() -> None:
+    refused = Refused()
+    for progress in (refused.limiter.sample_taken, refused.limiter.sample_drawn):
+        refused.refuse()
+        refused.later(9.0)
+
+        progress()
+
+        refused.later(9.0)
+        refused.refuse()
+        assert not refused.refusals.is_hopeless()
+
+
+def test_w18_a_long_pause_alone_gives_nobody_up() -> None:
+    refused = Refused()
+
+    refused.refuse(50.0)
+
+    assert not refused.refusals.is_hopeless()
+
+
+def test_s6_the_error_says_how_often_and_how_long_a_sample_was_tried() -> None:
+    error = RateLimitError("full")
+
+    Refused().refusals.tell_effort(error, attempts=4, waited_s=12.34)
+
+    assert "4 attempt(s) and 12.3 s" in error.__notes__[0]
