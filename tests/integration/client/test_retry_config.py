@@ -19,6 +19,7 @@ from tinsmith.errors import (
     APIConnectionError,
     APIStatusError,
     InternalServerError,
+    RateLimitError,
     RequestFailedError,
     ValidationError,
 )
@@ -120,6 +121,20 @@ def test_a_result_counts_as_progress_for_all(
     assert len(slow.result(WAIT_S).sequences) == 1
 
 
+def test_b63_without_a_config_samples_are_waited_for_as_long_as_they_take(
+    client: ServiceClient, service: ScriptedService
+) -> None:
+    sampler = client.create_sampling_client(base_model="m")
+    held = service.faults.hold_commands("asample")
+
+    future = sampler.sample(PROMPT, 1, PARAMS)
+    held.wait_held(1)
+
+    assert sampler._sampler._sender._watch is None  # no clock is running
+    held.release()
+    assert future.result(WAIT_S).sequences
+
+
 @pytest.mark.parametrize("where", ["config", "service"])
 def test_stuck_detection_can_be_switched_off(where: str) -> None:
     flags = {"sample_enable_stuck_detection": False} if where == "service" else {}
@@ -196,6 +211,51 @@ def test_delays_and_patience_are_those_of_the_config(
     assert min(gaps) >= 0.09
     assert sampler.retry_budget.total_s == 0.6
     assert sampler.retry_budget.delay_base_s == 0.1
+
+
+def test_w18_polls_have_the_patience_of_the_config(
+    client: ServiceClient, service: ScriptedService
+) -> None:
+    patient = {"progress_timeout": 0.6, "retry_delay_base": 0.1, "enable_stuck_detection": False}
+    polls = ("retrieve_future", "retrieve_futures", "retrieve_results")
+    service.faults.add(polls, times=None, status=503)
+    for fields, most_polls in ((patient, 10), ({"enable_retry_logic": False}, 2)):
+        service.forget_requests()
+        began = time.monotonic()
+
+        with pytest.raises(InternalServerError):
+            sampler_with(client, **fields).sample(PROMPT, 1, PARAMS).result(WAIT_S)
+
+        assert time.monotonic() - began < 5.0
+        assert sum(len(service.requests(name)) for name in polls) <= most_polls
+
+
+def test_w18_streams_have_the_patience_of_the_config() -> None:
+    with (
+        running_service(**PLAIN, tinsmith_stream=True) as service,
+        ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
+    ):
+        sampler = sampler_with(client, progress_timeout=0.6, retry_delay_base=0.1)
+        service.faults.add("asample_stream", times=None, status=503)
+        began = time.monotonic()
+
+        with pytest.raises(InternalServerError) as caught:
+            list(sampler.sample_stream(PROMPT, 1, PARAMS, timeout=WAIT_S))
+
+        assert time.monotonic() - began < 5.0
+        assert "attempt(s)" in caught.value.__notes__[-1]
+
+
+def test_without_retry_logic_samples_that_are_all_refused_are_given_up(
+    client: ServiceClient, service: ScriptedService
+) -> None:
+    sampler = sampler_with(client, enable_retry_logic=False, progress_timeout=0.5)
+    service.faults.add("asample", times=None, status=429, headers={"retry-after-ms": "50"})
+
+    with pytest.raises(RateLimitError):
+        sampler.sample(PROMPT, 1, PARAMS).result(WAIT_S)
+
+    assert len(service.requests()) > 1
 
 
 def test_errors_that_are_named_are_drawn_anew(

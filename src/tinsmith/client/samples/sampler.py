@@ -160,7 +160,7 @@ class Sampler:
                 self.sampling_session_id,
                 self._clone_id or 0,
                 observer=self._observer,
-                retrier=self.session.retrier,
+                retrier=self.retrier,
                 fetch=self._fetch_ended,
                 fail=self._fail_or_resubmit,
             )
@@ -188,6 +188,7 @@ class Sampler:
             room=self._room,
             is_size_known=size is not None,
             observer=self._observer,
+            retrier=self.retrier,
         )
         if size is None or not self._room.take_nowait(size):
             self._start_fetching(call, poll, size)
@@ -254,7 +255,7 @@ class Sampler:
                 session,
                 self.sampling_session_id,
                 self._clone_id or 0,
-                retrier=session.retrier,
+                retrier=self.retrier,
                 fetch=self._fetch,
             )
         return self._poller

@@ -249,7 +249,7 @@ class StreamReader:
         if self._failing_since is None:
             self._failing_since = now
         failing_s = now - self._failing_since
-        budget = self._session.retrier.budget
+        budget = self._sampler.retrier.budget
         delay_s = budget.next_delay_s(error, self._failures, failing_s) if may_pass(error) else None
         self._failures += 1
         if delay_s is None:
@@ -357,7 +357,7 @@ class StreamReader:
             raise DecodeError("a result came before the sample's name")
         if told.payload is None:
             response: SampleResponse = await Poll(
-                self._session, opened.request_id, "Sample"
+                self._session, opened.request_id, "Sample", retrier=self._sampler.retrier
             ).result()
         else:
             response = proto_format.decode_sample_response(told.payload)
