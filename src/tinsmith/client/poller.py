@@ -20,7 +20,7 @@ from typing import Any
 from tinsmith.client import events
 from tinsmith.client.budgets import Budget
 from tinsmith.client.calls import BegunCall
-from tinsmith.client.queue_state import StateTeller
+from tinsmith.client.queue_state import StateTeller, in_words
 from tinsmith.client.retry import Retrier, may_pass
 from tinsmith.client.session import Session
 from tinsmith.client.transports.base import ExchangeReply
@@ -211,7 +211,7 @@ class Poll:
             limiter.queue_active(asked_at)
         if self._observer is not None and pending.is_stated:
             self._observer.tell(pending.queue_state, pending.reason)
-        say(_awaited(pending))
+        say(f"its result; {in_words(pending.queue_state, pending.reason)}")
         self._tell(pending)
         await self._keep_distance(self._clock() - asked_at)
 
@@ -317,11 +317,6 @@ class _Pending:
     @property
     def is_paused(self) -> bool:
         return self.queue_state in ("paused_capacity", "paused_rate_limit")
-
-
-def _awaited(pending: _Pending) -> str:
-    reason = f": {pending.reason}" if pending.reason else ""
-    return f"its result; its queue is {pending.queue_state}{reason}"
 
 
 class _Size:

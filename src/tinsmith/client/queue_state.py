@@ -80,17 +80,41 @@ class QueueStateLogger(QueueStateObserver):
         _log.warning("%s is paused. Reason: %s", self._what, reason)
 
 
+_UNKNOWN: tuple[QueueState, str | None] = (QueueState.UNKNOWN, None)
+_MOVING: tuple[QueueState, str | None] = (QueueState.ACTIVE, None)
+
+
+def in_words(state: str, reason: str) -> str:
+    """The state of a queue for a line that says what is waited for."""
+    return f"the queue is {state}: {reason}" if reason else f"the queue is {state}"
+
+
 class StateTeller:
-    """Hands the states of a queue to one observer, which it does not keep alive."""
+    """Hands the states of a queue to one observer, which it does not keep alive.
+
+    It knows the latest, also for those who tell of long waits.
+    """
 
     def __init__(self, observer: object) -> None:
         self._observer = weakref.ref(observer)
-        self._latest: tuple[QueueState, str | None] = (QueueState.UNKNOWN, None)
+        self._latest = self._known = _UNKNOWN
         self._is_waiting = False
+
+    @property
+    def latest(self) -> str:
+        """The state that is known last, with its reason, in words; empty if none is."""
+        if self._known is _UNKNOWN:
+            return ""
+        state, reason = self._known
+        return in_words(state.value, reason or "")
+
+    def queue_moves(self) -> None:
+        """Results came, and so the queue is not paused; that is not worth telling."""
+        self._known = _MOVING
 
     def tell(self, state: str, reason: str) -> None:
         """A poll brought this state. Returns at once."""
-        self._latest = (QueueState.parse(state), reason or None)
+        self._latest = self._known = (QueueState.parse(state), reason or None)
         if not self._is_waiting:
             self._is_waiting = True
             run_callback(self._call)

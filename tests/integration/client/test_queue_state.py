@@ -121,6 +121,35 @@ def test_a_state_that_is_not_known_and_one_without_a_reason_are_told_as_such(
     assert caplog.records[0].getMessage() == "Sampling for s is paused. Reason: unknown"
 
 
+def test_the_latest_state_is_known_in_words_until_results_come() -> None:
+    class Observer:
+        def on_queue_state_change(self, state: QueueState, reason: str | None) -> None:
+            pass
+
+    teller = StateTeller(Observer())
+    states = [teller.latest]
+    teller.tell("paused_capacity", "no room")
+    states.append(teller.latest)
+    teller.queue_moves()
+    states.append(teller.latest)
+
+    assert states == ["", "the queue is paused_capacity: no room", "the queue is active"]
+
+
+def test_b52_pending_answers_are_not_logged_one_by_one(
+    training: TrainingClient, service: ScriptedService, caplog: pytest.LogCaptureFixture
+) -> None:
+    paused = service.faults.pause("optim_step", poll_after_s=0.01, poll_status=200, times=1)
+
+    with caplog.at_level(logging.WARNING, logger="tinsmith"):
+        step = training.optim_step(AdamParams())
+        service.wait_requests("retrieve_future", 5)
+        paused.release()
+        step.result(WAIT_S)
+
+    assert len(caplog.records) <= 1  # that it is paused, which is told once a minute
+
+
 def test_an_observer_that_is_gone_is_not_told() -> None:
     class Observer:
         def on_queue_state_change(self, *_: object) -> None:

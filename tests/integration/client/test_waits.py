@@ -79,6 +79,19 @@ def samples(service: ScriptedService, client: ServiceClient) -> object:
     return [sampler.sample(PROMPT, 1, PARAMS) for _ in range(7)]
 
 
+def a_paused_sample(service: ScriptedService, client: ServiceClient) -> object:
+    sampler = client.create_sampling_client(base_model="m")
+    service.faults.pause("asample", reason="out of GPUs", poll_after_s=0.1)
+    return sampler.sample(PROMPT, 1, PARAMS)
+
+
+def a_paused_stream(service: ScriptedService, client: ServiceClient) -> object:
+    sampler = client.create_sampling_client(base_model="m")
+    service.faults.pause("asample", reason="out of GPUs", poll_after_s=0.1)
+    in_the_background(lambda: list(sampler.sample_stream(PROMPT, 1, PARAMS, timeout=WAIT_S)))
+    return None
+
+
 def many_samples(service: ScriptedService, client: ServiceClient) -> object:
     sampler = client.create_sampling_client(base_model="m")
     service.faults.hold_commands("asample")
@@ -140,6 +153,35 @@ def test_a_wait_is_told_with_its_name_its_time_and_its_reason(
 
         deadline = time.monotonic() + WAIT_S
         while not any(what in m and why in m and ", since " in m for m in caplog.messages):
+            assert time.monotonic() < deadline, caplog.messages
+            time.sleep(0.02)
+
+        service.faults.clear()
+        del pending
+
+
+@pytest.mark.parametrize(
+    ("begin", "flags"),
+    [
+        (a_paused_sample, {}),
+        (a_paused_sample, {"tinsmith_inline_bytes": 65536}),
+        (a_paused_stream, {"tinsmith_stream": True}),
+    ],
+    ids=["poll", "feed", "stream"],
+)
+def test_a_wait_for_samples_is_told_with_the_state_of_their_queue_and_its_reason(
+    begin: Callable[[ScriptedService, ServiceClient], object],
+    flags: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with (
+        running_service(long_poll_s=20.0, **flags) as service,
+        ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
+    ):
+        pending = begin(service, client)
+
+        deadline = time.monotonic() + WAIT_S
+        while not any("paused_capacity: out of GPUs" in m for m in caplog.messages):
             assert time.monotonic() < deadline, caplog.messages
             time.sleep(0.02)
 

@@ -181,6 +181,8 @@ class ResultFeed:
             limiter.queue_paused(asked_s, answer.queue_state_reason or "")
         elif answer.queue_state == "active" or answer.completions:
             limiter.queue_active(asked_at)
+            if self._observer is not None:
+                self._observer.queue_moves()
         if self._observer is not None and answer.queue_state not in (None, "active"):
             self._observer.tell(answer.queue_state or "", answer.queue_state_reason or "")
 

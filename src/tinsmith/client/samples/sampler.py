@@ -77,6 +77,7 @@ class Sampler:
             session,
             retrier=self.retrier,
             refusals=self.refusals,
+            queue=observer,
             most_in_flight=_most_in_flight(session, retry_config),
             stuck_after_s=_stuck_after_s(session, retry_config),
             next_seq_id=self._next_seq_id,
@@ -235,6 +236,8 @@ class Sampler:
     def _take_result(self, call: SampleCall, response: SampleResponse) -> None:
         assert call.request_id is not None
         self.report_retrieved(call.request_id)
+        if self._observer is not None:
+            self._observer.queue_moves()
         call.settle(call.named(response))
 
     def _fail_or_resubmit(self, call: SampleCall, error: Exception) -> None:

@@ -21,6 +21,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 
 from tinsmith.client.background import background
 from tinsmith.client.calls import BegunCall
+from tinsmith.client.queue_state import StateTeller
 from tinsmith.client.retry import Retrier, may_pass
 from tinsmith.client.samples.call import SampleCall
 from tinsmith.client.samples.group import WRAP_BYTES, error_of, joined
@@ -65,6 +66,7 @@ class SampleSender:
         *,
         retrier: Retrier,
         refusals: Refusals,
+        queue: StateTeller | None = None,
         most_in_flight: int | None,
         stuck_after_s: float | None,
         next_seq_id: Callable[[], int],
@@ -78,6 +80,7 @@ class SampleSender:
             session: What carries the requests.
             retrier: Tries them again.
             refusals: Says what a 429 means.
+            queue: Knows the state of the queue on the server, for who waits long.
             most_in_flight: How many samples may be between submission and result; None for any.
             stuck_after_s: If for so long none of those in flight came back, they fail; None for
                 never.
@@ -89,6 +92,7 @@ class SampleSender:
         self._session = session
         self._retrier = retrier
         self._refusals = refusals
+        self._queue = queue
         self._most_in_flight = most_in_flight
         self._stuck_after_s = stuck_after_s
         self._progress_at = 0.0
@@ -168,7 +172,8 @@ class SampleSender:
             )
             waits.append(_wait_of(self._line, reason))
         if self._in_flight:
-            waits.append(_wait_of(self._in_flight, "results"))
+            state = self._queue.latest if self._queue is not None else ""
+            waits.append(_wait_of(self._in_flight, f"results; {state}" if state else "results"))
         if not waits:
             background().waits.sources.discard(self._waits)
         return waits

@@ -21,8 +21,10 @@ import msgspec
 
 from tinsmith.client.lease import SessionLease
 from tinsmith.client.poller import Poll
+from tinsmith.client.queue_state import in_words
 from tinsmith.client.retry import may_pass
 from tinsmith.client.samples.sampler import Sampler
+from tinsmith.client.waits import say
 from tinsmith.errors import (
     APIConnectionError,
     APIError,
@@ -345,6 +347,7 @@ class StreamReader:
     def _take_queue_state(self, told: x.StreamedQueueState) -> None:
         limiter = self._session.limiter
         reason = told.queue_state_reason or ""
+        say(f"its tokens; {in_words(told.queue_state, reason)}")
         if told.queue_state in ("paused_capacity", "paused_rate_limit"):
             asked_s = self._sampler.retrier.budget.asked_s(told.retry_after_ms)
             limiter.queue_paused(asked_s, reason)
