@@ -66,7 +66,7 @@ def public_errors() -> set[type[TinkerError]]:
 def _children(cls: type[TinkerError]) -> list[type[TinkerError]]:
     """Those right below it, in the order in which they were made."""
     public = public_errors()  # which loads them all
-    return [below for below in cls.__subclasses__() if below in public and below.__base__ is cls]
+    return [one for one in cls.__subclasses__() if one in public and one.__bases__[0] is cls]
 
 
 def _with_all_below(cls: type[TinkerError]) -> Iterator[type[TinkerError]]:

@@ -34,7 +34,7 @@
         ├── APIResponseValidationError   the reply arrived and could not be understood
         │   └── UnreadableResultError    ... and was the result of a call (a ValueError)
         ├── APIConnectionError           no reply arrived
-        │   ├── APITimeoutError          ... within the time allowed
+        │   ├── APITimeoutError          ... within the time allowed (a TimeoutError)
         │   └── CertificateError         the server could not prove who it is
         └── APIStatusError               the reply was a refusal
             ├── BadRequestError          400
@@ -50,7 +50,8 @@
                 └── ResultExpiredError   410: the server no longer has it
 
 A refusal to give out a result is of both classes that fit: a 404 is a `NotFoundError` and a
-`ResultRefusedError`. Programs catch it as a `ValueError`, which is what the official SDK raises.
+`ResultRefusedError`. Programs catch it as a `ValueError`, which is what the official SDK raises,
+and a wait that took too long as a `TimeoutError`.
 
 The names that Tinker programs catch are the API's own. Each error can be pickled, so that it
 crosses process boundaries, and carries the request id, the status and the remedy where they are
@@ -408,11 +409,14 @@ class APIConnectionError(APIError):
         super().__init__(message, request, request_id=request_id, remedy=remedy)
 
 
-class APITimeoutError(APIConnectionError):
+class APITimeoutError(APIConnectionError, TimeoutError):
     """No whole reply arrived within the time allowed.
 
     Give the call a longer `timeout`, or look at why the service is slow.
     """
+
+    # Programs catch it as a `TimeoutError` around `result_async(timeout)`, which is what the
+    # official SDK raises there. Python's own is an `OSError` too: catch this one before those.
 
     def __init__(
         self,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import copy
 import inspect
 import pickle
@@ -62,7 +63,8 @@ def test_official_names_have_their_official_parents(name: str) -> None:
 
     parent, _ = OFFICIAL[name]
 
-    assert cls.__bases__ == (parent,)
+    assert cls.__bases__[0] is parent
+    assert all(not issubclass(base, e.TinkerError) for base in cls.__bases__[1:])
 
 
 @pytest.mark.parametrize("name", [name for name, (_, status) in OFFICIAL.items() if status])
@@ -175,6 +177,16 @@ def test_mistakes_of_the_caller_are_value_errors_too() -> None:
     assert issubclass(e.DecodeError, ValueError)
     assert issubclass(e.UnknownFieldError, TypeError)
     assert issubclass(e.BodyTooLargeError, e.DecodeError)
+
+
+def test_a_call_that_took_too_long_is_a_timeout_error_too() -> None:
+    """Programs catch `asyncio.TimeoutError`, as the official SDK has them do."""
+    error = e.APITimeoutError("it was slow", request_id="r-1", remedy="wait longer")
+
+    assert isinstance(error, asyncio.TimeoutError)
+    assert isinstance(error, TimeoutError)
+    assert (str(error), error.args) == ("it was slow; wait longer", ("it was slow",))
+    assert not issubclass(e.CertificateError, TimeoutError)
 
 
 def test_tinsmith_error_is_the_root_under_our_name() -> None:

@@ -71,7 +71,7 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
         """Wait for the result in a coroutine. A timeout or cancellation gives the work up.
 
         Raises:
-            APITimeoutError: It did not come in time.
+            APITimeoutError: It did not come in time (a `TimeoutError`).
         """
         try:
             if timeout is None:

@@ -194,6 +194,30 @@ def test_work_is_stopped_once_however_often_it_is_cancelled() -> None:
     assert stops == [1]
 
 
+def test_a_wait_that_takes_too_long_is_a_timeout_error_whichever_way_it_waits() -> None:
+    """As in the official SDK, `except TimeoutError` catches it in threads and coroutines."""
+    future: APIFuture[int] = APIFuture("sample 7")
+
+    with pytest.raises(concurrent.futures.TimeoutError):
+        future.result(timeout=0.001)
+    with pytest.raises(asyncio.TimeoutError):
+        asyncio.run(future.result_async(timeout=0.001))
+
+
+def test_an_api_timeout_of_the_work_is_given_as_it_is_whoever_waits() -> None:
+    future: APIFuture[int] = APIFuture("sample 7")
+    error = APITimeoutError("the work's own")
+    future.fail(error)
+
+    with pytest.raises(APITimeoutError) as blocking:
+        future.result(timeout=20)
+    with pytest.raises(APITimeoutError) as awaited:
+        asyncio.run(future.result_async(timeout=20))
+
+    assert blocking.value is error
+    assert awaited.value is error
+
+
 def test_an_error_of_the_work_that_says_timeout_is_not_taken_for_the_caller_s_own() -> None:
     future: APIFuture[int] = APIFuture()
     future.fail(TimeoutError("the work's own"))
