@@ -7,7 +7,7 @@ each sender awaits before it sends.
 While 429s come in a row, and no sample is taken in between, short pauses grow, so that a server
 that asks for none gets one. `refused_s` says how long that has lasted, for those who give up.
 
-One `Limiter` stands for a base URL and a key, and every client of the process that uses both shares
+One `Limiter` stands for a service and a key, and every client of the process that uses both shares
 it (`shared_limiter`): staging and production never do. It is kept as long as a client holds it.
 
 **After a pause** the waiters do not all send at once. The k-th to leave waits `RAMP_STEP_S` ·
@@ -28,7 +28,7 @@ import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable
-from typing import Literal
+from typing import Literal, TypeAlias
 from urllib.parse import urlsplit
 
 import msgspec
@@ -284,6 +284,10 @@ def _end(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
+_Key: TypeAlias = tuple[str, str | None, int]
+"""An address, the socket it is reached through, and the digest of a key."""
+
+
 class _Shared:
     """The limiters that clients of this process share."""
 
@@ -292,12 +296,10 @@ class _Shared:
         in_child(self.begin_anew)
 
     def begin_anew(self) -> None:
-        self.limiters: weakref.WeakValueDictionary[tuple[str, int], Limiter] = (
-            weakref.WeakValueDictionary()
-        )
+        self.limiters: weakref.WeakValueDictionary[_Key, Limiter] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
 
-    def get(self, key: tuple[str, int]) -> Limiter:
+    def get(self, key: _Key) -> Limiter:
         with self._lock:
             limiter = self.limiters.get(key)
             if limiter is None:
@@ -308,15 +310,18 @@ class _Shared:
 _shared = _Shared()
 
 
-def shared_limiter(base_url: str, api_key: Secret | None) -> Limiter:
-    """The one limiter for this address and key in the process, made if there is none.
+def shared_limiter(
+    base_url: str, api_key: Secret | None, unix_socket: str | None = None
+) -> Limiter:
+    """The one limiter for this service and key in the process, made if there is none.
 
-    The address counts with scheme, host, port and path; of the key a digest alone is kept.
+    The address counts with scheme, host, port and path, and with the socket if there is one, since
+    then it says only what the service is called; of the key a digest alone is kept.
     """
     # Python's own digest of 64 bits, salted by the process unless PYTHONHASHSEED is set, and told
     # to nobody: hashlib is a megabyte.
     digest = hash("" if api_key is None else api_key.reveal())
-    return _shared.get((_address(base_url), digest))
+    return _shared.get((_address(base_url), unix_socket, digest))
 
 
 def _address(base_url: str) -> str:

@@ -93,9 +93,10 @@ class Session(Calls):
         self.flags, self.dynamic_flags = flags, dynamic
 
     def _limiter(self) -> Limiter:
-        if self.settings.limiter_scope == "client":
+        settings = self.settings
+        if settings.limiter_scope == "client":
             return Limiter()
-        return shared_limiter(self.settings.base_url, self.settings.api_key)
+        return shared_limiter(settings.base_url, settings.api_key, settings.unix_socket)
 
     @property
     def is_closing(self) -> bool:

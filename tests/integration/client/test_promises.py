@@ -77,6 +77,16 @@ def test_s9_a_limiter_of_the_client_s_own_is_not_shared(service: ScriptedService
         client.close().result(WAIT_S)
 
 
+def test_s39_clients_of_two_sockets_share_no_limiter() -> None:
+    one, again, other = (
+        ServiceClient(base_url="http://local", api_key="tml-a", unix_socket=socket)
+        for socket in ("/run/one", "/run/one", "/run/other")
+    )
+
+    assert one.holder.session.limiter is again.holder.session.limiter
+    assert one.holder.session.limiter is not other.holder.session.limiter
+
+
 def test_s7_samples_that_are_held_back_or_tried_again_or_polled_for_take_no_slot_and_no_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -262,6 +262,15 @@ def test_s9_the_same_address_and_key_share_a_limiter() -> None:
     assert shared_limiter("https://host:8443/services/prod", Secret("tml-a")) is not one
 
 
+def test_s39_services_behind_two_sockets_share_no_limiter() -> None:
+    """Behind a socket the address says only what a service is called, and many are called alike."""
+    one = shared_limiter("http://local", Secret("tml-a"), "/run/one")
+
+    assert shared_limiter("http://local", Secret("tml-a"), "/run/one") is one
+    assert shared_limiter("http://local", Secret("tml-a"), "/run/two") is not one
+    assert shared_limiter("http://local", Secret("tml-a")) is not one
+
+
 def test_s9_no_key_is_kept_in_clear() -> None:
     kept = shared_limiter("https://host", Secret("tml-secret-key"))
 
