@@ -1,14 +1,14 @@
 """Sessions that clients of one process share because they were made from the same things.
 
-Management clients of one address and credential share connections and start-up calls; so do the
-clones of a sampler that were unpickled here. When the last of them is dropped, so is the session.
+Management clients with the same settings share connections and start-up calls; so do the clones of
+a sampler that were unpickled here. When the last of them is dropped, so is the session.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from tinsmith.client.forking import in_child
 from tinsmith.client.lease import SessionLease
@@ -38,16 +38,7 @@ class SharedLeases:
             session_id: The session that it takes part in, if that is another's.
             make: Makes the session.
         """
-        key = (
-            session_id,
-            settings.base_url,
-            settings.api_key,
-            settings.credential_command,
-            tuple(sorted(settings.default_headers.items())),
-            settings.project_id,
-            settings.proxy,
-            settings.retry,
-        )
+        key = (session_id, *_values(settings))
         with self._lock:
             lease = self._leases.get(key)
             if lease is None:
@@ -58,6 +49,13 @@ class SharedLeases:
         """Begin anew: a forked child has none of its parent's connections."""
         self._lock = threading.Lock()
         self._leases = weakref.WeakValueDictionary()
+
+
+def _values(settings: ClientSettings) -> Iterator[object]:
+    """What every setting says: clients that were told different things share nothing."""
+    for name in settings.__struct_fields__:
+        value = getattr(settings, name)
+        yield tuple(sorted(value.items())) if isinstance(value, dict) else value
 
 
 shared_leases = SharedLeases()

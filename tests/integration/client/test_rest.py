@@ -8,6 +8,7 @@ import gc
 import itertools
 import json
 import logging
+import pathlib
 import socket
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import pytest
 
 from tests.integration.client.scripted_server import Connection, Received, scripted_server
 from tinsmith.client import lease as sessions
+from tinsmith.client.admin import AdminClient
 from tinsmith.client.management.bulk_delete import AT_ONCE
 from tinsmith.client.management.trace_export import TraceExportError
 from tinsmith.client.rest import RestClient
@@ -194,6 +196,67 @@ def test_clients_of_one_address_and_key_start_up_once(service: ScriptedService) 
 
     assert len(service.requests("client_config")) == 1
     assert service.requests("create_session") == []
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"retry": NO_RETRIES},
+        {"default_headers_overrides": {"X-Team": "red"}},
+        {"project_id": "project-2"},
+        {"proxy": "http://proxy:3128"},
+        {"ca_file": "/etc/authorities.pem"},
+        {"unix_socket": "/run/other"},
+        {"limiter_scope": "client"},
+    ],
+    ids=lambda setting: next(iter(setting)),
+)
+@pytest.mark.parametrize("cls", [RestClient, AdminClient])
+def test_s39_clients_with_different_settings_share_nothing(
+    cls: type[RestClient | AdminClient], setting: dict[str, Any]
+) -> None:
+    plain, other, again = (
+        cls(base_url="http://local", api_key="tml-a", **given) for given in ({}, setting, setting)
+    )
+
+    assert other.holder is again.holder
+    assert other.holder is not plain.holder
+
+
+def test_a_service_behind_a_socket_is_asked_with_headers_of_one_s_own(
+    tmp_path: pathlib.Path,
+) -> None:
+    async def scenario() -> None:
+        path = str(tmp_path / "s")
+        async with scripted_server(answer_listings, unix_socket=path) as server:
+            rest = RestClient(
+                base_url="http://tinsmith.local",
+                api_key="tml-test",
+                unix_socket=path,
+                default_headers_overrides={"X-Team": "blue"},
+            )
+
+            found = await rest.list_sessions_async(limit=3)
+
+            assert found.sessions == ["0", "1", "2"]
+            assert {one.headers["x-team"] for one in server.received} == {"blue"}
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "setting", [{"retry": NO_RETRIES}, {"proxy": "http://proxy"}, {"api_key": "tml-b"}]
+)
+def test_what_a_client_of_a_service_is_told_besides_is_refused_and_not_ignored(
+    client: ServiceClient, setting: dict[str, Any]
+) -> None:
+    with pytest.raises(ValidationError, match="holder"):
+        RestClient(client.holder, **setting)
+
+
+def test_a_setting_that_there_is_not_is_named() -> None:
+    with pytest.raises(TypeError, match="AdminClient does not know proxi"):
+        AdminClient(base_url="http://local", api_key="tml-a", proxi="http://proxy")
 
 
 def test_clients_of_two_keys_share_nothing(service: ScriptedService) -> None:

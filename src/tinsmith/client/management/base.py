@@ -1,30 +1,40 @@
 """What the clients for looking up and taking care share: a session without a training session.
 
-Clients that are made with the same address and credential share their connections and make their
-start-up calls once; when the last of them is dropped, so are the connections.
+Clients that are made with the same settings share their connections and make their start-up calls
+once; when the last of them is dropped, so are the connections.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from tinsmith.client.background import background
 from tinsmith.client.embedding import chosen_url
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.lease import SessionLease
-from tinsmith.client.retry import DEFAULT_BUDGET, RetryBudget
+from tinsmith.client.retry import RetryBudget
 from tinsmith.client.session import Session
-from tinsmith.client.settings import settings_from
+from tinsmith.client.settings import ClientSettings, settings_from
 from tinsmith.client.shared_leases import shared_leases
-from tinsmith.errors import ValidationError
+from tinsmith.errors import UnknownFieldError, ValidationError
 from tinsmith.types.record import Record
+
+_FURTHER_SETTINGS = frozenset(ClientSettings.__struct_fields__) - {
+    "base_url",
+    "api_key",
+    "credential_command",
+    "default_headers",
+    "retry",
+}
 
 
 class ManagementClient:
     """Makes calls that belong to no training session.
 
-    It is made with an address and a key, each from the environment if it is left out, and with the
-    patience of its calls; or with what a `ServiceClient` has as its `holder`.
+    It is made with an address and a key, each from the environment if it is left out, and with
+    whatever else a `ServiceClient` can be told (`proxy`, `ca_file`, `unix_socket` and the like); or
+    with what a `ServiceClient` has as its `holder`, and then with nothing else.
     """
 
     def __init__(
@@ -33,14 +43,26 @@ class ManagementClient:
         *,
         base_url: str | None = None,
         api_key: str | None = None,
-        retry: RetryBudget = DEFAULT_BUDGET,
+        default_headers_overrides: Mapping[str, str] | None = None,
+        retry: RetryBudget | None = None,
+        **settings: Any,
     ) -> None:
-        if _holder is not None and (base_url is not None or api_key is not None):
-            raise ValidationError("a client of a service has that service's address and key")
+        unknown = [name for name in settings if name not in _FURTHER_SETTINGS]
+        if unknown:
+            raise UnknownFieldError(f"{type(self).__name__} does not know {', '.join(unknown)}")
+        if default_headers_overrides is not None:
+            settings["default_headers"] = default_headers_overrides
+        if retry is not None:
+            settings["retry"] = retry
+        if _holder is not None and (base_url is not None or api_key is not None or settings):
+            raise ValidationError(
+                "a client of a service has that service's address, key and settings",
+                remedy="give its holder alone, or no holder",
+            )
         if _holder is None:
             url = chosen_url(base_url, api_key)
-            settings = settings_from(base_url=url, api_key=api_key, retry=retry)
-            _holder = shared_leases.lease(settings)
+            chosen = settings_from(base_url=url, api_key=api_key, **settings)
+            _holder = shared_leases.lease(chosen)
         self._lease = _holder
 
     @property
