@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from tinsmith.client.background import background
@@ -10,17 +11,17 @@ from tinsmith.client.lease import SessionLease
 from tinsmith.client.limits import Limiter
 from tinsmith.client.queue_state import QueueState, QueueStateLogger, StateTeller
 from tinsmith.client.retry import RetryBudget
-from tinsmith.client.samples.handle import SamplerHandle, shareable_headers
+from tinsmith.client.samples.handle import SamplerHandle, shareable
 from tinsmith.client.samples.many import ManySamples
 from tinsmith.client.samples.retry_config import RetryConfig
 from tinsmith.client.samples.sampler import Sampler
 from tinsmith.client.samples.stream import AsyncSampleStream, SampleStream
 from tinsmith.client.samples.stream_reader import StreamReader
 from tinsmith.client.session import Session
-from tinsmith.client.settings import ClientSettings, settings_from
+from tinsmith.client.settings import ClientSettings
 from tinsmith.client.shared_leases import shared_leases
 from tinsmith.client.tokenization.of_model import TokenizerOfModel
-from tinsmith.errors import APIResponseValidationError, ValidationError
+from tinsmith.errors import APIResponseValidationError, AuthenticationError, ValidationError
 from tinsmith.types import requests as r
 from tinsmith.types.buffers import Numbers
 from tinsmith.types.inputs import ModelInput
@@ -372,13 +373,15 @@ class SamplingClient(ManySamples):
     # Other processes
 
     def get_sampler_handle(self, *, timeout: float | None = None) -> str:
-        """This sampler's address as text, without a credential, for `from_sampler_handle`."""
+        """This sampler's address as text, for `from_sampler_handle`.
+
+        It holds this client's settings, and no key, no login of a proxy and no value of a header.
+        """
         session = self._lease.session
         return SamplerHandle(
-            base_url=session.settings.base_url,
+            **shareable(session.settings),
             session_id=background().run(session.session_id(), "get_sampler_handle", timeout),
             sampling_session_id=self._sampling_session_id,
-            headers=shareable_headers(session.settings.default_headers),
             record_stability_info=self._record_stability_info,
             flags=session.flags.model_dump(),
             dynamic_flags=session.dynamic_flags.model_dump(),
@@ -386,18 +389,33 @@ class SamplingClient(ManySamples):
 
     @staticmethod
     def from_sampler_handle(
-        handle: str, *, api_key: str | None = None, retry_config: RetryConfig | None = None
+        handle: str,
+        *,
+        api_key: str | None = None,
+        retry_config: RetryConfig | None = None,
+        default_headers_overrides: Mapping[str, str] | None = None,
+        proxy: str | None = None,
+        ca_file: str | None = None,
+        unix_socket: str | None = None,
     ) -> SamplingClient:
-        """A client for the sampler that a handle names.
+        """A client for the sampler that a handle names, set as the one that the handle is of.
 
         Args:
             handle: What `get_sampler_handle` gave.
             api_key: The credential to use here; else that of this process's environment.
             retry_config: How patient its samples are.
+            default_headers_overrides: Headers for every request; a handle holds none.
+            proxy: Instead of the handle's, which has no login.
+            ca_file: Instead of the handle's, as are the next: another machine has other files.
+            unix_socket: The service's socket here.
         """
         named = SamplerHandle.from_text(handle)
-        settings = settings_from(
-            base_url=named.base_url, api_key=api_key, default_headers=named.headers
+        settings = named.client_settings(
+            api_key=api_key,
+            default_headers=default_headers_overrides,
+            proxy=proxy,
+            ca_file=ca_file,
+            unix_socket=unix_socket,
         )
 
         def adopt(settings: ClientSettings) -> Session:
@@ -432,7 +450,14 @@ class SamplingClient(ManySamples):
 
 def _restored(handle: str, retry_config: RetryConfig | None) -> SamplingClient:
     """A client that was pickled: with a credential of this process."""
-    return SamplingClient.from_sampler_handle(handle, retry_config=retry_config)
+    try:
+        return SamplingClient.from_sampler_handle(handle, retry_config=retry_config)
+    except AuthenticationError as exc:
+        raise AuthenticationError(
+            "a pickled SamplingClient holds no credential, and this process has none",
+            remedy="set TINKER_API_KEY here; or pass on get_sampler_handle() instead, and call "
+            "SamplingClient.from_sampler_handle(handle, api_key=…)",
+        ) from exc
 
 
 def _check_options(

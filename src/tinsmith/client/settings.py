@@ -125,7 +125,7 @@ def settings_from(
         credential_command=None if command is None else Secret(command),
         default_headers=Headers({**_access_headers(elsewhere), **(default_headers or {})}),
         project_id=project_id or env.get("TINKER_PROJECT_ID") or None,
-        **{"tags": tags, "proxy": _proxy_for(url), **rest},
+        **{"tags": tags, "proxy": proxy_of_environment(url), **rest},
     )
 
 
@@ -153,7 +153,7 @@ def _checked_url(text: str) -> str:
     return url
 
 
-def _proxy_for(url: str) -> str | None:
+def proxy_of_environment(url: str) -> str | None:
     """The proxy that the environment names for an address, as other programs would use it."""
     if url == EMBEDDED:
         return None

@@ -5,14 +5,16 @@ from __future__ import annotations
 import base64
 import concurrent.futures
 import multiprocessing
+import pathlib
 import pickle
 
 import pytest
 
-from tinsmith.client.samples.handle import NUMBERS_PER_CLONE, SamplerHandle, shareable_headers
+from tinsmith.client.retry import RetryBudget
+from tinsmith.client.samples.handle import NUMBERS_PER_CLONE, SamplerHandle
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.service import ServiceClient
-from tinsmith.errors import ValidationError
+from tinsmith.errors import AuthenticationError, ValidationError
 from tinsmith.testing import ScriptedService, running_service
 from tinsmith.types import ModelInput, SamplingParams
 
@@ -115,15 +117,38 @@ def test_what_is_no_handle_is_refused_with_a_remedy(text: str) -> None:
         SamplingClient.from_sampler_handle(text, api_key="tml-test")
 
 
-def test_headers_that_sound_like_secrets_are_not_shared() -> None:
-    headers = {
-        "X-Team": "blue",
-        "Authorization": "x",
-        "CF-Access-Client-Secret": "y",
-        "Cookie": "z",
-    }
+def test_w39_a_pickled_client_keeps_the_settings_of_its_service_client(
+    service: ScriptedService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget = RetryBudget(total_s=7.0, delay_max_s=2.0)
+    with ServiceClient(
+        base_url=service.base_url, api_key=service.api_key, retry=budget, limiter_scope="client"
+    ) as client:
+        sampler = client.create_sampling_client(base_model="m")
+        monkeypatch.setenv("TINKER_API_KEY", service.api_key)
 
-    assert shareable_headers(headers) == {"X-Team": "blue"}
+        clone = pickle.loads(pickle.dumps(sampler))
+
+        assert clone.retry_budget == sampler.retry_budget
+        assert clone.retry_budget.total_s == 7.0
+        assert clone.holder.session.settings.limiter_scope == "client"
+        assert sample_with(clone) == 2
+
+
+def test_s40_a_pickle_without_a_key_in_its_process_says_how_to_give_one(
+    client: ServiceClient, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """Official pickles carry the key. Ours do not, so there must be one where they are loaded."""
+    pickled = pickle.dumps(client.create_sampling_client(base_model="m"))
+    for name in ("TINKER_API_KEY", "TINKER_CREDENTIAL_CMD"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    with pytest.raises(AuthenticationError) as caught:
+        pickle.loads(pickled)
+
+    assert "set TINKER_API_KEY" in str(caught.value)
+    assert "from_sampler_handle(handle, api_key=" in str(caught.value)
 
 
 def test_b96_clones_of_one_session_share_its_connections_and_no_numbers(
