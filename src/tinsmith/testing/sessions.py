@@ -18,6 +18,7 @@ from tinsmith.testing.account import Audit, metadata_as_text, now
 from tinsmith.testing.downloads import Downloads
 from tinsmith.testing.received import ReceivedRequest
 from tinsmith.testing.settings import ServiceSettings
+from tinsmith.types.checkpoints import Cursor
 from tinsmith.types.requests import (
     AssignSessionProjectRequest,
     CreateSessionRequest,
@@ -167,7 +168,10 @@ class Sessions:
         request: ListSessionsRequest = received.request
         newest_first = list(reversed(self._sessions))
         return ListSessionsResponse(
-            sessions=newest_first[request.offset : request.offset + request.limit]
+            sessions=newest_first[request.offset : request.offset + request.limit],
+            cursor=Cursor(
+                offset=request.offset, limit=request.limit, total_count=len(newest_first)
+            ),
         )
 
     def assign_project(self, received: ReceivedRequest) -> None:

@@ -75,9 +75,10 @@ class GetSessionResponse(Record):
 
 
 class ListSessionsResponse(Record):
-    """Session ids."""
+    """A page of session ids; the official service sends no cursor with it."""
 
     sessions: list[str]
+    cursor: Cursor | None = None
 
 
 class TraceExportResponse(Record):

@@ -377,7 +377,7 @@ async def answer_listings(request: Received, connection: Connection) -> None:
     cursor = {"offset": offset, "limit": limit, "total_count": LISTED}
     time = "2026-01-01T00:00:00Z"
     bodies: dict[str, Any] = {
-        "sessions": {"sessions": [str(n) for n in numbers]},
+        "sessions": {"sessions": [str(n) for n in numbers], "cursor": cursor},
         "checkpoints": {
             "checkpoints": [
                 {
@@ -427,6 +427,26 @@ def test_s38_a_listing_of_3500_takes_as_few_requests_as_it_can(name: str) -> Non
 
             in_thread = await asyncio.to_thread(lambda: list(getattr(rest, name)()))
             assert [repr(item) for item in in_thread] == everything
+
+    asyncio.run(scenario())
+
+
+def test_s38_sessions_of_a_service_that_gives_less_and_tells_no_total_are_all_listed() -> None:
+    async def answer(request: Received, connection: Connection) -> None:
+        asked = dict(parse_qsl(urlsplit(request.target).query))
+        offset = int(asked.get("offset", 0))
+        body = {"sessions": [str(n) for n in range(offset, min(offset + 100, 250))]}
+        await connection.reply(
+            json.dumps(body).encode(), headers={"Content-Type": "application/json"}
+        )
+
+    async def scenario() -> None:
+        async with scripted_server(answer) as server:
+            rest = RestClient(base_url=server.url, api_key="tml-test")
+
+            found = [session async for session in rest.iter_sessions()]
+
+            assert found == [str(n) for n in range(250)]
 
     asyncio.run(scenario())
 

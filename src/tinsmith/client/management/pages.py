@@ -19,7 +19,8 @@ class Pages(Iterator[T], AsyncIterator[T]):
     """A listing: for `for` in a thread, for `async for` in a coroutine.
 
     A page is fetched when its first item is wanted, so that what comes before a failing page is
-    delivered first.
+    delivered first. Where the service does not say how many there are, the end is an empty page: a
+    short one may be all that it gives at a time.
     """
 
     def __init__(
@@ -64,13 +65,15 @@ class Pages(Iterator[T], AsyncIterator[T]):
         return self._position >= len(self._items) and not self._is_last
 
     def _take(self, page: Any) -> None:
+        before = self._items
         self._items, cursor = self._read(page)
+        if self._items == before:  # the service knows no offsets, and would give it for ever
+            self._items = []
         self.total_count = None if cursor is None else cursor.total_count
         self._position = 0
         self._offset += len(self._items)
-        is_short = len(self._items) < self._page_size
         is_end = cursor is not None and self._offset >= cursor.total_count
-        self._is_last = not self._items or is_end or (cursor is None and is_short)
+        self._is_last = not self._items or is_end
 
     def _next_item(self) -> T:
         item = self._items[self._position]

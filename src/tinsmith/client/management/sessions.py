@@ -77,7 +77,7 @@ class SessionCalls(ManagementClient):
         """All session ids, fetched as they are taken; else as `iter_training_runs`."""
         return Pages(
             lambda limit, offset: self.list_sessions(limit, offset, access_scope, timeout=timeout),
-            lambda page: (page.sessions, None),
+            lambda page: (page.sessions, page.cursor),
             page_size,
         )
 

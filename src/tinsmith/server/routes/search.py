@@ -19,6 +19,7 @@ from tinsmith.server.listings import (
     owner_urn,
 )
 from tinsmith.server.lookups import unknown
+from tinsmith.types.checkpoints import Cursor
 from tinsmith.types.requests import (
     AssignSessionProjectRequest,
     ListSessionsRequest,
@@ -47,10 +48,13 @@ async def list_sessions(call: Call) -> ListSessionsResponse:
     """A page of the tenant's session ids, newest first."""
     request: ListSessionsRequest = call.request
     check_page(request.limit, request.offset)
-    page = await call.ledger.entries(Session).of_tenant(
-        call.tenant_id, limit=request.limit, offset=request.offset
+    sessions = call.ledger.entries(Session)
+    total = await sessions.count(tenant_id=call.tenant_id)
+    page = await sessions.of_tenant(call.tenant_id, limit=request.limit, offset=request.offset)
+    return ListSessionsResponse(
+        sessions=[session.id for session in page],
+        cursor=Cursor(offset=request.offset, limit=request.limit, total_count=total),
     )
-    return ListSessionsResponse(sessions=[session.id for session in page])
 
 
 async def get_session(call: Call) -> GetSessionResponse:
