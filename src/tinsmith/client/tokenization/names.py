@@ -29,14 +29,13 @@ from tinsmith.errors import TokenizerError, ValidationError, shown
 
 TABLE_VARIABLE = "TINSMITH_TOKENIZERS"
 
-Kind: TypeAlias = Literal["tokenizers", "transformers"]
+Kind: TypeAlias = Literal["tokenizers", "transformers", "tml_tokenizers"]
 Entry: TypeAlias = str | Mapping[str, object]
 Table: TypeAlias = Mapping[str, Entry]
 
 _RUNS_ITS_OWN_CODE = {"kind": "transformers", "trust_remote_code": True}
-_NOT_PUBLIC = {
-    "refusal": "it is not a public tokenizer; map it to one you have with " + TABLE_VARIABLE
-}
+_IN_A_PACKAGE = {"kind": "tml_tokenizers"}
+"""Tokenizers that are on no hub, but in a package of their makers."""
 
 # Names and their patterns. Only what is exactly pinned here may run code from the hub.
 DEFAULT_TABLE: Table = {
@@ -58,8 +57,8 @@ DEFAULT_TABLE: Table = {
         "revision": "f831ab66814297da540d832a5235f8e904f29d06",
         **_RUNS_ITS_OWN_CODE,
     },
-    "TML/*": _NOT_PUBLIC,
-    "thinkingmachines/*": _NOT_PUBLIC,
+    "TML/*": _IN_A_PACKAGE,
+    "thinkingmachines/*": _IN_A_PACKAGE,
 }
 
 
@@ -83,7 +82,6 @@ class _Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     revision: str | None = None
     kind: Kind | None = None
     trust_remote_code: bool | None = None
-    refusal: str | None = None
 
 
 def resolve(
@@ -105,7 +103,7 @@ def resolve(
             `DEFAULT_TABLE`.
 
     Raises:
-        TokenizerError: There is no name, or the table says that it cannot be loaded.
+        TokenizerError: There is no name.
         ValidationError: A table cannot be read.
     """
     asked = tokenizer_id or model_name
@@ -115,8 +113,6 @@ def resolve(
     if directory_of(asked) is None:
         own = {**_environment_table(), **(table or {})}
         rule = _looked_up(asked, own, is_servers_word=bool(tokenizer_id))
-    if rule.refusal is not None:
-        raise TokenizerError(f"tokenizer {asked!r} cannot be loaded", remedy=rule.refusal)
     return _source(rule, revision, kind)
 
 

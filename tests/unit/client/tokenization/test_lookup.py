@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -631,3 +632,38 @@ def test_forgetting_reads_the_files_again(directory: Path) -> None:
     assert load_tokenizer(str(directory)).model_max_length == 64
     tokenizers.forget_tokenizers()
     assert load_tokenizer(str(directory)).model_max_length == 7
+
+
+def test_b105_a_tokenizer_of_thinking_machines_is_taken_from_its_package(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+
+    def get_tinker_tokenizer(tokenizer_id: str) -> object | None:
+        asked.append(tokenizer_id)
+        return None if tokenizer_id == "TML/unknown" else theirs
+
+    theirs = object()
+    package = types.ModuleType("tml_tokenizers.tinker_tokenizers")
+    monkeypatch.setattr(package, "get_tinker_tokenizer", get_tinker_tokenizer, raising=False)
+    monkeypatch.setitem(sys.modules, "tml_tokenizers", types.ModuleType("tml_tokenizers"))
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    monkeypatch.setattr(tokenizers, "_load_with_transformers", lambda source: source.id)
+
+    found = [load_tokenizer(name) for name in ("TML/one", "TML/one:x", "thinkingmachines/two")]
+    unknown: Any = load_tokenizer("TML/unknown")
+
+    assert found == [theirs] * 3
+    assert asked == ["TML/one", "thinkingmachines/two", "TML/unknown"]
+    assert unknown == "TML/unknown"
+
+
+def test_b105_without_that_package_its_name_and_a_remedy_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "tml_tokenizers", None)
+
+    with pytest.raises(TokenizerError, match=f"tml_tokenizers.*{TABLE_VARIABLE}"):
+        load_tokenizer("TML/one")
+    with pytest.raises(RuntimeError):
+        load_tokenizer("a name", tokenizer_id="thinkingmachines/one")

@@ -53,16 +53,17 @@ def test_a_text_only_kimi_is_the_kimi_it_is_made_from() -> None:
     assert resolve("moonshotai/Kimi-K2.5-Text-Only") == resolve("moonshotai/Kimi-K2.5")
 
 
-@pytest.mark.parametrize("name", ["TML/secret", "thinkingmachines/one:x"])
-def test_private_tokenizers_are_refused_with_a_remedy(name: str) -> None:
-    with pytest.raises(RuntimeError, match=f"cannot be loaded.*{TABLE_VARIABLE}"):
-        resolve(name)
-    with pytest.raises(TokenizerError, match="cannot be loaded"):
-        resolve("a name", tokenizer_id=name)
+@pytest.mark.parametrize("name", ["TML/one", "thinkingmachines/one:x", "thinkingmachines/one/x"])
+def test_b105_tokenizers_of_thinking_machines_come_with_a_package(name: str) -> None:
+    assert resolve(name).kind == "tml_tokenizers"
+    assert resolve(name).id in ("TML/one", "thinkingmachines/one")
+    assert resolve("a name", tokenizer_id="TML/one") == resolve("TML/one")
 
 
 def test_private_tokenizers_can_be_mapped_to_public_ones() -> None:
-    assert resolve("TML/secret", table={"TML/*": "org/public"}).id == "org/public"
+    source = resolve("TML/secret", table={"TML/*": "org/public"})
+
+    assert (source.id, source.kind) == ("org/public", "tokenizers")
 
 
 @pytest.mark.parametrize("name", [None, ""])
