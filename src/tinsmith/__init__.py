@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from tinsmith.errors import DecodeError as DecodeError
     from tinsmith.errors import EngineLostError as EngineLostError
     from tinsmith.errors import ExperimentalWarning as ExperimentalWarning
+    from tinsmith.errors import IncompleteResultError as IncompleteResultError
     from tinsmith.errors import InternalServerError as InternalServerError
     from tinsmith.errors import LedgerDamagedError as LedgerDamagedError
     from tinsmith.errors import LedgerError as LedgerError
@@ -175,6 +176,7 @@ _MODULE_OF = {
     "DecodeError": "tinsmith.errors",
     "EngineLostError": "tinsmith.errors",
     "ExperimentalWarning": "tinsmith.errors",
+    "IncompleteResultError": "tinsmith.errors",
     "InternalServerError": "tinsmith.errors",
     "LedgerDamagedError": "tinsmith.errors",
     "LedgerError": "tinsmith.errors",

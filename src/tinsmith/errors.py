@@ -32,7 +32,8 @@
     ├── RequestFailedError               the server accepted the work and could not finish it
     └── APIError                         an HTTP exchange went wrong
         ├── APIResponseValidationError   the reply arrived and could not be understood
-        │   └── UnreadableResultError    ... and was the result of a call (a ValueError)
+        │   ├── UnreadableResultError    ... and was the result of a call (a ValueError)
+        │   └── IncompleteResultError    ... and lacks what was asked for (a RuntimeError)
         ├── APIConnectionError           no reply arrived
         │   ├── APITimeoutError          ... within the time allowed (a TimeoutError)
         │   └── CertificateError         the server could not prove who it is
@@ -551,6 +552,13 @@ class UnreadableResultError(APIResponseValidationError, ValueError):
     """The server gave a result that cannot be read.
 
     Make the call again, with a client and a service of the same release.
+    """
+
+
+class IncompleteResultError(APIResponseValidationError, RuntimeError):
+    """The result lacks something that was asked for.
+
+    Ask without it, or use a service of a release that knows it.
     """
 
 

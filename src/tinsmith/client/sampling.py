@@ -21,7 +21,7 @@ from tinsmith.client.session import Session
 from tinsmith.client.settings import ClientSettings
 from tinsmith.client.shared_leases import shared_leases
 from tinsmith.client.tokenization.of_model import TokenizerOfModel
-from tinsmith.errors import APIResponseValidationError, AuthenticationError, ValidationError
+from tinsmith.errors import AuthenticationError, IncompleteResultError, ValidationError
 from tinsmith.types import requests as r
 from tinsmith.types.buffers import Numbers
 from tinsmith.types.inputs import ModelInput
@@ -163,7 +163,8 @@ class SamplingClient(ManySamples):
             target_prompt_logprobs: Also the log-probabilities of these tokens at each prompt
                 position:
                 an int64 matrix of len(prompt) - 1 rows, -1 where none is wanted.
-            prompt_alt_tokens_k: Also k tokens drawn at each prompt position.
+            prompt_alt_tokens_k: Also k tokens drawn at each prompt position; the future fails with
+                `IncompleteResultError` where the service does not know it.
             prompt_logprobs_last_n: Only for the last n prompt positions.
             timeout: Seconds for all of it, waits for the server's pauses included; the sample is
                 then cancelled and fails with `APITimeoutError`.
@@ -278,7 +279,7 @@ class SamplingClient(ManySamples):
         async def work() -> list[float | None]:
             logprobs = (await self._sampler.start(request, self._lease)).prompt_logprobs
             if logprobs is None:
-                raise APIResponseValidationError(message="the service sent no prompt logprobs")
+                raise IncompleteResultError(message="the service sent no prompt logprobs")
             return logprobs
 
         return background().start(work(), self._named("logprobs"), timeout)

@@ -15,7 +15,12 @@ from tinsmith.client.background import background
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.lease import SessionLease
 from tinsmith.client.samples.request_texts import EarlyText, RequestTexts, early_text
-from tinsmith.errors import APIResponseValidationError, APITimeoutError, DecodeError
+from tinsmith.errors import (
+    APIResponseValidationError,
+    APITimeoutError,
+    DecodeError,
+    IncompleteResultError,
+)
 from tinsmith.types.inputs import DmelChunk, ImageChunk, ModelInputChunk
 from tinsmith.types.requests import SampleRequest
 from tinsmith.types.sampling import SampleResponse
@@ -165,10 +170,20 @@ class SampleCall:
 
     def settle(self, response: SampleResponse) -> None:
         """Its result is here."""
-        if not self.is_over:
-            self.is_drawn = True
-            self._end(None)
-            self.future.settle(response)
+        if self.is_over:
+            return
+        self.is_drawn = True
+        if self.request.prompt_alt_tokens_k > 0 and response.prompt_alt_tokens is None:
+            self.fail(
+                IncompleteResultError(
+                    message=f"the result of {self.request_id} has no prompt_alt_tokens",
+                    request_id=self.request_id,
+                    remedy="the service may be too old for prompt_alt_tokens_k",
+                )
+            )
+            return
+        self._end(None)
+        self.future.settle(response)
 
     def fail(self, error: BaseException) -> None:
         """There will be no result."""
