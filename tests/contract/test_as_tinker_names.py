@@ -18,6 +18,7 @@ from tests.contract.test_json_types import NAMED
 
 PRIVATE = {
     "tinker._exceptions": ["TinkerError", "RequestFailedError", "BillingError"],
+    "tinker._types": ["RequestOptions", "Timeout"],
     "tinker._version": ["__version__"],
     "tinker.auth": [
         "get_tinker_token",
@@ -50,10 +51,33 @@ PRIVATE = {
     "tinker.lib.retryable_exception": ["RetryableException"],
     "tinker.types.generic_event": ["GenericEvent"],
     "tinker.types.optimizer": ["OptimParamsBase", "OptimizerConfigBase"],
+    "tinker.types.shared": ["UntypedAPIFuture"],
+    "tinker.types.shared.untyped_api_future": ["UntypedAPIFuture"],
     "tinker.types.tensor_data": ["TensorData"],
     "tinker.types.topk_logprobs": ["TopkLogprobs"],
     "tinker.types.try_again_response": ["TryAgainResponse"],
 }
+
+INSIDES = {
+    "tinker._base_client",
+    "tinker._client",
+    "tinker._compat",
+    "tinker._constants",
+    "tinker._files",
+    "tinker._models",
+    "tinker._qs",
+    "tinker._resource",
+    "tinker._response",
+    "tinker._streaming",
+    "tinker._utils",
+    "tinker.proto",
+    "tinker.resources",
+    "tinker.types._pydantic_types",
+    "tinker.types._tensor_container",
+    "tinker.types._torch_utils",
+}
+"""Modules of its HTTP layer, its messages and its models; what is below `tinker.lib` and is not in
+`PRIVATE`, and the command line, are further ones."""
 
 PROGRAM = """
 import importlib, json, sys
@@ -112,6 +136,22 @@ def test_the_list_of_private_paths_is_that_of_the_official_package(module: str) 
 
 def test_private_paths_that_programs_import_are_there() -> None:
     assert absent_of(PRIVATE) == []
+
+
+def test_the_insides_of_the_official_package_are_not_there_and_nothing_else_is_missing() -> None:
+    modules = [
+        found.name
+        for found in pkgutil.walk_packages(tinker.__path__, "tinker.", onerror=lambda _: None)
+        if not found.name.startswith(("tinker.lib", "tinker.cli"))
+        and not found.name.endswith(("_test", "conftest"))
+    ]
+
+    absent = set(absent_of({name: [] for name in modules}))
+
+    assert len(modules) > 100
+    assert absent >= INSIDES
+    below = tuple(f"{name}." for name in INSIDES)
+    assert {name for name in absent - INSIDES if not name.startswith(below)} == set()
 
 
 def test_modules_are_found_as_attributes_too() -> None:
