@@ -396,6 +396,20 @@ CLIENT = [
         most_rounds=3,
     ),
     Benchmark(
+        name="client-submit",
+        group=_CLIENT,
+        title="a call of `sample` until it returns, 400 in a row",
+        contestants=(
+            _ours(OURS, _client("tinsmith", "submissions", count="400")),
+            _ours(CORE, _client("tinsmith", "submissions", count="400"), "core"),
+            _rival(_client("tinker", "submissions", count="400")),
+        ),
+        # S1, whatever the rival takes: a loop that submits must never be held up.
+        aims=(Aim("latency_p99_s", 0.001, "itself"),),
+        shown=("latency_p50_s", "latency_p99_s"),
+        most_rounds=5,
+    ),
+    Benchmark(
         name="client-batch",
         group=_CLIENT,
         title="forward_backward of 64 × 32,768 tokens, from lists",

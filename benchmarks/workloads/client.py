@@ -25,6 +25,8 @@ from benchmarks.harness.memory import resident_bytes
 ROOT = Path(__file__).resolve().parents[2]
 DELAY_MS = "20"
 """How long the server takes for a sample; what a caller waits beyond it is what the client adds."""
+WITHHELD_MS = "1000"
+"""Longer than it takes to submit hundreds of samples."""
 WARM_UP_SAMPLES = 50
 _THREADS = Path("/proc/self/task")
 
@@ -130,6 +132,37 @@ def beside_busy_thread(
         is_over.set()
         busy.join()
         return {"slowdown": beside.wall_s / alone.wall_s, "wall_s": beside.wall_s / int(count)}
+
+
+def submissions(package: str, server_python: str, count: str) -> dict[str, float]:
+    """How long `sample` takes to return, again and again, while the server withholds its answers.
+
+    Each has a prompt of its own, so that nothing of one can be used for the next.
+    """
+    with running(server_python, WITHHELD_MS, is_plain=True) as server:
+        client, sampler = _sampler(package, server.url)
+        params = client.SamplingParams(max_tokens=64, temperature=1.0)
+        prompts = [
+            client.ModelInput.from_ints(list(range(first, first + 1000)))
+            for first in range(WARM_UP_SAMPLES + int(count))
+        ]
+        _submit(sampler, prompts[:WARM_UP_SAMPLES], params)
+        percentiles = quantiles(
+            _submit(sampler, prompts[WARM_UP_SAMPLES:], params), n=100, method="inclusive"
+        )
+        return {"latency_p50_s": percentiles[49], "latency_p99_s": percentiles[98]}
+
+
+def _submit(sampler: Any, prompts: list[Any], params: Any) -> list[float]:
+    """Call for each, await them all, and tell how long each call took to return."""
+    took, futures = [0.0] * len(prompts), []
+    for number, prompt in enumerate(prompts):
+        began = time.perf_counter()
+        futures.append(sampler.sample(prompt, 1, params))
+        took[number] = time.perf_counter() - began
+    for future in futures:
+        future.result()
+    return took
 
 
 def batch(package: str, server_python: str, tokens: str, datums: str) -> dict[str, float]:
