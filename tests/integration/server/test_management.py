@@ -495,6 +495,7 @@ def test_sessions_are_listed_newest_first(server: ManagedServer) -> None:
     listed = rest(server).list_sessions(limit=2, offset=1).result(30)
 
     assert listed.sessions == [names[2], names[1]]
+    assert listed.cursor == types.Cursor(offset=1, limit=2, total_count=4)
 
 
 def search(server: ManagedServer, **fields: Any) -> list[str]:
