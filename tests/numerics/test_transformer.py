@@ -208,6 +208,31 @@ def test_norms_with_an_offset_keep_their_digits_in_bfloat16(tmp_path: Path) -> N
     assert hidden.dtype == torch.bfloat16
 
 
+def test_what_layers_add_to_is_float32_in_bfloat16_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the way forth and back: in bfloat16 each layer would round away what others added."""
+    make_model(tmp_path, "Gemma3")
+    model = load_transformer(tmp_path, dtype=torch.bfloat16)
+    stream: list[torch.Tensor] = []
+    layer = model._layer
+
+    def kept(index: int, x_TD: torch.Tensor, *rest: Any) -> torch.Tensor:
+        x_TD.retain_grad()
+        stream.append(x_TD)
+        return layer(index, x_TD, *rest)
+
+    monkeypatch.setattr(model, "_layer", kept)
+    stretches, positions = _pack([9])
+
+    hidden = model.hidden(_tokens(9), positions, PackAttention(stretches))
+    hidden.sum().backward()
+
+    assert hidden.dtype == torch.bfloat16
+    assert {one.dtype for one in stream} == {torch.float32}
+    assert {one.grad.dtype for one in stream if one.grad is not None} == {torch.float32}
+
+
 def _full(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, one: Stretch) -> torch.Tensor:
     """A stretch with all that it sees, by the formula."""
     before = list(range(*one.prefix)) if one.prefix else []

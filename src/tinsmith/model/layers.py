@@ -25,16 +25,19 @@ LEAST_NUMBERS = 32_768
 """And on so many for each thread it has all threads do it."""
 
 
-def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
-    """Rows over the root of their mean square, times the weight. Any shape before the last."""
+def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
+    """Rows over the root of their mean square, times the weight, in a type of the caller's.
+
+    Any shape before the last.
+    """
     if not torch.is_grad_enabled():
-        return _normed(x_TD, _scales(x_TD, epsilon), weight_D)
-    made: Tensor = _RmsNorm.apply(x_TD, weight_D, epsilon)  # type: ignore[no-untyped-call]
+        return _normed(x_TD, _scales(x_TD, epsilon), weight_D, dtype)
+    made: Tensor = _RmsNorm.apply(x_TD, weight_D, epsilon, dtype)  # type: ignore[no-untyped-call]
     return made
 
 
-def _normed(x_TD: Tensor, scales_T1: Tensor, weight_D: Tensor) -> Tensor:
-    return (x_TD * scales_T1).to(x_TD.dtype).mul_(weight_D)
+def _normed(x_TD: Tensor, scales_T1: Tensor, weight_D: Tensor, dtype: torch.dtype) -> Tensor:
+    return (x_TD * scales_T1).to(dtype).mul_(weight_D)
 
 
 def _scales(x_TD: Tensor, epsilon: float) -> Tensor:
@@ -54,13 +57,15 @@ def _constant(value: float, device: torch.device) -> Tensor:
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
+    def forward(
+        ctx: Any, x_TD: Tensor, weight_D: Tensor, epsilon: float, dtype: torch.dtype
+    ) -> Tensor:
         scales_T1 = _scales(x_TD, epsilon)
         ctx.save_for_backward(x_TD, weight_D, scales_T1)
-        return _normed(x_TD, scales_T1, weight_D)
+        return _normed(x_TD, scales_T1, weight_D, dtype)
 
     @staticmethod
-    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, None, None, None]:
         x_TD, weight_D, scales_T1 = ctx.saved_tensors
         dtype = x_TD.dtype
         dy_TD = (dy_TD * weight_D).float()
@@ -68,7 +73,7 @@ class _RmsNorm(torch.autograd.Function):
         shared_T1 = torch.linalg.vecdot(dy_TD, x_TD).unsqueeze(-1)
         shared_T1 = shared_T1 * scales_T1.square() / x_TD.shape[-1]
         dx_TD = torch.addcmul(dy_TD, x_TD, shared_T1, value=-1.0).mul_(scales_T1)
-        return dx_TD.to(dtype), None, None
+        return dx_TD.to(dtype), None, None, None
 
 
 def turned(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:

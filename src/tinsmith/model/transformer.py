@@ -103,6 +103,9 @@ class Transformer:
         x_TD = self._embedding_VD[tokens_T].to(self.dtype)
         if self.architecture.embedding_scale != 1.0:
             x_TD = x_TD * torch.tensor(self.architecture.embedding_scale, dtype=self.dtype)
+        # What all layers add to is float32: in bfloat16 each of them would round away what those
+        # before it added, and samples and passes would do so differently.
+        x_TD = x_TD.float()
         turns = self._turns(positions_T)
         if torch.is_grad_enabled():
             x_TD.requires_grad_()  # the base has no gradients that would make a graph
@@ -114,7 +117,10 @@ class Transformer:
             else:
                 x_TD = self._layer(index, x_TD, turns, attention, loras)
         attention.done()
-        return rms_norm(x_TD, self._final_norm_D, self.architecture.norm_epsilon)
+        return self._normed(x_TD, self._final_norm_D)
+
+    def _normed(self, x_TD: Tensor, weight_D: Tensor) -> Tensor:
+        return rms_norm(x_TD, weight_D, self.architecture.norm_epsilon, self.dtype)
 
     def _turns(self, positions_T: Tensor) -> Turns:
         turns: Turns = []
@@ -134,15 +140,15 @@ class Transformer:
         attention: Attention,
         loras: Sequence[LoraSpan],
     ) -> Tensor:
-        weights, epsilon = self._layers[index], self.architecture.norm_epsilon
-        seen_TD = rms_norm(x_TD, weights.input_norm_D, epsilon)
+        weights = self._layers[index]
+        seen_TD = self._normed(x_TD, weights.input_norm_D)
         added_TD = self._attention(index, seen_TD, turns, attention, loras)
         if weights.attention_out_norm_D is not None:
-            added_TD = rms_norm(added_TD, weights.attention_out_norm_D, epsilon)
+            added_TD = self._normed(added_TD, weights.attention_out_norm_D)
         x_TD = x_TD + added_TD
-        added_TD = self._mlp(index, rms_norm(x_TD, weights.mlp_norm_D, epsilon), loras)
+        added_TD = self._mlp(index, self._normed(x_TD, weights.mlp_norm_D), loras)
         if weights.mlp_out_norm_D is not None:
-            added_TD = rms_norm(added_TD, weights.mlp_out_norm_D, epsilon)
+            added_TD = self._normed(added_TD, weights.mlp_out_norm_D)
         return x_TD + added_TD
 
     def _attention(
@@ -161,8 +167,8 @@ class Transformer:
         # Queries and keys are turned as one; only norms of their own set them apart.
         qk_THD, v_TGD = qkv_THD[:, :turning], qkv_THD[:, turning:]
         if weights.q_norm_D is not None and weights.k_norm_D is not None:
-            q_THD = rms_norm(qk_THD[:, : shape.heads], weights.q_norm_D, shape.norm_epsilon)
-            k_TGD = rms_norm(qk_THD[:, shape.heads :], weights.k_norm_D, shape.norm_epsilon)
+            q_THD = self._normed(qk_THD[:, : shape.heads], weights.q_norm_D)
+            k_TGD = self._normed(qk_THD[:, shape.heads :], weights.k_norm_D)
             qk_THD = torch.cat((q_THD, k_TGD), 1)
         if layer.rope is not None:
             qk_THD = turned(qk_THD, *turns[layer.rope])

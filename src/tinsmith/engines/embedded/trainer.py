@@ -52,10 +52,12 @@ def budget_for(architecture: Architecture, dtype: torch.dtype, pass_bytes: int) 
     It depends on nothing that changes: it decides how a work is cut, and with that the last bits of
     its gradients.
     """
-    qkv = architecture.query_outputs + 2 * architecture.key_outputs
-    kept = 6 * architecture.hidden + 2 * qkv + architecture.query_outputs + 4 * architecture.inner
-    layer_bytes, layers = kept * dtype.itemsize, len(architecture.layers)
-    saving_bytes = layer_bytes + layers * architecture.hidden * dtype.itemsize
+    hidden, inner, queries = architecture.hidden, architecture.inner, architecture.query_outputs
+    # What all layers add to is float32, and kept where norms read it.
+    stream_bytes = hidden * torch.float32.itemsize
+    kept = 4 * hidden + 2 * (queries + 2 * architecture.key_outputs) + queries + 4 * inner
+    layer_bytes, layers = kept * dtype.itemsize + 2 * stream_bytes, len(architecture.layers)
+    saving_bytes = layer_bytes + layers * stream_bytes
     rows = max(64, pass_bytes // (layer_bytes * layers))
     return Budget(rows=rows, saving_rows=max(rows, pass_bytes // saving_bytes))
 
