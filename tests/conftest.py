@@ -1,4 +1,4 @@
-"""What holds for all tests: threads that always give way, and a quick collector.
+"""What holds for all tests: threads that always give way, a quick collector, and Ctrl-C.
 
 Tests of what many threads do run twice: as usual, and with threads that always give way.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import re
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -25,6 +26,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if CONCURRENT.match(metafunc.function.__name__) and not is_eager:
         metafunc.fixturenames.append("switching")
         metafunc.parametrize("switching", ["usual", "eager"], indirect=True)
+
+
+def pytest_configure() -> None:
+    """Let Ctrl-C reach what tests start, also when the tests themselves were started with `&`.
+
+    A shell that starts something in the background has it ignore Ctrl-C, and whatever that starts.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:

@@ -26,13 +26,14 @@ for name in (
 """
 
 _BFLOAT16_FLAGS = "avx512_bf16", "amx_bf16", "bf16"  # the last is that of ARM
+NO_BFLOAT16 = "no hardware for bfloat16"
 
 
 def describe(pythons: Mapping[str, Path], root: Path) -> Machine:
     """This machine now, and what each environment holds."""
     return Machine(
         date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        cpu=_cpu_model(),
+        cpu=cpu_in_words(_cpuinfo()),
         cores=os.cpu_count() or 0,
         memory_gb=_memory_gb(),
         system=f"{platform.system()} {platform.release()}",
@@ -47,12 +48,17 @@ def load() -> float:
     return round(os.getloadavg()[0], 2)
 
 
-def _cpu_model() -> str:
+def multiplies_bfloat16() -> bool:
+    """Whether this machine has hardware for it."""
+    return NO_BFLOAT16 not in cpu_in_words(_cpuinfo())
+
+
+def _cpuinfo() -> str:
+    """What Linux tells of the CPU; of others nothing is known."""
     try:
-        text = Path("/proc/cpuinfo").read_text()
+        return Path("/proc/cpuinfo").read_text()
     except OSError:
-        return platform.processor() or platform.machine()
-    return cpu_in_words(text)
+        return ""
 
 
 def cpu_in_words(cpuinfo: str) -> str:
@@ -62,7 +68,7 @@ def cpu_in_words(cpuinfo: str) -> str:
     name = about.get("model name") or platform.processor() or platform.machine()
     flags = (about.get("flags") or about.get("Features") or "").split()
     has = ", ".join(flag for flag in _BFLOAT16_FLAGS if flag in flags)
-    return f"{name}, {has or 'no hardware for bfloat16'}"
+    return f"{name}, {has or NO_BFLOAT16}"
 
 
 def _memory_gb() -> float:
