@@ -288,7 +288,8 @@ class Ledger(abc.ABC):
     async def wait_claim(self, claimer: str, *, limit: int, timeout_s: float) -> list[Command]:
         """As `claim`, as soon as there is something to claim.
 
-        Empty if a claimed command was cancelled meanwhile, or when the time is up.
+        Empty if a claimed command was cancelled meanwhile, if somebody else was quicker, and when
+        the time is up.
         """
         await self.wait_for_commands(claimer, timeout_s=timeout_s)
         return await self.claim(claimer, limit=limit)

@@ -342,7 +342,7 @@ def test_a_claim_that_waits_is_part_of_the_commit_that_brings_its_work(tmp_path:
     async def tell() -> None:
         async with await opened(tmp_path) as ledger:
             await ledger.append(training(0))
-            await ledger.claim("s", limit=1)
+            await ledger.claim("s", limit=2)  # one that gets all it may wakes those who wait
             before = (await ledger.statistics()).commits
             waiting = asyncio.create_task(ledger.wait_claim("s", limit=5, timeout_s=60))
             await asyncio.sleep(0)
