@@ -69,11 +69,6 @@ CLONE_NUMBERS = 1_000_000_000
 """Numbers of samples from here on begin at a random multiple of it."""
 
 
-OF_CLONES = {"asample", "join_sampling_session", "retrieve_future"}
-"""What clones of a sampler ask for too. Their user's headers do not travel with us; see below."""
-USER_S_HEADER = "x-team"
-
-
 class Sent(NamedTuple):
     """A request as far as it is compared."""
 
@@ -173,8 +168,6 @@ def comparable(received: ReceivedRequest) -> Sent:
     headers["x-api-key"] = headers["x-api-key"][:3]  # a token is new each time
     if received.endpoint == "get_sampler":
         headers = {name: value for name, value in headers.items() if name not in MANAGEMENT}
-    if received.endpoint in OF_CLONES:
-        headers.pop(USER_S_HEADER, None)
     if body is None:
         headers.pop("content-type", None)
     if isinstance(body, dict) and body.get("seq_id", 0) >= CLONE_NUMBERS:
@@ -219,7 +212,7 @@ def first_polls(service: ScriptedService) -> list[Any]:
         headers = {
             name: value
             for name, value in received.headers.items()
-            if name not in TRANSPORT | OUR_OWN | POLL_HEADERS | {USER_S_HEADER}
+            if name not in TRANSPORT | OUR_OWN | POLL_HEADERS
         }
         headers["x-api-key"] = headers["x-api-key"][:3]
         if headers["x-tinker-request-iteration"] != "0":
@@ -256,27 +249,6 @@ def test_introductions_are_the_same_and_no_more_often(days: tuple[Day, Day], cas
         )
         assert ours[0] == official[0]
         assert 0 < len(ours) < len(official)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_headers_of_the_user_come_with_every_sample_but_those_of_clones(
-    days: tuple[Day, Day], case: str
-) -> None:
-    for day, has_headers in zip(days, (True, False), strict=True):
-        samples = day.services[case].requests("asample")
-        clones = [one for one in samples if one.request.seq_id >= CLONE_NUMBERS]
-        originals = [one for one in samples if one.request.seq_id < CLONE_NUMBERS]
-
-        assert len(clones) == 2
-        assert all((USER_S_HEADER in one.headers) == has_headers for one in clones)
-        assert all(one.headers[USER_S_HEADER] == "blue" for one in originals)
-        polls = day.services[case].requests("retrieve_future")
-        lacking = [
-            one
-            for one in polls
-            if USER_S_HEADER not in one.headers and one.headers["x-tinker-request-iteration"] == "0"
-        ]
-        assert len(lacking) == (0 if has_headers else len(clones))
 
 
 def test_every_listed_difference_is_one(days: tuple[Day, Day]) -> None:

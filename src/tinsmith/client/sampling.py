@@ -376,7 +376,8 @@ class SamplingClient(ManySamples):
     def get_sampler_handle(self, *, timeout: float | None = None) -> str:
         """This sampler's address as text, for `from_sampler_handle`.
 
-        It holds this client's settings, and no key, no login of a proxy and no value of a header.
+        It holds this client's settings, and no key, no login of a proxy and no header whose name
+        sounds like a secret.
         """
         session = self._lease.session
         return SamplerHandle(
@@ -405,7 +406,8 @@ class SamplingClient(ManySamples):
             handle: What `get_sampler_handle` gave.
             api_key: The credential to use here; else that of this process's environment.
             retry_config: How patient its samples are.
-            default_headers_overrides: Headers for every request; a handle holds none.
+            default_headers_overrides: Headers for every request, beside those of the handle, which
+                holds none that sound like a secret.
             proxy: Instead of the handle's, which has no login.
             ca_file: Instead of the handle's, as are the next: another machine has other files.
             unix_socket: The service's socket here.

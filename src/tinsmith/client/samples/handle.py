@@ -1,8 +1,9 @@
 """A sampler's address, to be used in another process. It holds no credential.
 
-It tells how the first client was set, but nothing that is a secret or may be one: no key, no login
-of a proxy, no value of a header. The other process has those from its arguments or its environment,
-and counts its samples from a number of its own, so that two processes never use the same one.
+It tells how the first client was set, but nothing that is a secret or sounds like one: no key, no
+login of a proxy, and of such headers the name alone. The other process has those from its arguments
+or its environment, and counts its samples from a number of its own, so that two processes never use
+the same one.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from tinsmith.wire import json_format
 _log = logging.getLogger(__name__)
 
 NUMBERS_PER_CLONE = 1_000_000_000
+_SECRET_NAME = re.compile(r"auth|key|secret|token|cookie|credential", re.IGNORECASE)
 _PROXY = re.compile(r"(?P<scheme>https?://)?(.*@)?(?P<host>[^/?#]*)", re.IGNORECASE | re.DOTALL)
 
 
@@ -43,8 +45,9 @@ class SamplerHandle(msgspec.Struct, frozen=True, kw_only=True):
     session_id: str
     sampling_session_id: str
     headers: dict[str, str] = {}
-    """Of handles that earlier releases made."""
+    """Those whose name does not sound like a secret."""
     header_names: list[str] = []
+    """Of those that do, and whose values do not travel."""
     project_id: str | None = None
     retry: dict[str, float | None] = {}
     """The fields of a `RetryBudget`; None for a time without end, which JSON cannot say."""
@@ -85,10 +88,13 @@ class SamplerHandle(msgspec.Struct, frozen=True, kw_only=True):
         unix_socket: str | None = None,
     ) -> ClientSettings:
         """Settings for a client of this process: what is given here counts before the handle's."""
+        given = default_headers or {}
+        known = {name.lower() for name in given}
+        own = {name: value for name, value in self.headers.items() if name.lower() not in known}
         settings = settings_from(
             base_url=self.base_url,
             api_key=api_key,
-            default_headers={**self.headers, **(default_headers or {})},
+            default_headers={**own, **given},
             project_id=self.project_id,
             retry=self._budget(),
             limiter_scope=self.limiter_scope,
@@ -136,10 +142,12 @@ def shareable(settings: ClientSettings) -> dict[str, Any]:
 
     Left out are those for new sessions and for training, which a sampler has no use for.
     """
-    times = msgspec.structs.asdict(settings.retry)
+    times, headers = msgspec.structs.asdict(settings.retry), settings.default_headers
+    secret = [name for name in headers if _SECRET_NAME.search(name)]
     return {
         "base_url": settings.base_url,
-        "header_names": list(settings.default_headers),
+        "headers": {name: value for name, value in headers.items() if name not in secret},
+        "header_names": secret,
         "project_id": settings.project_id,
         "retry": {name: None if time == math.inf else time for name, time in times.items()},
         "limiter_scope": settings.limiter_scope,

@@ -66,12 +66,18 @@ def test_w39_a_clone_has_the_settings_of_its_original(name: str, value: Any) -> 
         "HTTP://hunter2:@proxy:3128",
     ],
 )
-def test_s40_a_handle_holds_no_key_no_login_and_no_value_of_a_header(proxy: str) -> None:
+def test_s40_a_handle_holds_no_key_no_login_and_no_header_that_sounds_like_a_secret(
+    proxy: str,
+) -> None:
     first = settings_from(
         base_url="http://local",
         api_key="tml-hunter2",
         proxy=proxy,
-        default_headers={"X-Team": "hunter2", "Cookie": "hunter2"},
+        default_headers={
+            "X-Team": "blue",
+            "Cookie": "hunter2",
+            "CF-Access-Client-Secret": "hunter2",
+        },
     )
 
     text = base64.urlsafe_b64decode(handle_of(first)).decode()
@@ -86,7 +92,7 @@ def test_what_does_not_travel_can_be_given_anew(caplog: pytest.LogCaptureFixture
         proxy="http://user:hunter2@proxy:3128",
         ca_file="/first/authorities.pem",
         unix_socket="/first/socket",
-        default_headers={"X-Team": "blue"},
+        default_headers={"X-Team": "blue", "X-Token": "hunter2"},
     )
 
     clone = clone_of(
@@ -94,14 +100,14 @@ def test_what_does_not_travel_can_be_given_anew(caplog: pytest.LogCaptureFixture
         proxy="http://user:hunter2@proxy:3128",
         ca_file="/second/authorities.pem",
         unix_socket="/second/socket",
-        default_headers_overrides={"x-team": "blue"},
+        default_headers_overrides={"x-team": "red", "x-token": "hunter2"},
     )
 
     assert clone.api_key is not None
     assert clone.api_key.reveal() == "tml-second"
     assert clone.proxy == "http://user:hunter2@proxy:3128"
     assert (clone.ca_file, clone.unix_socket) == ("/second/authorities.pem", "/second/socket")
-    assert clone.default_headers == {"x-team": "blue"}
+    assert clone.default_headers == {"x-team": "red", "x-token": "hunter2"}
     assert caplog.text == ""
 
 
@@ -117,13 +123,14 @@ def test_a_login_is_taken_from_the_environment_of_the_other_process(
 
 
 def test_headers_that_the_clone_lacks_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    handle = handle_of(settings_from(**PLACE, default_headers={"X-Team": "blue", "X-Cell": "4"}))
+    headers = {"X-Team": "blue", "X-Token": "hunter2", "Cookie": "hunter2"}
+    handle = handle_of(settings_from(**PLACE, default_headers=headers))
 
     with caplog.at_level(logging.WARNING):
-        clone = clone_of(handle, default_headers_overrides={"X-Cell": "4"})
+        clone = clone_of(handle, default_headers_overrides={"Cookie": "mine"})
 
-    assert clone.default_headers == {"X-Cell": "4"}
-    assert "the headers X-Team, whose" in caplog.text
+    assert clone.default_headers == {"X-Team": "blue", "Cookie": "mine"}
+    assert "the headers X-Token, whose" in caplog.text
     assert "default_headers_overrides" in caplog.text
 
 
