@@ -112,7 +112,7 @@ def _samples(*others: Rival, **told: str) -> tuple[Contestant, ...]:
 
 _RAGGED_AIMS = _times(8), _times(1, beside=BUCKETS)
 _TRAINING_NOTE = (
-    "Rank 32 on all linear layers, AdamW, a pass and a step, which run once before they are "
+    "Rank 32 on all linear layers, AdamW, a pass and a step, which run twice before they are "
     "measured. Even is 8 × 128 tokens; ragged is "
     "30 × 16 and 2 × 512, which the loop sorts into buckets of at most 1,024 slots, or pads to the "
     "longest; a group is 16 samples of 32 tokens behind one prompt of 512, which the loop computes "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,16 @@ class Turn:
         if self._first_s is not None:
             found["first_token_s"] = self._first_s
         return found
+
+
+def warm_up(run: Callable[[], object]) -> None:
+    """Train as a program that has done so for a while.
+
+    What a process takes of memory for the first time is not what a pass costs. The first step
+    takes moments, and what it leaves behind is used from the second pass on.
+    """
+    for _ in range(2):
+        run()
 
 
 def matmul_flops(dtype: Any = None) -> float:

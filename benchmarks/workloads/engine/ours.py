@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.workloads.engine.data import ADAPTERS, RANK, Sequence, prompts, training_batch
-from benchmarks.workloads.engine.measure import Turn
+from benchmarks.workloads.engine.measure import Turn, warm_up
 from benchmarks.workloads.engine.models import adapter_folder, folder_of, size_of
 from tinsmith.engines.base import (
     AdapterId,
@@ -173,7 +173,7 @@ def training(model: str, batch: str, dtype: Dtype = "float32") -> Callable[[], d
         tokens = sum(one.positions for one in sequences)
         return turn.figures(tokens, running.size.training_flops(tokens, RANK))
 
-    run()  # what a process takes of memory for the first time is not what a pass costs
+    warm_up(run)
     return run
 
 
@@ -201,7 +201,7 @@ def adapters(model: str, order: str, dtype: Dtype = "float32") -> Callable[[], d
         tokens = sum(one.positions for batch in batches for one in batch)
         return turn.figures(tokens, running.size.training_flops(tokens, RANK))
 
-    run()
+    warm_up(run)
     return run
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from benchmarks.harness.machine import multiplies_bfloat16
 from benchmarks.workloads.engine.data import ADAPTERS, RANK, Sequence, training_batch
-from benchmarks.workloads.engine.measure import Turn
+from benchmarks.workloads.engine.measure import Turn, warm_up
 from benchmarks.workloads.engine.models import folder_of, size_of
 
 MOST_SLOTS = 1024
@@ -120,10 +120,9 @@ def training(
         optimizer.zero_grad()
         return turn.figures(tokens * share, size.training_flops(1, RANK) * tokens * share)
 
-    # What a process takes of memory for the first time is not what a pass costs. In bfloat16, and
-    # without hardware for it, that is nothing beside products that may take minutes.
+    # In bfloat16 without hardware for it, memory is nothing beside products that take minutes.
     is_slow = kind != torch.float32 and not multiplies_bfloat16()
-    run("tiny" if is_slow else batch)
+    warm_up(lambda: run("tiny" if is_slow else batch))
     return lambda: run(batch)
 
 
@@ -151,5 +150,5 @@ def adapters(model: str, dtype: str = "float32") -> Callable[[], dict[str, float
         tokens = sum(one.positions for batch in batches for one in batch)
         return turn.figures(tokens, size.training_flops(tokens, RANK))
 
-    run()
+    warm_up(run)
     return run
