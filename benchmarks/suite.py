@@ -333,14 +333,12 @@ def _samples(tokens: int, in_flight: int, count: int, variant: str = "") -> Benc
     in_words, parameters = _VARIANTS[variant]
     sizes = {"tokens": str(tokens), "in_flight": str(in_flight), "count": str(count)} | parameters
     ours = _client("tinsmith", "samples", **sizes)
-    aims: list[Aim] = []
-    if in_flight > 1:  # one after another, most of the CPU goes into waking up, and time is 20 ms
-        aims += [Aim("cpu_s", 1 / 10, of=OURS), Aim("cpu_s", 1 / 25, of=EXTENDED)]
+    aims = [Aim("cpu_s", 1 / 10, of=OURS), Aim("cpu_s", 1 / 25, of=EXTENDED)]
     # There the server's 20 ms make 0.4 ms of each sample: as much as a tenth of tinker's.
-    is_bound_by_delay = tokens == 1000 and in_flight == 50 and not variant
-    if in_flight > 1 and not is_bound_by_delay:
+    is_bound_by_delay = in_flight == 1 or (tokens == 1000 and in_flight == 50 and not variant)
+    if not is_bound_by_delay:
         aims += [Aim("wall_s", 1 / 10, of=OURS), Aim("wall_s", 1 / 10, of=EXTENDED)]
-    if in_flight == 2000:
+    if not variant:
         aims += [Aim("resident_bytes", 1 / 3, of=OURS), Aim("threads", 1 / 3, of=OURS)]
     yardsticks = []
     if in_flight > 1:
