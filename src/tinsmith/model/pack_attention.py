@@ -26,7 +26,8 @@ from tinsmith.model.attention import (
 from tinsmith.model.masked_attention import masked_attention
 
 WIDENED_BELOW = 512
-"""With fewer keys the kernel's way back takes up to ten times as long in bfloat16 as in float32."""
+"""With fewer keys the kernel's way back is slower in bfloat16 than in float32: with 16 of them it
+took 14 times as long, with 128 more than twice."""
 
 
 class Stretch(NamedTuple):
