@@ -23,7 +23,7 @@ from tinsmith.model.load_weights import load_transformer
 from tinsmith.model.transformer import Transformer
 from tinsmith.types import SampleResponse
 
-KEY_HEADS = [1, 2]
+KEY_HEADS = [1, 2, 4]
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
