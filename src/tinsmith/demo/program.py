@@ -123,8 +123,9 @@ def _crash(client: ServiceClient, service: Service, settings: DemoSettings) -> s
 
     def kill() -> None:
         service.kill()
-        _say("   killed, with three steps under way")
-        _say(f"   started again; ready after {service.start():.1f} s")
+        _say("   killed, with three steps under way; it starts again, and computes once more what")
+        _say("   the adapters of all three parts had learned, since none of it was saved")
+        _say(f"   ready after {service.start():.1f} s")
 
     found = compare_runs(client, settings.model, seed=settings.seed, kill=kill)
     for name, losses in (("left alone", found.left_alone), ("killed", found.killed)):
