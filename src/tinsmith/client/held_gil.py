@@ -13,6 +13,7 @@ Only for Linux, and where there is `ctypes`: see `IS_AVAILABLE`.
 from __future__ import annotations
 
 import asyncio
+import mmap
 import os
 import platform
 import selectors
@@ -80,10 +81,13 @@ def new_socket(family: int, kind: int = socket.SOCK_STREAM, protocol: int = 0) -
 
 
 class _Room:
-    """Memory that C writes into."""
+    """Memory that C writes into.
+
+    From the system, which has no pages for what is never written: most replies fill one of many.
+    """
 
     def __init__(self, size_bytes: int) -> None:
-        memory = bytearray(size_bytes)
+        memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.view = memoryview(memory)
         self.address: int = _c.address_of(memory)
 
