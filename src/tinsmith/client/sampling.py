@@ -13,7 +13,6 @@ from tinsmith.client.queue_state import QueueState, QueueStateLogger, StateTelle
 from tinsmith.client.retry import RetryBudget
 from tinsmith.client.samples.handle import SamplerHandle, shareable
 from tinsmith.client.samples.many import ManySamples
-from tinsmith.client.samples.retry_config import RetryConfig
 from tinsmith.client.samples.sampler import Sampler
 from tinsmith.client.session import Session
 from tinsmith.client.settings import ClientSettings
@@ -32,6 +31,7 @@ from tinsmith.types.sampling import (
 from tinsmith.types.tensors import TensorData
 
 if TYPE_CHECKING:
+    from tinsmith.client.samples.retry_config import RetryConfig
     from tinsmith.client.samples.stream import AsyncSampleStream, SampleStream
 
 
