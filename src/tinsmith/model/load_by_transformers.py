@@ -1,8 +1,8 @@
 """Models of families that we do not compute ourselves, loaded and computed by `transformers`.
 
 Nothing is assumed of such a model that is not tried. It is first run as its own code has it, then
-with our attention and linear layers in it, on a pack and from a cache; unless the logits are equal
-it is refused. So models with other kinds of attention, or with state beside it, are found out
+with our attention and linear layers in it, on a pack, from a cache and back; unless the logits are
+equal it is refused. So models with other kinds of attention, or with state beside it, are found out
 whatever they are called.
 
 Where weights are held in a narrower type than is computed in, that is so for its linear layers and
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from tinsmith.errors import BaseModelFormatError
 from tinsmith.model.architecture import Architecture, Group, LayerShape, LinearShape
 from tinsmith.model.cached_attention import CachedAttention, CachedStretch
-from tinsmith.model.families import architecture_name
+from tinsmith.model.families import architecture_name, token_ids
 from tinsmith.model.head import Head
 from tinsmith.model.kv_cache import Run, SequenceKeys
 from tinsmith.model.linear import Linear
@@ -116,13 +116,14 @@ def _loaded(folder: Path, name: str, dtype: torch.dtype, device: str) -> Any:
     shows_bars = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
+        model, loading = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
             attn_implementation="eager",
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
+            output_loading_info=True,
         )
     except Exception as exc:  # its errors are of many kinds
         raise BaseModelFormatError(f"transformers cannot load this {name}: {exc!s:.500}") from exc
@@ -131,6 +132,9 @@ def _loaded(folder: Path, name: str, dtype: torch.dtype, device: str) -> Any:
             transformers.utils.logging.enable_progress_bar()
     if type(model).__name__ != name:
         raise BaseModelFormatError(f"a {name} is not a causal language model")
+    missing = sorted(loading["missing_keys"])
+    if missing:  # it would have made them up
+        raise BaseModelFormatError(f"the model's files have no tensor {missing[0]!r}")
     return model.to(device).eval().requires_grad_(False)
 
 
@@ -161,6 +165,7 @@ class _Conversion:
         made = self._made(self._architecture(observer, found, output, output_name), head, scale)
         self._compare(head.logits(rows), torch.cat(wanted))
         self._compare(head.logits(self._read_cached(made, sequences[0])), wanted[0])
+        self._try_way_back(made, sequences)
         _log.info("%s: computed by transformers", self._name)
         return made
 
@@ -237,7 +242,6 @@ class _Conversion:
         if rope.get("rope_type") == "longrope":
             # Beyond, all positions are turned in another way, those before too.
             context = rope.get("original_max_position_embeddings") or context
-        eos = self._config.get("eos_token_id")
         return Architecture(
             name=self._name,
             vocabulary=vocabulary,
@@ -250,7 +254,7 @@ class _Conversion:
             layers=(),
             ropes=(),
             norm_epsilon=0.0,
-            eos_tokens=(eos,) if isinstance(eos, int) else tuple(eos or ()),
+            eos_tokens=token_ids(self._config.get("eos_token_id")),
         )
 
     def _architecture(
@@ -343,6 +347,21 @@ class _Conversion:
         except Exception as exc:  # as above
             raise self._refuse(f"its code fails on a pack: {exc!s:.300}") from exc
         return observer, rows
+
+    def _try_way_back(self, model: TransformersModel, sequences: list[Tensor]) -> None:
+        """See that gradients can be had; code that changes our outputs in place gets copies."""
+        for gives_copies in (False, True):
+            for module in self._model.modules():
+                if isinstance(module, AdaptedLinear):
+                    module.gives_copies = gives_copies
+            try:
+                with torch.enable_grad():
+                    self._read_pack(model, sequences)[1].sum().backward()
+            except (BaseModelFormatError, RuntimeError) as exc:
+                if gives_copies:
+                    raise self._refuse(f"it cannot be trained on: {exc!s:.300}") from exc
+            else:
+                return
 
     def _read_cached(self, model: TransformersModel, tokens_T: Tensor) -> Tensor:
         run = Run(model.architecture, model.dtype, model.device)
