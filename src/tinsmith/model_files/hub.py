@@ -84,7 +84,8 @@ class HubSource(msgspec.Struct, frozen=True, kw_only=True):
             tell("checking", checked, total)
             _check(folder / file.rfilename, file)
             checked += file.size or 0
-        return folder, {"kind": self.kind, "repository": self.name, "commit": str(info.sha)}
+        origin = {"kind": self.kind, "repository": self.name, "commit": str(info.sha)}
+        return folder, {**origin, "revision": self.revision} if self.revision else origin
 
     def _as_ours(self, error: Exception) -> Exception:
         from huggingface_hub import errors

@@ -78,6 +78,34 @@ def test_a_model_is_pulled_listed_checked_and_removed(hub: SmallHub, tmp_path: P
     assert (status, json.loads(said)["error"]["type"]) == (1, "BaseModelNotFoundError")
 
 
+def test_a_model_from_elsewhere_is_not_called_the_one_that_is_asked_for(
+    hub: SmallHub, tmp_path: Path
+) -> None:
+    """Another revision, or another source, is fetched in its place only if that is said."""
+    tinsmith(hub.url, tmp_path, "pull", "tiny/llama")
+
+    status, _, said = tinsmith(hub.url, tmp_path, "pull", "tiny/llama", "--revision", "main")
+    assert (status, json.loads(said)["error"]["remedy"]) == (
+        1,
+        "with --force it is fetched in its place",
+    )
+    assert tinsmith(hub.url, tmp_path, "pull", "tiny/llama", "--revision", COMMIT[:9])[0] == 0
+
+    status, pulled, _ = tinsmith(
+        hub.url, tmp_path, "pull", "tiny/llama", "--revision", "main", "--force"
+    )
+    assert (status, pulled["source"]["revision"]) == (0, "main")
+    assert tinsmith(hub.url, tmp_path, "pull", "tiny/llama", "--revision", "main")[0] == 0
+    assert tinsmith(hub.url, tmp_path, "pull", "tiny/llama", "--source", "hub")[0] == 0
+
+
+def test_an_empty_name_asks_for_no_model(hub: SmallHub, tmp_path: Path) -> None:
+    status, _, said = tinsmith(hub.url, tmp_path, "pull", "")
+
+    assert (status, json.loads(said)["error"]["type"]) == (1, "ValidationError")
+    assert hub.fetched == []
+
+
 def test_a_connection_that_breaks_is_taken_up_again(hub: SmallHub, tmp_path: Path) -> None:
     hub.breaks_off = "model.safetensors"
 
