@@ -346,8 +346,11 @@ def test_a_folder_goes_before_the_cache(
     assert find_model(NAME, cache, may_fetch=False) == kept
     folder = tmp_path / NAME
     folder.mkdir(parents=True)
+    assert find_model(NAME, cache, may_fetch=False) == kept  # results may be kept by that name
     with pytest.raises(BaseModelFormatError, match=r"config\.json"):
-        find_model(NAME, cache, may_fetch=False)
+        find_model(f"./{NAME}", cache, may_fetch=False)
+    with pytest.raises(BaseModelFormatError, match=r"config\.json"):
+        find_model(NAME, ModelCache(tmp_path / "empty"))
     (folder / "config.json").write_text("{}")
     assert find_model(NAME, cache, may_fetch=False) == folder
     assert find_model(str(folder), cache, may_fetch=False) == folder
@@ -361,6 +364,11 @@ def test_what_is_nowhere_is_not_found(tmp_path: Path, cache: ModelCache) -> None
     assert not cache.folder.exists()
     with pytest.raises(BaseModelNotFoundError, match="no folder"):
         find_model(str(tmp_path / "none"), cache)
+    with pytest.raises(BaseModelNotFoundError, match="no folder"):
+        find_model("~nobody-of-this-name/llama", cache)
+    for name in ("", "x" * 5000, "a\0b"):
+        with pytest.raises(ValidationError, match="is not the name of a model"):
+            find_model(name, cache)
 
 
 @pytest.mark.parametrize(
