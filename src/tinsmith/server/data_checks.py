@@ -279,11 +279,12 @@ def check_sample(request: SampleRequest, model: BaseModel, settings: ServerSetti
 
 
 def _check_params(params: SamplingParams, length: int, model: BaseModel) -> None:
-    room = model.max_context - length
-    if room < 1:
+    if length > model.max_context:
         raise refuse(
             "prompt: the number of tokens", length, f"{model.name} has {model.max_context}"
         )
+    # To be told what a whole sequence's tokens are worth one asks for one token after it.
+    room = max(1, model.max_context - length)
     if params.max_tokens is not None and params.max_tokens < 1:
         raise refuse("sampling_params.max_tokens", params.max_tokens, "it must be at least 1")
     if params.max_tokens is not None and params.max_tokens > room:
