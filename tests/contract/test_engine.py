@@ -634,6 +634,22 @@ def test_a_sample_ends_at_its_limit_or_its_stop(run: Callable[[Test], None]) -> 
     run(test)
 
 
+@pytest.mark.parametrize("loss", ["ppo", "cispo", "gspo"])
+def test_thresholds_that_leave_no_ratio_fail_the_pass(
+    loss: str, run: Callable[[Test], None]
+) -> None:
+    async def test(engine: Engine, _: Path) -> None:
+        await engine.create_adapter(_spec())
+        inputs = {"logprobs": [-1.0] * 3, "advantages": [1.0] * 3}
+        work = _pass(loss=loss, config={"clip_low_threshold": 5.0}, **inputs)
+
+        [outcome] = await engine.train([work])
+
+        assert "clip_low_threshold is 5" in str(outcome.error)
+
+    run(test)
+
+
 def test_a_prompt_may_fill_the_context(run: Callable[[Test], None]) -> None:
     """What was sampled to the end of the context can be asked about, as all else that was."""
 
