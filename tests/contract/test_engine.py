@@ -640,8 +640,12 @@ def test_thresholds_that_leave_no_ratio_fail_the_pass(
 ) -> None:
     async def test(engine: Engine, _: Path) -> None:
         await engine.create_adapter(_spec())
-        inputs = {"logprobs": [-1.0] * 3, "advantages": [1.0] * 3}
-        work = _pass(loss=loss, config={"clip_low_threshold": 5.0}, **inputs)
+        work = _pass(
+            loss=loss,
+            config={"clip_low_threshold": 5.0},
+            logprobs=[-1.0] * 3,
+            advantages=[1.0] * 3,
+        )
 
         [outcome] = await engine.train([work])
 

@@ -96,5 +96,5 @@ def change_config(folder: Path, without: Iterable[str] = (), **values: Any) -> N
     path.write_text(json.dumps({**kept, **values}))
 
 
-_CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+_CONFIGS = {"Gemma3": "Gemma3TextConfig", "Gemma3n": "Gemma3nTextConfig"}
 _MODELS = {"GPT2": "GPT2LMHeadModel"}
