@@ -64,6 +64,10 @@ def read_architecture(config: Config) -> Architecture:
         return family(name, config)
     except KeyError as exc:
         raise BaseModelFormatError(f"config.json of a {name} has no {exc.args[0]!r}") from exc
+    except (AttributeError, TypeError, ValueError, ArithmeticError) as exc:
+        if isinstance(exc, BaseModelFormatError):
+            raise
+        raise BaseModelFormatError(f"config.json of a {name} is not understood: {exc}") from exc
 
 
 # What families have in common
@@ -226,9 +230,9 @@ def _qwen3_experts(name: str, config: Config) -> Architecture:
 
 def _qwen_experts(name: str, config: Config, layers: tuple[LayerShape, ...]) -> Architecture:
     experts = Experts(
-        count=config.get("num_experts") or config["num_local_experts"],
-        chosen=config["num_experts_per_tok"],
-        inner=config["moe_intermediate_size"],
+        count=_count(config, "num_experts" if config.get("num_experts") else "num_local_experts"),
+        chosen=_count(config, "num_experts_per_tok"),
+        inner=_count(config, "moe_intermediate_size"),
         normalises=config.get("norm_topk_prob", False),
         shared_inner=config.get("shared_expert_intermediate_size") or 0,
     )
@@ -251,9 +255,9 @@ def _qwen_experts(name: str, config: Config, layers: tuple[LayerShape, ...]) -> 
 
 def _mixtral(name: str, config: Config) -> Architecture:
     experts = Experts(
-        count=config["num_local_experts"],
-        chosen=config["num_experts_per_tok"],
-        inner=config["intermediate_size"],
+        count=_count(config, "num_local_experts"),
+        chosen=_count(config, "num_experts_per_tok"),
+        inner=_count(config, "intermediate_size"),
         normalises=True,
     )
     shared = {**_shared(name, config), "norm_epsilon": config.get("rms_norm_eps", 1e-5)}
