@@ -101,6 +101,25 @@ def test_sparse_targets_of_many_data_are_bounded_together() -> None:
         check_pass(more, MODEL, ServerSettings())
 
 
+@pytest.mark.parametrize("count", [4, 90])
+def test_two_numbers_for_one_cell_are_refused(count: int) -> None:
+    """One of them would be lost. In what order the cells of a row come does not matter."""
+
+    def one(columns: list[int]) -> Datum:
+        sparse = ([1, count], [0, len(columns)], columns)
+        return a_datum(
+            [1],
+            target_tokens=TensorData([5] * len(columns), "int64", *sparse),
+            weights=TensorData([1.0] * len(columns), "float32", *sparse),
+        )
+
+    columns = list(range(count))
+    check_pass(ForwardBackwardInput([one(columns[::-1])], "cross_entropy"), MODEL, SETTINGS)
+
+    told = refusal(one([*columns[:-1], 0]))
+    assert "has two numbers for one cell" in told
+
+
 def test_the_bad_datum_is_named() -> None:
     """By its place among the others."""
     assert refusal(a_datum(), a_datum([1, 100])).startswith("data[1].")
