@@ -87,6 +87,25 @@ def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["Llama", "Llama-scaled", "Qwen3", "Gemma3"])
+def test_positions_far_away_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    """Angles grow with the distance, and so does what is rounded off in their frequencies."""
+    context = 131_072
+    theirs = make_model(
+        tmp_path, family, head_dim=64, max_position_embeddings=context, sliding_window=4096
+    )
+    ours = load_transformer(tmp_path)
+    tokens = _tokens(40)
+    positions = torch.cat([torch.arange(10), torch.arange(context - 30, context)])
+
+    with torch.no_grad():
+        hidden = ours.hidden(tokens, positions, PackAttention([Stretch(0, 40)]))
+        seen = torch.ones(1, 40)  # else what is not a step apart counts as another sequence
+        wanted = theirs(tokens[None], position_ids=positions[None], attention_mask=seen).logits[0]
+
+    torch.testing.assert_close(ours.head.logits(hidden), wanted, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(("family", "settings", "without", "values"), OLDER)
 def test_what_a_configuration_leaves_open_is_as_transformers_has_it(
     family: str,

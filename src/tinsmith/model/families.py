@@ -4,11 +4,16 @@ A configuration is read as it is written; nothing is taken for granted that woul
 setting that is not known to be harmless in its family makes the model one that we do not compute.
 """
 
+# D pair of dimensions of a head
+
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from tinsmith.errors import BaseModelFormatError
 from tinsmith.model.architecture import Activation, Architecture, Experts, LayerShape, Rope
@@ -135,29 +140,32 @@ def _turning(config: Config, given: Config, base: float) -> Rope:
     size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     for settings in (config, given):  # of these families `transformers` has none that heeds it
         _refuse(name, settings, partial_rotary_factor=1.0)
-    plain = [base ** (-2 * pair / size) for pair in range(size // 2)]
+    # In float32, as those have it that models are trained with: a hundred thousand tokens away what
+    # is rounded off here is a thousandth of a turn.
+    plain_D = 1.0 / base ** (torch.arange(0, size, 2).float() / size)
     scaling = given.get("rope_type") or given.get("type") or "default"
     if scaling == "default":
-        return Rope(tuple(plain))
+        return Rope(tuple(plain_D.tolist()))
     if scaling == "linear":
-        return Rope(tuple(one / given["factor"] for one in plain))
+        return Rope(tuple((plain_D / given["factor"]).tolist()))
     if scaling == "llama3":
         first_context = given["original_max_position_embeddings"]
         _refuse(name, config, original_max_position_embeddings=first_context)
-        return Rope(tuple(_llama3(one, given) for one in plain))
+        return Rope(tuple(_llama3(plain_D, given).tolist()))
     raise BaseModelFormatError(f"the scaling {scaling!r} of positions is not known")
 
 
-def _llama3(frequency: float, given: Config) -> float:
+def _llama3(plain_D: Tensor, given: Config) -> Tensor:
     """Slow turns are slowed further, fast ones are left, and those between are blended."""
-    turns = given["original_max_position_embeddings"] * frequency / (2 * math.pi)
-    low, high = given["low_freq_factor"], given["high_freq_factor"]
-    if turns < low:
-        return float(frequency / given["factor"])
-    if turns > high:
-        return frequency
-    share = (turns - low) / (high - low)
-    return float((1 - share) * frequency / given["factor"] + share * frequency)
+    context, low, high = (
+        given[key]
+        for key in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+    )
+    slowed_D, tokens_D = plain_D / given["factor"], 2 * math.pi / plain_D
+    share_D = (context / tokens_D - low) / (high - low)
+    blended_D = (1 - share_D) * plain_D / given["factor"] + share_D * plain_D
+    is_slow_D, is_fast_D = tokens_D > context / low, tokens_D < context / high
+    return torch.where(is_slow_D, slowed_D, torch.where(is_fast_D, plain_D, blended_D))
 
 
 def _alike(config: Config, window: int | None = None) -> tuple[LayerShape, ...]:
