@@ -151,6 +151,19 @@ def test_a_repository_without_safetensors_is_refused(hub: SmallHub, tmp_path: Pa
     assert hub.fetched == []
 
 
+def test_quantised_weights_are_refused_before_they_are_fetched(
+    hub: SmallHub, tmp_path: Path
+) -> None:
+    hub.config["quantization_config"] = {"quant_method": "fp8"}
+
+    status, _, said = tinsmith(hub.url, tmp_path, "pull", "tiny/llama")
+
+    error = json.loads(said)["error"]
+    assert (status, error["type"]) == (1, "BaseModelFormatError")
+    assert "quantised (fp8)" in error["message"]
+    assert hub.fetched == []
+
+
 def test_without_a_network_the_ways_out_are_named(tmp_path: Path) -> None:
     status, _, said = tinsmith("http://127.0.0.1:9", tmp_path, "pull", "tiny/llama")
 
