@@ -27,6 +27,7 @@ OLDER: list[tuple[str, dict[str, Any], list[str], dict[str, Any]]] = [
     ("Llama", {}, [], {"layer_types": ["full_attention"] * 2, "sliding_window": 7}),
     ("Mistral", {}, [], {"layer_types": ["sliding_attention", "full_attention"]}),
     ("Mixtral", {}, ["rope_parameters", "rms_norm_eps"], {}),
+    ("Qwen2", {}, [], {"attention_bias": False}),
     ("Qwen3", {**SLIDING, "max_window_layers": 1}, ["layer_types"], {}),
     ("Qwen3Moe", {**SLIDING, "max_window_layers": 1}, [], {}),
     ("Qwen2Moe", {**SLIDING, "max_window_layers": 1}, ["layer_types"], {}),

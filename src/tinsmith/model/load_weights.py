@@ -176,6 +176,8 @@ def _indexed(folder: Path) -> list[Path]:
 
 def _check_biases(config: Mapping[str, Any], files: Mapping[str, Any]) -> None:
     """Others would leave such a bias out, and we would add it."""
+    if architecture_name(config).startswith("Qwen2"):
+        return  # they have them whatever the setting is
     for setting, place in (("attention_bias", ".self_attn."), ("mlp_bias", ".mlp.")):
         found = [name for name in files if place in name and name.endswith(".bias")]
         if found and config.get(setting) is False:
