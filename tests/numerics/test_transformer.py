@@ -163,6 +163,7 @@ def _assert_logits(ours: Transformer, folder: Path) -> None:
         ("Llama", {"max_position_embeddings": None}, "max_position_embeddings = None"),
         ("Llama", {"num_attention_heads": 0}, "num_attention_heads = 0"),
         ("Llama", {"head_dim": "16"}, "is not understood"),
+        ("Mistral", {"sliding_window": 0}, "sliding_window = 0"),
         ("Qwen2", {"rope_scaling": "yarn"}, "is not understood"),
         ("Mixtral", {"num_experts_per_tok": None}, "num_experts_per_tok = None"),
         ("Llama", {"quantization_config": {"quant_method": "fp8"}}, r"quantised \(fp8\)"),

@@ -170,6 +170,8 @@ def _llama3(plain_D: Tensor, given: Config) -> Tensor:
 
 def _alike(config: Config, window: int | None = None) -> tuple[LayerShape, ...]:
     """Layers of one kind; `layer_types` is not heeded by the families that have these."""
+    if window is not None and window < 1:
+        raise BaseModelFormatError(f"sliding_window = {window!r} lets a token see nothing")
     return (LayerShape(window=window),) * _count(config, "num_hidden_layers")
 
 
@@ -269,8 +271,10 @@ def _mixtral(name: str, config: Config) -> Architecture:
         normalises=True,
     )
     shared = {**_shared(name, config), "norm_epsilon": config.get("rms_norm_eps", 1e-5)}
-    layer = LayerShape(window=config.get("sliding_window"), experts=experts)
-    layers = (layer,) * _count(config, "num_hidden_layers")
+    layers = tuple(
+        LayerShape(window=one.window, experts=experts)
+        for one in _alike(config, config.get("sliding_window"))
+    )
     return Architecture(**shared, layers=layers, ropes=(_rope(config, theta=1e6),))
 
 
