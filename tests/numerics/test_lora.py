@@ -21,15 +21,12 @@ def test_gradients_do_not_depend_on_what_their_memory_held(dtype: torch.dtype) -
 
     for before in (0.0, math.nan):
         flat = torch.full((200 + 40,), before)
-        trained, idle = Factors(a_RI, bs_OR, 0.5), Factors(a_RI[:4], bs_OR[1:], 0.5)
-        trained.grad_a_RI, trained.grad_bs_OR = (
-            flat[:96].view(8, 12),
-            [
-                flat[96:176].view(20, 4),
-                flat[176:200].view(6, 4),
-            ],
+        trained, idle = (
+            Factors(*some, 0.5, dtype) for some in ((a_RI, bs_OR), (a_RI[:4], bs_OR[1:]))
         )
-        idle.grad_a_RI, idle.grad_bs_OR = flat[200:216].view(4, 4), [flat[216:].view(6, 4)]
+        parts = flat.split([96, 80, 24, 40])
+        trained.gradients = [one.view(shape) for one, shape in zip(parts, shapes, strict=False)]
+        idle.gradients = [parts[3][:16].view(4, 4), parts[3][16:].view(6, 4)]
         lora = FusedLora({(0, "qkv"): trained, (1, "o"): idle}, flat)
         for rows in (slice(0, 5), slice(5, 9)):
             t_TR = trained.add_to(torch.zeros(9, 26, dtype=dtype)[rows], x_TI[rows])

@@ -102,6 +102,35 @@ def test_passes_of_one_length_are_the_same_alone_and_together(
         assert torch.equal(gradients_of(together[n]), gradients_of(one)), names[n]
 
 
+def test_passes_of_many_adapters_are_the_same_alone_and_together(model: Transformer) -> None:
+    """Those that are alike are multiplied as one where they lie beside each other."""
+    narrow = {"train_mlp": False}
+    kinds: list[tuple[int, int, dict[str, bool]]] = [
+        *[(8, 20, {})] * 3,
+        *[(8, 20, narrow), (8, 20, {}), (8, 20, narrow)],
+        *[(4, 20, {})] * 2,
+        *[(8, 33, {})] * 2,
+    ]
+    names = [AdapterId(str(n)) for n in range(len(kinds))]
+    works = [
+        a_pass(data_of(length, seed=n), name, work_id=name)
+        for n, (name, (_, length, _)) in enumerate(zip(names, kinds, strict=True))
+    ]
+    together, alone = (
+        [
+            an_adapter(model, name, rank=rank, seed=n, **layers)
+            for n, (name, (rank, _, layers)) in enumerate(zip(names, kinds, strict=True))
+        ]
+        for _ in range(2)
+    )
+
+    results = train(model, works, *together)
+
+    for n, one in enumerate(alone):
+        assert train(model, [works[n]], one) == [results[n]]
+        assert torch.equal(gradients_of(together[n]), gradients_of(one)), names[n]
+
+
 @pytest.mark.parametrize("seen", [17, 130, 700])
 def test_rows_take_the_same_from_a_run_however_many_share_it(dtype: torch.dtype, seen: int) -> None:
     """With one key head, which leaves the kernel nothing else that threads could share."""

@@ -182,7 +182,7 @@ class Head:
         gradient_RD = self._linear.input_gradient(d_RV)
         for start, end, factors in spans:
             x_RD = hidden_RD[start:end]
-            t_RR = x_RD @ factors.a_RI.T
+            t_RR = factors.inner(x_RD)
             factors.backward(gradient_RD[start:end], d_RV[start:end], x_RD, t_RR)
         whole_RD[counts_R] = gradient_RD
 

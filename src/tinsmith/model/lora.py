@@ -14,9 +14,11 @@ Knows nothing of files; how layers are called in them is `checkpoints/format.py`
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -35,74 +37,117 @@ class _Place(NamedTuple):
 
 
 class Factors:
-    """Those of one linear layer, as passes use them; with their gradients if it is trained."""
+    """Those of one linear layer, as passes use them; with their gradients if it is trained.
 
-    def __init__(self, a_RI: Tensor, bs_OR: list[Tensor], scale: float) -> None:
-        self.a_RI = a_RI
-        """Of all parts, one below the other."""
-        self.bs_OR = bs_OR
+    Args:
+        a_RI: Of all parts, one below the other.
+        bs_OR: Of each part.
+        scale: ALPHA / rank.
+        dtype: What is computed in.
+        cast: Gives both in that type; without it each is cast by itself.
+    """
+
+    def __init__(
+        self,
+        a_RI: Tensor,
+        bs_OR: list[Tensor],
+        scale: float,
+        dtype: torch.dtype,
+        cast: Callable[[], tuple[Tensor, list[Tensor]]] | None = None,
+    ) -> None:
+        self.held = [a_RI, *bs_OR]
+        """As they lie in the flat vector."""
         self.scale = scale
-        self._outputs = [b_OR.shape[0] for b_OR in bs_OR]
-        self._ranks = [b_OR.shape[1] for b_OR in bs_OR]
-        self.grad_a_RI: Tensor | None = None
-        self.grad_bs_OR: list[Tensor] = []
+        self.dtype = dtype
+        self.inputs = a_RI.shape[1]
+        self.outputs = [b_OR.shape[0] for b_OR in bs_OR]
+        self.ranks = [b_OR.shape[1] for b_OR in bs_OR]
+        self.shapes = [one.shape for one in self.held]
+        self.gradients: list[Tensor] = []
+        """In the order of `held`."""
         self.has_gradients = False
         """Whether they were written; what is in them before means nothing."""
+        self._cast = cast
         self._frozen: tuple[Linear, Linear] | None = None
+
+    @functools.cached_property
+    def _used(self) -> list[Tensor]:
+        """As they are multiplied, unless that is in a group."""
+        if self._cast is None:
+            return [one.to(self.dtype) for one in self.held]
+        a_RI, bs_OR = self._cast()
+        return [a_RI, *bs_OR]
 
     def freeze(self) -> None:
         """Make rows independent of each other, as those of the base are; see `linear.py`."""
+        a_RI, *bs_OR = self._used
         # The parts as one matrix, with zeros between them: one call instead of three for few rows.
-        self._frozen = Linear(self.a_RI), Linear(torch.block_diag(*self.bs_OR) * self.scale)
+        self._frozen = Linear(a_RI), Linear(torch.block_diag(*bs_OR) * self.scale)
+
+    def inner(self, x_TI: Tensor) -> Tensor:
+        """What B is multiplied by: x·Aᵀ, scaled."""
+        return scaled(x_TI @ self._used[0].T, self.scale)
 
     def add_to(self, y_TO: Tensor, x_TI: Tensor) -> Tensor:
-        """Add what the adapter changes to the layer's outputs; what x·Aᵀ is, for `backward`."""
+        """Add what the adapter changes to the layer's outputs; what `inner` is, for `backward`."""
         if self._frozen is not None:
             a, b = self._frozen
             t_TR = a(x_TI)
             y_TO.add_(b(t_TR))
             return t_TR
-        t_TR = x_TI @ self.a_RI.T
-        ys, ts = _columns(y_TO, self._outputs), _columns(t_TR, self._ranks)
-        for y, t, b_OR in zip(ys, ts, self.bs_OR, strict=True):
-            y.addmm_(t, b_OR.T, alpha=self.scale)
+        t_TR = self.inner(x_TI)
+        ys, ts = columns(y_TO, self.outputs), columns(t_TR, self.ranks)
+        for y, t, b_OR in zip(ys, ts, self._used[1:], strict=True):
+            y.addmm_(t, b_OR.T)
         return t_TR
 
     def backward(self, dx_TI: Tensor, dy_TO: Tensor, x_TI: Tensor, t_TR: Tensor) -> None:
         """Add to the inputs' gradient, and to the factors' own."""
+        a_RI, *bs_OR = self._used
         dt_TR = torch.empty_like(t_TR)
-        dys, dts = _columns(dy_TO, self._outputs), _columns(dt_TR, self._ranks)
-        for dy, dt, b_OR in zip(dys, dts, self.bs_OR, strict=True):
+        dys, dts = columns(dy_TO, self.outputs), columns(dt_TR, self.ranks)
+        for dy, dt, b_OR in zip(dys, dts, bs_OR, strict=True):
             torch.mm(dy, b_OR, out=dt)
-        dx_TI.addmm_(dt_TR, self.a_RI, alpha=self.scale)
-        if self.grad_a_RI is None:
+        dx_TI.addmm_(scaled(dt_TR, self.scale), a_RI)
+        if not self.gradients:
             return
-        ts = _columns(t_TR, self._ranks)
-        for gradient, dy, t in zip(self.grad_bs_OR, dys, ts, strict=True):
-            self._gather(gradient, dy.T, t)
-        self._gather(self.grad_a_RI, dt_TR.T, x_TI)
+        lefts, rights = (dt_TR, *dys), (x_TI, *columns(t_TR, self.ranks))
+        for gradient, left, right in zip(self.gradients, lefts, rights, strict=True):
+            # The first sum is written over what is there, which saves clearing it.
+            if gradient.dtype == left.dtype:
+                gradient.addmm_(left.T, right, beta=float(self.has_gradients))
+            else:
+                self._gather(gradient, left.T @ right)
         self.has_gradients = True
+
+    def gather(self, made: Iterable[Tensor]) -> None:
+        """Add to its gradients, in the order of these."""
+        for gradient, one in zip(self.gradients, made, strict=True):
+            self._gather(gradient, one)
+        self.has_gradients = True
+
+    def _gather(self, gradient: Tensor, made: Tensor) -> None:
+        if self.has_gradients:
+            gradient.add_(made)  # sums over many rows and passes are kept in float32
+        else:
+            gradient.copy_(made)
 
     def clear_unwritten(self) -> None:
         """Make gradients that nothing was gathered in zeros."""
-        if self.grad_a_RI is not None and not self.has_gradients:
-            for gradient in (self.grad_a_RI, *self.grad_bs_OR):
+        if not self.has_gradients:
+            for gradient in self.gradients:
                 gradient.zero_()
             self.has_gradients = True
 
-    def _gather(self, gradient: Tensor, left: Tensor, right: Tensor) -> None:
-        # The first sum is written over what is there, which saves clearing it.
-        if left.dtype == gradient.dtype:
-            gradient.addmm_(left, right, beta=float(self.has_gradients), alpha=self.scale)
-        elif self.has_gradients:  # sums over many rows and passes are kept in float32
-            gradient.add_(left @ right, alpha=self.scale)
-        else:
-            gradient.copy_(left @ right).mul_(self.scale)
 
-
-def _columns(rows: Tensor, sizes: list[int]) -> Sequence[Tensor]:
+def columns(rows: Tensor, sizes: list[int]) -> Sequence[Tensor]:
     """Those of each part. Most layers have one part, and few rows cost as much as a view does."""
-    return (rows,) if len(sizes) == 1 else rows.split_with_sizes(sizes, 1)
+    return (rows,) if len(sizes) == 1 else rows.split_with_sizes(sizes, -1)
+
+
+def scaled(rows: Tensor, scale: float) -> Tensor:
+    """In place, and with no call for the scale that most adapters have."""
+    return rows if scale == 1.0 else rows.mul_(scale)
 
 
 class FusedLora:
@@ -180,6 +225,9 @@ class LoraLayout:
         ]
         return a_RI, bs_OR
 
+    def _cast_views(self, cast: Callable[[], Tensor], place: _Place) -> tuple[Tensor, list[Tensor]]:
+        return self._views(cast(), place)
+
     def fresh(self, seed: str) -> Tensor:
         """Weights that change nothing yet. The same seed gives the same, on every machine."""
         digest = hashlib.sha256(seed.encode()).digest()
@@ -200,7 +248,7 @@ class LoraLayout:
         gradients: Tensor | None = None,
         is_frozen: bool = False,
     ) -> FusedLora:
-        """The adapter as passes of that type use it; a view where the vector has the type.
+        """The adapter as passes of that type use it; views, or copies where that is another.
 
         Args:
             flat: The weights.
@@ -210,13 +258,23 @@ class LoraLayout:
             is_frozen: The vector never changes again; rows of samples then come out the same
                 whatever is beside them.
         """
-        used = flat.to(dtype)
+        if is_frozen:
+            flat = flat.to(dtype)
+
+        @functools.cache
+        def cast() -> Tensor:
+            return flat.to(dtype)  # at once, which takes less time than for each factor
+
         factors: dict[tuple[int, LinearKind], Factors] = {}
         for place in self._places:
-            a_RI, bs_OR = self._views(used, place)
-            made = Factors(a_RI, bs_OR, self.scale)
+            a_RI, bs_OR = self._views(flat, place)
+            # Later, and not for the head alone: groups of layers have copies of their own.
+            is_by_itself = flat.dtype == dtype or place.shape.kind == "head"
+            used = None if is_by_itself else partial(self._cast_views, cast, place)
+            made = Factors(a_RI, bs_OR, self.scale, dtype, used)
             if gradients is not None:
-                made.grad_a_RI, made.grad_bs_OR = self._views(gradients, place)
+                a_RI, bs_OR = self._views(gradients, place)
+                made.gradients = [a_RI, *bs_OR]
             if is_frozen:
                 made.freeze()
             factors[place.shape.layer, place.shape.kind] = made

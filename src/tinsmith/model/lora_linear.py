@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.model.architecture import LinearKind
+from tinsmith.model.factor_group import FactorGroup, can_group
 from tinsmith.model.linear import Linear
 from tinsmith.model.lora import Factors, LoraSpan
 
@@ -25,6 +26,14 @@ class FactorSpan(NamedTuple):
     start: int
     end: int
     factors: Factors
+
+
+class _GroupSpan(NamedTuple):
+    """Rows that go through the factors of one adapter, or of several with as many rows each."""
+
+    start: int
+    end: int
+    factors: Factors | FactorGroup
 
 
 def spans_of(loras: Sequence[LoraSpan], layer: int, kind: LinearKind) -> list[FactorSpan]:
@@ -52,17 +61,40 @@ class _LoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, linear: Linear, spans: list[FactorSpan]) -> Tensor:
         y_TO = linear.of_many(x_TI)
-        ts = [factors.add_to(y_TO[start:end], x_TI[start:end]) for start, end, factors in spans]
-        if spans:
+        groups = _grouped(spans)
+        ts = [factors.add_to(y_TO[start:end], x_TI[start:end]) for start, end, factors in groups]
+        if groups:
             ctx.save_for_backward(x_TI, *ts)
-        ctx.linear, ctx.spans = linear, spans
+        ctx.linear, ctx.groups = linear, groups
         return y_TO
 
     @staticmethod
     def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor, None, None]:
         dx_TI = ctx.linear.input_gradient(dy_TO)
-        if ctx.spans:
+        if ctx.groups:
             x_TI, *ts = ctx.saved_tensors
-            for (start, end, factors), t_TR in zip(ctx.spans, ts, strict=True):
+            for (start, end, factors), t_TR in zip(ctx.groups, ts, strict=True):
                 factors.backward(dx_TI[start:end], dy_TO[start:end], x_TI[start:end], t_TR)
         return dx_TI, None, None
+
+
+def _grouped(spans: Sequence[FactorSpan]) -> list[_GroupSpan]:
+    """Neighbours as one where they can be."""
+    groups: list[list[FactorSpan]] = []
+    for one in spans:
+        if groups and _can_join(groups[-1][-1], one):
+            groups[-1].append(one)
+        else:
+            groups.append([one])
+    return [_GroupSpan(some[0].start, some[-1].end, _joined(some)) for some in groups]
+
+
+def _can_join(last: FactorSpan, one: FactorSpan) -> bool:
+    rows = one.end - one.start
+    are_beside = last.end == one.start and last.end - last.start == rows
+    return are_beside and can_group(last.factors, one.factors, rows)
+
+
+def _joined(spans: Sequence[FactorSpan]) -> Factors | FactorGroup:
+    factors = [one.factors for one in spans]
+    return factors[0] if len(factors) == 1 else FactorGroup(factors)
