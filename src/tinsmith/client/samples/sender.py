@@ -6,8 +6,8 @@ else each has its own. One task sends them in the order in which they were made:
 the limiter gives leave, a slot and bytes are free, and no more are in flight than may be. Nothing
 is held while it waits, so that a pause stops whatever has not left.
 
-A sample that is refused with 429 goes back to the front of the line and keeps its number;
-`samples/refusals.py` says for how long.
+A sample that is refused with 429 goes back to the front of the line, or behind some others if it
+was refused before, and keeps its number; `samples/refusals.py` says how far, and for how long.
 """
 
 from __future__ import annotations
@@ -131,11 +131,12 @@ class SampleSender:
             background().call_soon(self._drain)
 
     def put_back(self, calls: Sequence[SampleCall]) -> None:
-        """Send samples again, before all others."""
-        for call in calls:
+        """Send samples again: before all others, but for those that were refused more than once."""
+        for call in reversed(calls):
             call.written = None
             self._in_flight.discard(call)
-        self._line.extendleft(call for call in reversed(calls) if not call.is_over)
+            if not call.is_over:
+                self._line.insert(self._refusals.others_first(call.refusals), call)
         self._run()
 
     def _drain(self) -> None:
@@ -209,9 +210,10 @@ class SampleSender:
                 await self._wait_change()
                 continue
             most = min(room, len(self._line))
-            leaving = limiter.leave(most)
+            late_s = self._refusals.late_s(self._line[0].refusals)
+            leaving = limiter.leave(most, late_s=late_s)
             if not leaving:
-                await limiter.wait_leave()
+                await limiter.wait_leave(late_s=late_s)
                 continue
             written_bytes += max(self._send_next(leaving), LEAST_BREATH_BYTES)
 

@@ -206,7 +206,8 @@ class StreamReader:
             number = await self._sampler.next_seq_id()
             self._request = self._request.model_copy(update={"seq_id": number})
         with self._session.work.under_way():
-            await self._session.limiter.wait()
+            late_s = self._sampler.refusals.late_s(self._refusals)
+            await self._session.limiter.wait(late_s=late_s)
         endpoint = ENDPOINTS["asample_stream"]
         headers = {"Accept": "text/event-stream"}
         if any(self._counts):

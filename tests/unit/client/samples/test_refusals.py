@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tinsmith.client.limits import Limiter
+from tinsmith.client.limits import RAMP_STEP_S, Limiter
 from tinsmith.client.retry import Retrier, RetryBudget
 from tinsmith.client.samples.refusals import LARGE_PAUSE_S, SMALL_PAUSE_S, Refusals
 from tinsmith.errors import RateLimitError
@@ -85,6 +85,15 @@ def test_w18_a_long_pause_alone_gives_nobody_up() -> None:
     refused.refuse(50.0)
 
     assert not refused.refusals.is_hopeless()
+
+
+def test_a_sample_that_is_refused_again_lets_more_and_more_others_go_first() -> None:
+    refusals = Refused().refusals
+
+    assert [refusals.others_first(count) for count in (0, 1, 2, 3, 4)] == [0, 0, 1, 3, 7]
+    assert refusals.others_first(10_000) == refusals.others_first(1000) > 100_000
+    assert refusals.late_s(0) == refusals.late_s(1) == 0.0
+    assert refusals.late_s(2) == RAMP_STEP_S
 
 
 def test_s6_the_error_says_how_often_and_how_long_a_sample_was_tried() -> None:
