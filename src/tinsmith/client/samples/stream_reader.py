@@ -23,6 +23,7 @@ from tinsmith.client.lease import SessionLease
 from tinsmith.client.poller import Poll
 from tinsmith.client.queue_state import in_words
 from tinsmith.client.retry import may_pass
+from tinsmith.client.samples.completeness import lack_of
 from tinsmith.client.samples.sampler import Sampler
 from tinsmith.client.waits import say
 from tinsmith.errors import (
@@ -368,4 +369,7 @@ class StreamReader:
         self._is_over = True
         await self._disconnect()
         self._sampler.report_retrieved(opened.request_id)
+        lack = lack_of(self._request, response, opened.request_id)
+        if lack is not None:
+            raise lack
         return SampleEvent(response=response.with_sequence_ids(opened.sample_sequence_ids))
