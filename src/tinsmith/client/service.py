@@ -303,12 +303,17 @@ class ServiceClient:
         )
 
     def create_rest_client(self) -> RestClient:
-        """Deprecated: make a `RestClient` with the same address and key instead."""
+        """Deprecated: make a `RestClient` with the same address and key instead.
+
+        Raises:
+            ClosedError: This client was closed.
+        """
         warnings.warn(
             "create_rest_client is deprecated; make a RestClient() instead",
             FutureWarning,
             stacklevel=2,
         )
+        self._lease.session.check_open()
         return RestClient(self._lease)
 
     # Losses

@@ -363,6 +363,7 @@ def _given_up(task: asyncio.Task[T] | None) -> asyncio.Task[T] | None:
     """
     if task is None or task.done():
         return task
+    task.add_done_callback(_failed)  # whoever waited has gone: asyncio would complain of its error
     task.cancel()
     return None
 
