@@ -447,6 +447,18 @@ def test_state_is_saved_and_training_goes_on_from_it(
     assert resumed.forward([a_datum()], "cross_entropy").result(WAIT_S).loss == before
 
 
+def test_a_name_for_weights_that_are_sampled_from_at_once_is_ignored_with_a_warning(
+    training: TrainingClient, service: ScriptedService
+) -> None:
+    with pytest.warns(DeprecationWarning, match="name .* is deprecated"):
+        training.save_weights_and_get_sampling_client(name="mine", timeout=WAIT_S)
+    with pytest.warns(DeprecationWarning, match="name .* is deprecated"):
+        asyncio.run(training.save_weights_and_get_sampling_client_async("mine", timeout=WAIT_S))
+
+    sent = service.requests("save_weights_for_sampler")
+    assert [save.request.path for save in sent] == [None, None]
+
+
 def test_s18_closing_settles_what_was_pending(service: ScriptedService) -> None:
     client = ServiceClient(base_url=service.base_url, api_key=service.api_key)
     training = client.create_lora_training_client("m", rank=4)
