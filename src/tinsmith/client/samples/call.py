@@ -17,7 +17,12 @@ from tinsmith.client.lease import SessionLease
 from tinsmith.client.samples.completeness import lack_of
 from tinsmith.client.samples.request_texts import EarlyText, RequestTexts, early_text
 from tinsmith.errors import APIResponseValidationError, APITimeoutError, DecodeError
-from tinsmith.types.inputs import DmelChunk, ImageChunk, ModelInputChunk
+from tinsmith.types.inputs import (
+    DmelChunk,
+    ImageAssetPointerChunk,
+    ImageChunk,
+    ModelInputChunk,
+)
 from tinsmith.types.requests import SampleRequest
 from tinsmith.types.sampling import SampleResponse
 from tinsmith.wire import packed_format, proto_format
@@ -224,4 +229,6 @@ def _about_bytes(chunk: ModelInputChunk) -> int:
         return len(chunk.data) * 4 // 3
     if isinstance(chunk, DmelChunk):
         return len(chunk.dmel) * 4 // 3
+    if isinstance(chunk, ImageAssetPointerChunk):
+        return len(chunk.location)  # how many tokens it has the service alone may know
     return chunk.length * _TOKEN_BYTES

@@ -18,7 +18,13 @@ import math
 from tinsmith.client.limits import RAMP_STEP_S, Limiter
 from tinsmith.client.retry import Retrier
 from tinsmith.errors import APIStatusError
-from tinsmith.types.inputs import EncodedTextChunk, ModelInput
+from tinsmith.types.inputs import (
+    DmelChunk,
+    ImageAssetPointerChunk,
+    ImageChunk,
+    ModelInput,
+    ModelInputChunk,
+)
 
 SMALL_PROMPT_BYTES = 131_072
 SMALL_PAUSE_S, LARGE_PAUSE_S = 1.0, 5.0
@@ -80,6 +86,17 @@ class Refusals:
 
 
 def _usual_pause_s(prompt: ModelInput) -> float:
-    tokens = sum(chunk.length for chunk in prompt.chunks if isinstance(chunk, EncodedTextChunk))
-    is_small = tokens * _BYTES_PER_TOKEN <= SMALL_PROMPT_BYTES
+    is_small = sum(map(_about_bytes, prompt.chunks)) <= SMALL_PROMPT_BYTES
     return SMALL_PAUSE_S if is_small else LARGE_PAUSE_S
+
+
+def _about_bytes(chunk: ModelInputChunk) -> int:
+    """What the API counts a part of a prompt for."""
+    match chunk:
+        case ImageChunk():
+            return len(chunk.data)
+        case DmelChunk():
+            return len(chunk.dmel)
+        case ImageAssetPointerChunk():
+            return len(chunk.location)
+    return chunk.length * _BYTES_PER_TOKEN

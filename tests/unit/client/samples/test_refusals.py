@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tinsmith.client.limits import RAMP_STEP_S, Limiter
 from tinsmith.client.retry import Retrier, RetryBudget
 from tinsmith.client.samples.refusals import LARGE_PAUSE_S, SMALL_PAUSE_S, Refusals
 from tinsmith.errors import RateLimitError
-from tinsmith.types.inputs import ModelInput
+from tinsmith.types.inputs import (
+    DmelChunk,
+    ImageAssetPointerChunk,
+    ImageChunk,
+    ModelInput,
+    ModelInputChunk,
+)
 
 PROMPT = ModelInput.from_ints([1, 2, 3])
 LONG_PROMPT = ModelInput.from_ints([1] * 20_000)
@@ -42,6 +50,21 @@ def test_b41_a_429_that_names_no_delay_pauses_by_the_size_of_the_prompt() -> Non
     assert Refused().refuse(None) == SMALL_PAUSE_S
     assert Refused().refuse(None, LONG_PROMPT) == LARGE_PAUSE_S
     assert Refused(retry_after_max_s=0.1).refuse(None) == SMALL_PAUSE_S  # nobody asked for it
+
+
+@pytest.mark.parametrize(
+    ("chunk", "pause_s"),
+    [
+        (ImageChunk(data=b"x" * 131_073, format="png"), LARGE_PAUSE_S),
+        (ImageChunk(data=b"x" * 131_072, format="png"), SMALL_PAUSE_S),
+        (DmelChunk(dmel=b"x" * 131_073), LARGE_PAUSE_S),
+        (ImageAssetPointerChunk(format="png", location="x://y"), SMALL_PAUSE_S),
+    ],
+)
+def test_b29_images_and_audio_count_with_their_bytes(
+    chunk: ModelInputChunk, pause_s: float
+) -> None:
+    assert Refused().refuse(None, ModelInput(chunks=[chunk])) == pause_s
 
 
 def test_s31_a_delay_is_cut_to_what_the_budget_allows() -> None:
