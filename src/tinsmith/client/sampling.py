@@ -81,6 +81,11 @@ class SamplingClient(ManySamples):
                 retry_config=retry_config,
                 record_stability_info=record_stability_info,
             )
+        if session.is_adopted:
+            raise ValidationError(
+                "a clone of a sampler makes no others: the numbers of its session are not its own",
+                remedy="make a ServiceClient, and the sampler with that",
+            )
         opened: CreateSamplingSessionResponse = await session.call(
             "create_sampling_session",
             r.CreateSamplingSessionRequest(

@@ -92,6 +92,11 @@ class Session(Calls):
         self._adopted_id = session_id
         self.flags, self.dynamic_flags = flags, dynamic
 
+    @property
+    def is_adopted(self) -> bool:
+        """Whether another process opened it, and gives out its numbers."""
+        return self._adopted_id is not None
+
     def _limiter(self) -> Limiter:
         settings = self.settings
         if settings.limiter_scope == "client":
