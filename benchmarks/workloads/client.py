@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import quantiles
 from typing import Any, NamedTuple
 
 from benchmarks.harness.memory import resident_bytes
@@ -104,16 +103,24 @@ def samples(
 
 def figures(found: Burst, count: int) -> dict[str, float]:
     """What is told of so many samples."""
-    percentiles = quantiles(found.added_s, n=100, method="inclusive")
+    threads = len(list(_THREADS.iterdir())) if _THREADS.exists() else threading.active_count()
+    resident = resident_bytes()  # before we load what only we need
+    percentiles = _percentiles(found.added_s)
     return {
         "cpu_s": found.cpu_s / count,
         "wall_s": found.wall_s / count,
         "added_p50_s": max(1e-6, percentiles[49]),
         "added_p99_s": max(1e-6, percentiles[98]),
         "server_share": found.server_cpu_s / found.wall_s,
-        "threads": len(list(_THREADS.iterdir())) if _THREADS.exists() else threading.active_count(),
-        "resident_bytes": resident_bytes(),
+        "threads": threads,
+        "resident_bytes": resident,
     }
+
+
+def _percentiles(numbers: list[float]) -> list[float]:
+    from statistics import quantiles
+
+    return quantiles(numbers, n=100, method="inclusive")
 
 
 def beside_busy_thread(
@@ -147,9 +154,7 @@ def submissions(package: str, server_python: str, count: str) -> dict[str, float
             for first in range(WARM_UP_SAMPLES + int(count))
         ]
         _submit(sampler, prompts[:WARM_UP_SAMPLES], params)
-        percentiles = quantiles(
-            _submit(sampler, prompts[WARM_UP_SAMPLES:], params), n=100, method="inclusive"
-        )
+        percentiles = _percentiles(_submit(sampler, prompts[WARM_UP_SAMPLES:], params))
         return {"latency_p50_s": percentiles[49], "latency_p99_s": percentiles[98]}
 
 

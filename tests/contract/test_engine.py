@@ -634,6 +634,43 @@ def test_a_sample_ends_at_its_limit_or_its_stop(run: Callable[[Test], None]) -> 
     run(test)
 
 
+@pytest.mark.parametrize("loss", ["ppo", "cispo", "gspo"])
+def test_thresholds_that_leave_no_ratio_fail_the_pass(
+    loss: str, run: Callable[[Test], None]
+) -> None:
+    async def test(engine: Engine, _: Path) -> None:
+        await engine.create_adapter(_spec())
+        work = _pass(
+            loss=loss,
+            config={"clip_low_threshold": 5.0},
+            logprobs=[-1.0] * 3,
+            advantages=[1.0] * 3,
+        )
+
+        [outcome] = await engine.train([work])
+
+        assert "clip_low_threshold is 5" in str(outcome.error)
+
+    run(test)
+
+
+def test_a_prompt_may_fill_the_context(run: Callable[[Test], None]) -> None:
+    """What was sampled to the end of the context can be asked about, as all else that was."""
+
+    async def test(engine: Engine, _: Path) -> None:
+        [base] = [model for model in engine.base_models() if model.name == BASE]
+        prompt = [1 + n % 200 for n in range(base.max_context)]
+        works = [_work(f"{most}", prompt=prompt, max_tokens=most) for most in (1, None)]
+
+        found = await _sample(engine, *works)
+
+        tokens = [sample.sequences[0].tokens for sample in found.values()]
+        assert len(tokens[0]) == 1
+        assert tokens[0] == tokens[1]
+
+    run(test)
+
+
 def test_the_end_of_a_sequence_is_a_stop_unless_others_are_given(
     run: Callable[[Test], None],
 ) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "Cohere2": {"sliding_window": 7, "sliding_window_pattern": 2, "logit_scale": 0.3},
     "GPT2": {},
     "Olmoe": {"head_dim": 12, "num_experts": 4, "num_experts_per_tok": 2},
+    "Olmo-clipped": {"head_dim": 12, "clip_qkv": 0.1},
 }
 """Those that `transformers` computes."""
 
@@ -85,5 +88,13 @@ def make_model(folder: Path, family: str = "Llama", **settings: Any) -> Any:
     return model
 
 
-_CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+def change_config(folder: Path, without: Iterable[str] = (), **values: Any) -> None:
+    """Rewrite a model's `config.json`, as an older or another program would have had it."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    kept = {key: value for key, value in config.items() if key not in set(without)}
+    path.write_text(json.dumps({**kept, **values}))
+
+
+_CONFIGS = {"Gemma3": "Gemma3TextConfig", "Gemma3n": "Gemma3nTextConfig"}
 _MODELS = {"GPT2": "GPT2LMHeadModel"}

@@ -295,6 +295,20 @@ def test_targets_that_are_not_one_for_each_position_are_refused() -> None:
         make_loss("ppo", {}, [GOOD], lengths=[3])
 
 
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("ppo", {"clip_low_threshold": 1.2, "clip_high_threshold": 0.8}),
+        ("ppo", {"clip_high_threshold": 0.2}),
+        ("gspo", {"clip_high_threshold": 0.0004}),
+    ],
+)
+def test_thresholds_that_leave_no_ratio_are_refused(name: str, config: dict[str, float]) -> None:
+    """Such as those of who takes them for distances from 1."""
+    with pytest.raises(ValidationError, match=r"clip_low_threshold is .* bound the ratio itself"):
+        make_loss(name, config, [GOOD])
+
+
 def test_no_data_are_refused() -> None:
     with pytest.raises(ValidationError, match="no data"):
         make_loss("gspo", {}, [])

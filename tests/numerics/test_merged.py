@@ -104,6 +104,24 @@ def test_a_merged_model_is_the_base_model_with_its_adapter(
     assert (merged / INDEX).exists() == (shard is not None)
 
 
+def test_of_weights_that_are_there_twice_those_are_merged_that_are_loaded(tmp_path: Path) -> None:
+    base, merged = tmp_path / "base", tmp_path / "merged"
+    make_model(base)
+    whole = loaded(base)
+    one_file = (base / "model.safetensors").read_bytes()
+    for weight in whole.parameters():
+        weight.data.mul_(2.0)
+    whole.save_pretrained(base, max_shard_size="60KB")
+    (base / "model.safetensors").write_bytes(one_file)
+    merged.mkdir()
+    adapter = an_adapter(base, ["model.layers.0.self_attn.q_proj"], size=0.0)
+
+    merge_adapter(base, adapter, merged)
+
+    assert (base / INDEX).exists()
+    torch.testing.assert_close(logits_of(loaded(merged)), logits_of(loaded(base)))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_keep_the_type_of_the_base_model(tmp_path: Path, dtype: torch.dtype) -> None:
     base, merged = tmp_path / "base", tmp_path / "merged"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.numerics.small_models import FAMILIES, VOCABULARY, make_model
+from tests.numerics.small_models import FAMILIES, VOCABULARY, change_config, make_model
 from tinsmith.errors import BaseModelFormatError
 from tinsmith.model.cached_attention import CachedAttention, CachedStretch
 from tinsmith.model.kv_cache import Run, SequenceKeys
@@ -17,6 +17,44 @@ from tinsmith.model.load_weights import load_transformer
 from tinsmith.model.masked_attention import masked_attention
 from tinsmith.model.pack_attention import PackAttention, Stretch
 from tinsmith.model.transformer import Transformer
+from tinsmith.model.transformers_model import TransformersModel
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+SLIDING = {"use_sliding_window": True, "sliding_window": 7}
+OLDER: list[tuple[str, dict[str, Any], list[str], dict[str, Any]]] = [
+    ("Llama", {"mlp_bias": True}, [], {}),
+    ("Llama", {}, ["rope_parameters", "rms_norm_eps"], {}),
+    ("Llama", {}, [], {"layer_types": ["full_attention"] * 2, "sliding_window": 7}),
+    ("Mistral", {}, [], {"layer_types": ["sliding_attention", "full_attention"]}),
+    ("Mixtral", {}, ["rope_parameters", "rms_norm_eps"], {}),
+    ("Qwen2", {}, [], {"attention_bias": False}),
+    ("Qwen3", {**SLIDING, "max_window_layers": 1}, ["layer_types"], {}),
+    ("Qwen3Moe", {**SLIDING, "max_window_layers": 1}, [], {}),
+    ("Qwen2Moe", {**SLIDING, "max_window_layers": 1}, ["layer_types"], {}),
+    ("SmolLM3", {"no_rope_layers": None, "num_hidden_layers": 4}, ["no_rope_layers"], {}),
+    ("SmolLM3", SLIDING, ["layer_types", "rope_parameters"], {}),
+    ("Gemma", {}, ["hidden_activation"], {"hidden_act": "gelu"}),
+    ("Gemma", {}, ["hidden_activation"], {"hidden_act": "silu"}),
+    ("Gemma", {"tie_word_embeddings": False}, ["tie_word_embeddings"], {}),
+    ("Gemma2", {}, ["attn_logit_softcapping", "final_logit_softcapping", "layer_types"], {}),
+    ("Gemma3", {}, ["layer_types", "rope_parameters"], {"sliding_window_pattern": 2}),
+    (
+        "Gemma3",
+        {},
+        ["rope_parameters"],
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    ),
+]
+"""By family: what a model is made with, and what of its configuration is left out or another."""
+UNKNOWN: list[tuple[str, dict[str, Any]]] = [
+    ("Llama", {"rope_scaling": YARN}),
+    ("Qwen2", {"rope_scaling": YARN}),
+    ("Qwen3", {"rope_scaling": YARN}),
+    ("Llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}),
+    ("Llama", {"hidden_act": "relu"}),
+    ("Gemma3", {"attn_logit_softcapping": 3.0}),
+]
+"""By family: what our own code does not compute."""
 
 
 def _tokens(count: int, seed: int = 0) -> torch.Tensor:
@@ -48,6 +86,101 @@ def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
         )
 
     torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Llama-scaled", "Qwen3", "Gemma3"])
+def test_positions_far_away_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    """Angles grow with the distance, and so does what is rounded off in their frequencies."""
+    context = 131_072
+    theirs = make_model(
+        tmp_path, family, head_dim=64, max_position_embeddings=context, sliding_window=4096
+    )
+    ours = load_transformer(tmp_path)
+    tokens = _tokens(40)
+    positions = torch.cat([torch.arange(10), torch.arange(context - 30, context)])
+
+    with torch.no_grad():
+        hidden = ours.hidden(tokens, positions, PackAttention([Stretch(0, 40)]))
+        seen = torch.ones(1, 40)  # else what is not a step apart counts as another sequence
+        wanted = theirs(tokens[None], position_ids=positions[None], attention_mask=seen).logits[0]
+
+    torch.testing.assert_close(ours.head.logits(hidden), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("family", "settings", "without", "values"), OLDER)
+def test_what_a_configuration_leaves_open_is_as_transformers_has_it(
+    family: str,
+    settings: dict[str, Any],
+    without: list[str],
+    values: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    """Programs write what they know of, and families differ in what they take for granted."""
+    make_model(tmp_path, family, **settings)
+    change_config(tmp_path, without, **values)
+
+    ours = load_transformer(tmp_path)
+
+    assert not isinstance(ours, TransformersModel)
+    _assert_logits(ours, tmp_path)
+
+
+@pytest.mark.parametrize(("family", "settings"), UNKNOWN)
+def test_a_setting_that_our_code_does_not_know_is_left_to_transformers(
+    family: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    make_model(tmp_path, family, **settings)
+
+    ours = load_transformer(tmp_path)
+
+    assert isinstance(ours, TransformersModel)
+    _assert_logits(ours, tmp_path)
+
+
+def _assert_logits(ours: Transformer, folder: Path) -> None:
+    """They are those of the folder's model in `transformers`, for each sequence of a pack."""
+    import transformers
+
+    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    theirs.eval()
+    lengths = [19, 1, 30]
+    stretches, positions = _pack(lengths)
+    tokens = _tokens(sum(lengths))
+    with torch.no_grad():
+        logits = ours.head.logits(ours.hidden(tokens, positions, PackAttention(stretches)))
+        wanted = torch.cat(
+            [theirs(tokens[one.start : one.end][None]).logits[0] for one in stretches]
+        )
+    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "why"),
+    [
+        ("Llama", {"is_causal": False}, "is_causal"),
+        ("Gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("Qwen2", {"layer_types": ["sliding_attention"] * 2}, "window"),
+        ("Llama", {"max_position_embeddings": None}, "max_position_embeddings = None"),
+        ("Llama", {"num_attention_heads": 0}, "num_attention_heads = 0"),
+        ("Llama", {"head_dim": "16"}, "is not understood"),
+        ("Mistral", {"sliding_window": 0}, "sliding_window = 0"),
+        ("Qwen2", {"rope_scaling": "yarn"}, "is not understood"),
+        ("Mixtral", {"num_experts_per_tok": None}, "num_experts_per_tok = None"),
+        ("Llama", {"quantization_config": {"quant_method": "fp8"}}, r"quantised \(fp8\)"),
+        ("Phi3", {"quantization_config": {"quant_method": "fp8"}}, r"quantised \(fp8\)"),
+        ("Llama", {"architectures": None}, "does not name the model's class"),
+        ("Llama", {"tie_word_embeddings": False}, "lm_head"),
+    ],
+)
+def test_a_setting_that_nobody_can_follow_is_refused_by_name(
+    family: str, values: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    """Models that see what comes, and files that cannot be what was meant."""
+    make_model(tmp_path, family)
+    change_config(tmp_path, **values)
+
+    with pytest.raises(BaseModelFormatError, match=why):
+        load_transformer(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -142,13 +275,15 @@ def test_a_shared_prefix_gives_the_results_and_gradients_of_each_sequence_in_ful
         torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
 
 
-def test_positions_that_turn_a_part_of_a_head_are_refused(tmp_path: Path) -> None:
+def test_positions_that_turn_a_part_of_a_head_are_left_to_transformers(tmp_path: Path) -> None:
     """Llama's own code does not heed the setting; to do so would give other numbers."""
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     make_model(tmp_path, rope_parameters=rope)
 
-    with pytest.raises(BaseModelFormatError, match="partial_rotary_factor"):
-        load_transformer(tmp_path)
+    ours = load_transformer(tmp_path)
+
+    assert isinstance(ours, TransformersModel)
+    _assert_logits(ours, tmp_path)
 
 
 class _LargestTensor(TorchDispatchMode):

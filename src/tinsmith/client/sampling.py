@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tinsmith.client.background import background
 from tinsmith.client.futures import APIFuture
@@ -13,10 +13,7 @@ from tinsmith.client.queue_state import QueueState, QueueStateLogger, StateTelle
 from tinsmith.client.retry import RetryBudget
 from tinsmith.client.samples.handle import SamplerHandle, shareable
 from tinsmith.client.samples.many import ManySamples
-from tinsmith.client.samples.retry_config import RetryConfig
 from tinsmith.client.samples.sampler import Sampler
-from tinsmith.client.samples.stream import AsyncSampleStream, SampleStream
-from tinsmith.client.samples.stream_reader import StreamReader
 from tinsmith.client.session import Session
 from tinsmith.client.settings import ClientSettings
 from tinsmith.client.shared_leases import shared_leases
@@ -32,6 +29,10 @@ from tinsmith.types.sampling import (
     SamplingParams,
 )
 from tinsmith.types.tensors import TensorData
+
+if TYPE_CHECKING:
+    from tinsmith.client.samples.retry_config import RetryConfig
+    from tinsmith.client.samples.stream import AsyncSampleStream, SampleStream
 
 
 class SamplingClient(ManySamples):
@@ -247,6 +248,9 @@ class SamplingClient(ManySamples):
         Raises:
             ValueError: An argument does not fit.
         """
+        from tinsmith.client.samples.stream import SampleStream
+        from tinsmith.client.samples.stream_reader import StreamReader
+
         request = self._request(prompt, num_samples, sampling_params, **options)
         reader = StreamReader(self._sampler, self._lease, request)
         return SampleStream(reader, self._named("stream"), timeout)
@@ -261,6 +265,9 @@ class SamplingClient(ManySamples):
         **options: Any,
     ) -> AsyncSampleStream:
         """As `sample_stream`, for `async for`; not to be awaited itself."""
+        from tinsmith.client.samples.stream import AsyncSampleStream
+        from tinsmith.client.samples.stream_reader import StreamReader
+
         request = self._request(prompt, num_samples, sampling_params, **options)
         reader = StreamReader(self._sampler, self._lease, request)
         return AsyncSampleStream(reader, self._named("stream"), timeout)

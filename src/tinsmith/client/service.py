@@ -1,32 +1,27 @@
-"""The way in: a service, and the clients that train and sample on it."""
+"""The way in: a service, and the clients that train and sample on it.
+
+What is for training, for losses and for management alone is imported by whoever asks for it: a
+program that samples has half a megabyte less.
+"""
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from tinsmith.client.background import background
 from tinsmith.client.console import session_page
 from tinsmith.client.embedding import chosen_url
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.lease import SessionLease
-from tinsmith.client.losses.graph import (
-    LossHandle,
-    PerDatumLossFn,
-    TracedLosses,
-    make_handle,
-    trace,
-)
-from tinsmith.client.models import Source, create_from_state, create_model, unload_model
-from tinsmith.client.rest import RestClient
+from tinsmith.client.losses.traced_losses import TracedLosses
 from tinsmith.client.retry import DEFAULT_BUDGET, RetryBudget
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.session import Session
 from tinsmith.client.settings import ClientSettings, Secret, settings_from
-from tinsmith.client.training import TrainingClient
 from tinsmith.errors import TinkerError, ValidationError
 from tinsmith.types import requests as r
 from tinsmith.types.runs import (
@@ -43,6 +38,11 @@ from tinsmith.types.training import (
     OptimizerConfig,
     UnloadModelResponse,
 )
+
+if TYPE_CHECKING:
+    from tinsmith.client.losses.graph import LossHandle, PerDatumLossFn
+    from tinsmith.client.rest import RestClient
+    from tinsmith.client.training import TrainingClient
 
 _log = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ class ServiceClient:
             RequestFailedError: The service could not make it.
         """
         lora = _lora(rank, seed, train_mlp, train_attn, train_unembed)
-        work = create_model(self._lease, base_model, lora, user_metadata, optimizer)
+        work = self._new_model(base_model, lora, user_metadata, optimizer)
         return background().run(work, "create_lora_training_client", timeout)
 
     async def create_lora_training_client_async(
@@ -177,7 +177,7 @@ class ServiceClient:
     ) -> TrainingClient:
         """As `create_lora_training_client`, without blocking."""
         lora = _lora(rank, seed, train_mlp, train_attn, train_unembed)
-        work = create_model(self._lease, base_model, lora, user_metadata, optimizer)
+        work = self._new_model(base_model, lora, user_metadata, optimizer)
         return await background().start(work, "create_lora_training_client", timeout)
 
     def create_training_client_from_state(
@@ -204,8 +204,7 @@ class ServiceClient:
             NotFoundError: There is no such checkpoint, or it is not for this account.
             RequestFailedError: The service could not load it.
         """
-        source = _source(path, base_model, user_metadata, weights_access_token, optimizer)
-        work = create_from_state(self._lease, source)
+        work = self._model_from(path, base_model, user_metadata, weights_access_token, optimizer)
         return background().run(work, "create_training_client_from_state", timeout)
 
     async def create_training_client_from_state_async(
@@ -219,8 +218,7 @@ class ServiceClient:
         timeout: float | None = None,
     ) -> TrainingClient:
         """As `create_training_client_from_state`, without blocking."""
-        source = _source(path, base_model, user_metadata, weights_access_token, optimizer)
-        work = create_from_state(self._lease, source)
+        work = self._model_from(path, base_model, user_metadata, weights_access_token, optimizer)
         return await background().start(work, "create_training_client_from_state", timeout)
 
     def create_training_client_from_state_with_optimizer(
@@ -236,8 +234,9 @@ class ServiceClient:
 
         Else as `create_training_client_from_state`.
         """
-        source = _source(path, base_model, user_metadata, weights_access_token, with_optimizer=True)
-        work = create_from_state(self._lease, source)
+        work = self._model_from(
+            path, base_model, user_metadata, weights_access_token, with_optimizer=True
+        )
         return background().run(work, "create_training_client_from_state_with_optimizer", timeout)
 
     async def create_training_client_from_state_with_optimizer_async(
@@ -250,8 +249,9 @@ class ServiceClient:
         timeout: float | None = None,
     ) -> TrainingClient:
         """As `create_training_client_from_state_with_optimizer`, without blocking."""
-        source = _source(path, base_model, user_metadata, weights_access_token, with_optimizer=True)
-        work = create_from_state(self._lease, source)
+        work = self._model_from(
+            path, base_model, user_metadata, weights_access_token, with_optimizer=True
+        )
         return await background().start(
             work, "create_training_client_from_state_with_optimizer", timeout
         )
@@ -260,6 +260,8 @@ class ServiceClient:
         self, model_id: str, *, timeout: float | None = None
     ) -> APIFuture[UnloadModelResponse]:
         """Have the service let go of a model, where it offers that; its checkpoints stay."""
+        from tinsmith.client.models import unload_model
+
         return background().start(unload_model(self._lease, model_id), "unload_model", timeout)
 
     async def unload_model_async(
@@ -267,6 +269,39 @@ class ServiceClient:
     ) -> UnloadModelResponse:
         """As `unload_model`."""
         return await self.unload_model(model_id, timeout=timeout)
+
+    def _new_model(
+        self,
+        base_model: str,
+        lora: LoraConfig,
+        user_metadata: dict[str, Any] | None,
+        optimizer: OptimizerConfig | None,
+    ) -> Coroutine[Any, Any, TrainingClient]:
+        from tinsmith.client.models import create_model
+
+        return create_model(self._lease, base_model, lora, user_metadata, optimizer)
+
+    def _model_from(
+        self,
+        path: str,
+        base_model: str | None,
+        user_metadata: dict[str, Any] | None,
+        token: str | None,
+        optimizer: OptimizerConfig | None = None,
+        *,
+        with_optimizer: bool = False,
+    ) -> Coroutine[Any, Any, TrainingClient]:
+        from tinsmith.client.models import Source, create_from_state
+
+        source = Source(
+            path=path,
+            base_model=base_model,
+            user_metadata=user_metadata,
+            token=None if token is None else Secret(token),
+            optimizer=optimizer,
+            with_optimizer=with_optimizer,
+        )
+        return create_from_state(self._lease, source)
 
     # Checkpoints
 
@@ -279,6 +314,8 @@ class ServiceClient:
         timeout: float | None = None,
     ) -> APIFuture[str]:
         """Copy a checkpoint into this client's project; as `RestClient.copy_weights`."""
+        from tinsmith.client.rest import RestClient
+
         return RestClient(self._lease).copy_weights(
             path,
             ttl_seconds=ttl_seconds,
@@ -308,6 +345,8 @@ class ServiceClient:
         Raises:
             ClosedError: This client was closed.
         """
+        from tinsmith.client.rest import RestClient
+
         warnings.warn(
             "create_rest_client is deprecated; make a RestClient() instead",
             FutureWarning,
@@ -340,6 +379,8 @@ class ServiceClient:
             ValueError: The function breaks a rule, or this session has it already.
             ImportError: There is no torch to trace it with.
         """
+        from tinsmith.client.losses.graph import make_handle, trace
+
         traced = trace(fn, input_ranks)
         self._losses.add(traced.key, traced.name)
         work = make_handle(self._lease.session, traced, self._losses)
@@ -473,25 +514,6 @@ def _lora(
         train_mlp=train_mlp,
         train_attn=train_attn,
         train_unembed=train_unembed,
-    )
-
-
-def _source(
-    path: str,
-    base_model: str | None,
-    user_metadata: dict[str, Any] | None,
-    token: str | None,
-    optimizer: OptimizerConfig | None = None,
-    *,
-    with_optimizer: bool = False,
-) -> Source:
-    return Source(
-        path=path,
-        base_model=base_model,
-        user_metadata=user_metadata,
-        token=None if token is None else Secret(token),
-        optimizer=optimizer,
-        with_optimizer=with_optimizer,
     )
 
 

@@ -63,7 +63,8 @@ class BaseModel(msgspec.Struct, frozen=True, kw_only=True):
     vocabulary: int
     """Token ids are below this."""
     max_context: int
-    """Tokens that one sequence may have, prompt and sample together."""
+    """Tokens that one sequence may have, prompt and sample together. One more can be drawn after a
+    prompt that has them all: it is not read."""
     eos_tokens: tuple[int, ...] = ()
     tokenizer_id: str | None = None
     """What a client loads the tokenizer by: an id or a local folder."""

@@ -4,11 +4,16 @@ A configuration is read as it is written; nothing is taken for granted that woul
 setting that is not known to be harmless in its family makes the model one that we do not compute.
 """
 
+# D pair of dimensions of a head
+
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from tinsmith.errors import BaseModelFormatError
 from tinsmith.model.architecture import Activation, Architecture, Experts, LayerShape, Rope
@@ -34,6 +39,18 @@ def architecture_name(config: Config) -> str:
     return str(names[0]) if isinstance(names, list) and names else "?"
 
 
+def token_ids(value: object) -> tuple[int, ...]:
+    """The ids of tokens that end a sequence, in either form.
+
+    Raises:
+        BaseModelFormatError: They are not numbers.
+    """
+    given = value if isinstance(value, list) else [] if value is None else [value]
+    if any(not isinstance(one, int) or isinstance(one, bool) for one in given):
+        raise BaseModelFormatError(f"eos_token_id is {value!r:.60}, which are no ids of tokens")
+    return tuple(given)
+
+
 def read_architecture(config: Config) -> Architecture:
     """What a configuration describes.
 
@@ -52,41 +69,50 @@ def read_architecture(config: Config) -> Architecture:
         return family(name, config)
     except KeyError as exc:
         raise BaseModelFormatError(f"config.json of a {name} has no {exc.args[0]!r}") from exc
+    except (AttributeError, TypeError, ValueError, ArithmeticError) as exc:
+        if isinstance(exc, BaseModelFormatError):
+            raise
+        raise BaseModelFormatError(f"config.json of a {name} is not understood: {exc}") from exc
 
 
 # What families have in common
 
 
-def _shared(name: str, config: Config) -> dict[str, Any]:
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+def _shared(name: str, config: Config, *, ties: bool = False) -> dict[str, Any]:
+    _refuse(name, config, is_causal=True, use_bidirectional_attention=False)
+    hidden, heads = _count(config, "hidden_size"), _count(config, "num_attention_heads")
     size = config.get("head_dim") or hidden // heads
     return {
         "name": name,
-        "vocabulary": config["vocab_size"],
+        "vocabulary": _count(config, "vocab_size"),
         "hidden": hidden,
-        "inner": config["intermediate_size"],
+        "inner": _count(config, "intermediate_size"),
         "heads": heads,
         "kv_heads": config.get("num_key_value_heads") or heads,
         "head_size": size,
-        "max_context": config["max_position_embeddings"],
+        "max_context": _count(config, "max_position_embeddings"),
         "norm_epsilon": config.get("rms_norm_eps", 1e-6),
         "activation": _activation(config.get("hidden_act", "silu")),
         "attention_scale": 1.0 / math.sqrt(size),
-        "ties_embeddings": config.get("tie_word_embeddings", False),
-        "eos_tokens": _numbers(config.get("eos_token_id")),
+        "ties_embeddings": config.get("tie_word_embeddings", ties),
+        "eos_tokens": token_ids(config.get("eos_token_id")),
     }
+
+
+def _count(config: Config, key: str) -> int:
+    """A setting that has to be there, and to be a whole number of at least 1."""
+    value = config[key]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise BaseModelFormatError(
+            f"config.json has {key} = {value!r:.60}, which no model can have"
+        )
+    return value
 
 
 def _activation(name: str) -> Activation:
     if name not in _ACTIVATIONS:
         raise BaseModelFormatError(f"the activation {name!r} is not known")
     return _ACTIVATIONS[name]
-
-
-def _numbers(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
 
 
 def _refuse(name: str, config: Config, **harmless: object) -> None:
@@ -96,101 +122,142 @@ def _refuse(name: str, config: Config, **harmless: object) -> None:
             raise BaseModelFormatError(f"a {name} with {key} = {config[key]!r} is not known")
 
 
-def _rope(config: Config, *, theta: float | None = None, kind: str | None = None) -> Rope:
-    """From the settings of either form: `rope_parameters`, or `rope_theta` and `rope_scaling`."""
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if kind is not None and kind in given:
-        given = given[kind] or {}
-    base = theta or given.get("rope_theta") or config.get("rope_theta") or 10_000.0
+def _rope(config: Config, *, theta: float = 10_000.0) -> Rope:
+    """From the settings of either form, of which the older one goes first as in `transformers`.
+
+    Args:
+        config: With `rope_parameters`, or with `rope_theta` and `rope_scaling`.
+        theta: What the family has if neither tells.
+    """
+    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    return _turning(config, given, given.get("rope_theta") or config.get("rope_theta") or theta)
+
+
+def _turning(config: Config, given: Config, base: float) -> Rope:
+    name = architecture_name(config)
+    if any(isinstance(one, Mapping) for one in given.values()):
+        raise BaseModelFormatError(f"a {name} with positions that differ by layer is not known")
     size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     for settings in (config, given):  # of these families `transformers` has none that heeds it
-        _refuse(architecture_name(config), settings, partial_rotary_factor=1.0)
-    plain = [base ** (-2 * pair / size) for pair in range(size // 2)]
+        _refuse(name, settings, partial_rotary_factor=1.0)
+    # In float32, as those have it that models are trained with: a hundred thousand tokens away what
+    # is rounded off here is a thousandth of a turn.
+    plain_D = 1.0 / base ** (torch.arange(0, size, 2).float() / size)
     scaling = given.get("rope_type") or given.get("type") or "default"
     if scaling == "default":
-        return Rope(tuple(plain))
+        return Rope(tuple(plain_D.tolist()))
     if scaling == "linear":
-        return Rope(tuple(one / given["factor"] for one in plain))
+        return Rope(tuple((plain_D / given["factor"]).tolist()))
     if scaling == "llama3":
-        return Rope(tuple(_llama3(one, given) for one in plain))
+        first_context = given["original_max_position_embeddings"]
+        _refuse(name, config, original_max_position_embeddings=first_context)
+        return Rope(tuple(_llama3(plain_D, given).tolist()))
     raise BaseModelFormatError(f"the scaling {scaling!r} of positions is not known")
 
 
-def _llama3(frequency: float, given: Config) -> float:
+def _llama3(plain_D: Tensor, given: Config) -> Tensor:
     """Slow turns are slowed further, fast ones are left, and those between are blended."""
-    turns = given["original_max_position_embeddings"] * frequency / (2 * math.pi)
-    low, high = given["low_freq_factor"], given["high_freq_factor"]
-    if turns < low:
-        return float(frequency / given["factor"])
-    if turns > high:
-        return frequency
-    share = (turns - low) / (high - low)
-    return float((1 - share) * frequency / given["factor"] + share * frequency)
-
-
-def _layers(config: Config, window: int | None = None) -> tuple[LayerShape, ...]:
-    """All alike, but that those called sliding see the window alone."""
-    count = config["num_hidden_layers"]
-    kinds = config.get("layer_types") or ["full_attention"] * count
-    return tuple(
-        LayerShape(window=window if kind == "sliding_attention" else None) for kind in kinds[:count]
+    context, low, high = (
+        given[key]
+        for key in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
     )
+    slowed_D, tokens_D = plain_D / given["factor"], 2 * math.pi / plain_D
+    share_D = (context / tokens_D - low) / (high - low)
+    blended_D = (1 - share_D) * plain_D / given["factor"] + share_D * plain_D
+    is_slow_D, is_fast_D = tokens_D > context / low, tokens_D < context / high
+    return torch.where(is_slow_D, slowed_D, torch.where(is_fast_D, plain_D, blended_D))
+
+
+def _alike(config: Config, window: int | None = None) -> tuple[LayerShape, ...]:
+    """Layers of one kind; `layer_types` is not heeded by the families that have these."""
+    if window is not None and window < 1:
+        raise BaseModelFormatError(f"sliding_window = {window!r} lets a token see nothing")
+    return (LayerShape(window=window),) * _count(config, "num_hidden_layers")
+
+
+def _layers(
+    config: Config, window: int | None, sliding: Callable[[int], bool]
+) -> tuple[LayerShape, ...]:
+    """Layers that see everything, and others that see the window alone.
+
+    Args:
+        config: `layer_types` tells which are which, if it is there.
+        window: How far the others see.
+        sliding: Which these are, by the family's rule, if the configuration does not tell.
+    """
+    count = _count(config, "num_hidden_layers")
+    rule = ["sliding_attention" if sliding(index) else "full_attention" for index in range(count)]
+    kinds = config.get("layer_types") or rule
+    windows = {"full_attention": None, "sliding_attention": window}
+    if len(kinds) < count or not set(kinds) <= set(windows):
+        raise BaseModelFormatError(f"layer_types = {kinds!r:.120} is not known")
+    if "sliding_attention" in kinds and not window:
+        raise BaseModelFormatError("layers are to see a window, and config.json has none")
+    return tuple(LayerShape(window=windows[kind]) for kind in kinds[:count])
 
 
 # The families
 
 
 def _llama(name: str, config: Config) -> Architecture:
-    _refuse(name, config, mlp_bias=False, pretraining_tp=1)
-    return Architecture(**_shared(name, config), layers=_layers(config), ropes=(_rope(config),))
+    _refuse(name, config, pretraining_tp=1)
+    return Architecture(**_shared(name, config), layers=_alike(config), ropes=(_rope(config),))
 
 
 def _mistral(name: str, config: Config) -> Architecture:
-    window = config.get("sliding_window")
-    layers = tuple(LayerShape(window=window) for _ in range(config["num_hidden_layers"]))
+    window = config.get("sliding_window", 4096)
+    has_kinds = bool(config.get("layer_types"))  # then `transformers` takes it for a Ministral
+    layers = _layers(config, window, lambda _: False) if has_kinds else _alike(config, window)
     return Architecture(**_shared(name, config), layers=layers, ropes=(_rope(config),))
 
 
 def _qwen(name: str, config: Config) -> Architecture:
+    first = config.get("max_window_layers", 28)
+    window = _qwen_window(config)
     return Architecture(
         **_shared(name, config),
-        layers=_qwen_layers(config),
+        layers=_layers(config, window, lambda index: window is not None and index >= first),
         ropes=(_rope(config),),
         has_qk_norm=name.startswith("Qwen3"),
     )
 
 
-def _qwen_layers(config: Config) -> tuple[LayerShape, ...]:
-    window = config.get("sliding_window") if config.get("use_sliding_window") else None
-    if config.get("layer_types") or window is None:
-        return _layers(config, window)
-    first = config.get("max_window_layers", config["num_hidden_layers"])
-    return tuple(
-        LayerShape(window=window if index >= first else None)
-        for index in range(config["num_hidden_layers"])
+def _qwen_window(config: Config) -> int | None:
+    return config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
+
+
+def _qwen2_experts(name: str, config: Config) -> Architecture:
+    window, end = _qwen_window(config), config.get("max_window_layers", 28)
+    layers = _layers(
+        config, window, lambda index: window is not None and index % 2 == 0 and index < end
     )
+    return _qwen_experts(name, config, layers)
 
 
-def _qwen_experts(name: str, config: Config) -> Architecture:
+def _qwen3_experts(name: str, config: Config) -> Architecture:
+    return _qwen_experts(name, config, _alike(config, _qwen_window(config)))
+
+
+def _qwen_experts(name: str, config: Config, layers: tuple[LayerShape, ...]) -> Architecture:
     experts = Experts(
-        count=config.get("num_experts") or config["num_local_experts"],
-        chosen=config["num_experts_per_tok"],
-        inner=config["moe_intermediate_size"],
+        count=_count(config, "num_experts" if config.get("num_experts") else "num_local_experts"),
+        chosen=_count(config, "num_experts_per_tok"),
+        inner=_count(config, "moe_intermediate_size"),
         normalises=config.get("norm_topk_prob", False),
         shared_inner=config.get("shared_expert_intermediate_size") or 0,
     )
     dense = set(config.get("mlp_only_layers") or ())
     step = config.get("decoder_sparse_step", 1)
-    layers = tuple(
+    mixed = tuple(
         LayerShape(
             window=layer.window,
             experts=experts if index not in dense and (index + 1) % step == 0 else None,
         )
-        for index, layer in enumerate(_qwen_layers(config))
+        for index, layer in enumerate(layers)
     )
     return Architecture(
         **_shared(name, config),
-        layers=layers,
+        layers=mixed,
         ropes=(_rope(config),),
         has_qk_norm=name.startswith("Qwen3"),
     )
@@ -198,84 +265,102 @@ def _qwen_experts(name: str, config: Config) -> Architecture:
 
 def _mixtral(name: str, config: Config) -> Architecture:
     experts = Experts(
-        count=config["num_local_experts"],
-        chosen=config["num_experts_per_tok"],
-        inner=config["intermediate_size"],
+        count=_count(config, "num_local_experts"),
+        chosen=_count(config, "num_experts_per_tok"),
+        inner=_count(config, "intermediate_size"),
         normalises=True,
     )
-    window = config.get("sliding_window")
+    shared = {**_shared(name, config), "norm_epsilon": config.get("rms_norm_eps", 1e-5)}
     layers = tuple(
-        LayerShape(window=window, experts=experts) for _ in range(config["num_hidden_layers"])
+        LayerShape(window=one.window, experts=experts)
+        for one in _alike(config, config.get("sliding_window"))
     )
-    return Architecture(**_shared(name, config), layers=layers, ropes=(_rope(config),))
+    return Architecture(**shared, layers=layers, ropes=(_rope(config, theta=1e6),))
 
 
 def _smollm3(name: str, config: Config) -> Architecture:
+    count, every = _count(config, "num_hidden_layers"), config.get("no_rope_layer_interval", 4)
     # 1 where positions matter, as the setting's own documentation has it
-    turns = config.get("no_rope_layers") or [1] * config["num_hidden_layers"]
+    turns = config.get("no_rope_layers") or [(index + 1) % every for index in range(count)]
+    if len(turns) < count:
+        raise BaseModelFormatError(f"no_rope_layers = {turns!r:.120} does not tell of all layers")
+    window = config.get("sliding_window")
+    slides = bool(window and config.get("use_sliding_window"))
     layers = tuple(
         LayerShape(window=layer.window, rope=0 if turned else None)
-        for layer, turned in zip(_layers(config, config.get("sliding_window")), turns, strict=True)
+        for layer, turned in zip(
+            _layers(config, window, lambda index: slides and not turns[index]), turns, strict=False
+        )
     )
-    return Architecture(**_shared(name, config), layers=layers, ropes=(_rope(config),))
+    return Architecture(
+        **_shared(name, config, ties=True), layers=layers, ropes=(_rope(config, theta=2e6),)
+    )
 
 
-def _gemma_shared(name: str, config: Config) -> dict[str, Any]:
-    shared = _shared(name, config)
-    activation = config.get("hidden_activation") or "gelu_pytorch_tanh"
-    shared["activation"] = _activation(activation)
-    shared["ties_embeddings"] = config.get("tie_word_embeddings", True)
+def _gemma_shared(name: str, config: Config, activation: str | None) -> dict[str, Any]:
+    # Gemma 2 and 3 do not heed `hidden_act`, and each has its own activation below.
+    shared = _shared(name, {**config, "hidden_act": "silu"}, ties=True)
+    shared["activation"] = _activation(activation or "gelu_pytorch_tanh")
     shared["norm_offset"] = 1.0
     shared["embedding_scale"] = math.sqrt(config["hidden_size"])
     return shared
 
 
 def _gemma(name: str, config: Config) -> Architecture:
-    return Architecture(
-        **_gemma_shared(name, config), layers=_layers(config), ropes=(_rope(config),)
-    )
+    _refuse(name, config, hidden_activation="gelu_pytorch_tanh")  # it was heeded once
+    activation = config.get("hidden_act")
+    # The first releases say `gelu` and mean the approximation.
+    shared = _gemma_shared(name, config, None if activation == "gelu" else activation)
+    return Architecture(**shared, layers=_alike(config), ropes=(_rope(config),))
 
 
 def _gemma2(name: str, config: Config) -> Architecture:
-    shared = _gemma_shared(name, config)
+    shared = _gemma_shared(name, config, config.get("hidden_activation"))
     shared["attention_scale"] = 1.0 / math.sqrt(config["query_pre_attn_scalar"])
     return Architecture(
         **shared,
         layers=_gemma_layers(config, every=2),
         ropes=(_rope(config),),
         has_post_norms=True,
-        attention_softcap=config.get("attn_logit_softcapping"),
-        logits_softcap=config.get("final_logit_softcapping"),
+        attention_softcap=config.get("attn_logit_softcapping", 50.0),
+        logits_softcap=config.get("final_logit_softcapping", 30.0),
     )
 
 
 def _gemma3(name: str, config: Config) -> Architecture:
-    shared = _gemma_shared(name, config)
+    _refuse(name, config, attn_logit_softcapping=None)  # its code takes it and does not heed it
+    shared = _gemma_shared(name, config, config.get("hidden_activation"))
     shared["attention_scale"] = 1.0 / math.sqrt(config["query_pre_attn_scalar"])
     layers = tuple(
         LayerShape(window=layer.window, rope=0 if layer.window is None else 1)
         for layer in _gemma_layers(config, every=config.get("sliding_window_pattern", 6))
     )
-    local = config.get("rope_local_base_freq")
-    nearby = {**config, "rope_scaling": None, "rope_theta": local} if local else config
     return Architecture(
         **shared,
         layers=layers,
-        ropes=(_rope(config, kind="full_attention"), _rope(nearby, kind="sliding_attention")),
+        ropes=_gemma3_ropes(config),
         has_qk_norm=True,
         has_post_norms=True,
-        attention_softcap=config.get("attn_logit_softcapping"),
         logits_softcap=config.get("final_logit_softcapping"),
+    )
+
+
+def _gemma3_ropes(config: Config) -> tuple[Rope, Rope]:
+    """Of layers that see everything, and of those that see a window."""
+    given, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    if (given and scaling) or not set(given) <= {"full_attention", "sliding_attention"}:
+        raise BaseModelFormatError("rope_parameters that are not of the two kinds of layers")
+    far, near = given.get("full_attention") or scaling, given.get("sliding_attention") or {}
+    return (
+        _turning(config, far, far.get("rope_theta") or config.get("rope_theta") or 1e6),
+        _turning(config, near, near.get("rope_theta") or config.get("rope_local_base_freq") or 1e4),
     )
 
 
 def _gemma_layers(config: Config, *, every: int) -> tuple[LayerShape, ...]:
     """Each layer at a multiple of `every` sees everything, the others a window."""
-    if config.get("layer_types"):
-        return _layers(config, config["sliding_window"])
-    return tuple(
-        LayerShape(window=None if (index + 1) % every == 0 else config["sliding_window"])
-        for index in range(config["num_hidden_layers"])
+    return _layers(
+        config, config.get("sliding_window", 4096), lambda index: (index + 1) % every != 0
     )
 
 
@@ -284,8 +369,8 @@ _FAMILIES: dict[str, Callable[[str, Config], Architecture]] = {
     "MistralForCausalLM": _mistral,
     "Qwen2ForCausalLM": _qwen,
     "Qwen3ForCausalLM": _qwen,
-    "Qwen2MoeForCausalLM": _qwen_experts,
-    "Qwen3MoeForCausalLM": _qwen_experts,
+    "Qwen2MoeForCausalLM": _qwen2_experts,
+    "Qwen3MoeForCausalLM": _qwen3_experts,
     "MixtralForCausalLM": _mixtral,
     "SmolLM3ForCausalLM": _smollm3,
     "GemmaForCausalLM": _gemma,

@@ -1,11 +1,17 @@
-"""From a Hugging Face folder to a base model: weights fused, in their types, on one device."""
+"""From a Hugging Face folder to a base model: weights fused, in their types, on one device.
+
+Which files are read, and what a tied output layer is, follows `transformers`. What cannot be what
+its author meant is refused: weights that are quantised, or missing, or beside a setting that denies
+them.
+"""
 
 # V vocabulary, D feature, O output, I input
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +22,19 @@ from torch import Tensor
 from tinsmith.errors import BaseModelFormatError
 from tinsmith.model.architecture import Architecture, Experts
 from tinsmith.model.experts import ExpertWeights
-from tinsmith.model.families import is_known, read_architecture
+from tinsmith.model.families import architecture_name, is_known, read_architecture
 from tinsmith.model.head import Head
 from tinsmith.model.linear import Linear
 from tinsmith.model.load_by_transformers import load_by_transformers
 from tinsmith.model.transformer import LayerWeights, Transformer
+
+ONE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
+_NOT_WEIGHTS = ("rotary_emb.inv_freq",)
+"""Tensors that older programs wrote beside the weights, by how their names end."""
+
+_log = logging.getLogger(__name__)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -56,14 +70,56 @@ def load_transformer(
         BaseModelFormatError: The folder holds no model that we compute, or can have computed.
     """
     config = read_config(folder)
+    _refuse_unreadable(folder, config)
+    held = held_in or dtype
     if not is_known(config):
-        return load_by_transformers(
-            folder, config, dtype=dtype, held_in=held_in or dtype, device=device
-        )
-    architecture = read_architecture(config)
+        return load_by_transformers(folder, config, dtype=dtype, held_in=held, device=device)
+    try:
+        architecture = read_architecture(config)
+    except BaseModelFormatError as exc:
+        return _with_other_settings(folder, config, exc, dtype, held, device)
+    files = _tensors_in(folder)
+    _check_biases(config, files)
     with torch.no_grad():
-        reader = _Reader(architecture, _tensors_in(folder), dtype, held_in or dtype, device)
-        return reader.transformer()
+        return _Reader(architecture, files, dtype, held, device).transformer()
+
+
+def _refuse_unreadable(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuse what nobody here reads, by its name."""
+    name, quantised = architecture_name(config), config.get("quantization_config")
+    if name == "?":
+        raise BaseModelFormatError(
+            f"{folder / 'config.json'} does not name the model's class",
+            remedy='it has to say, such as "architectures": ["LlamaForCausalLM"]',
+        )
+    if quantised:
+        kind = quantised.get("quant_method") if isinstance(quantised, dict) else None
+        raise BaseModelFormatError(
+            f"the weights of this {name} are quantised ({kind or 'somehow'})",
+            remedy="take the model as it was before; docs/models.md says which can be run",
+        )
+    pickled = sorted(path.name for path in folder.glob("*.bin"))
+    if pickled and not any(folder.glob("*.safetensors")):
+        raise BaseModelFormatError(
+            f"the weights in {folder} are {pickled[0]}, which is not read: it could run programs",
+            remedy="save the model as safetensors, with `save_pretrained` of transformers",
+        )
+
+
+def _with_other_settings(
+    folder: Path,
+    config: Mapping[str, Any],
+    why: BaseModelFormatError,
+    dtype: torch.dtype,
+    held_in: torch.dtype,
+    device: str,
+) -> Transformer:
+    """A model of a family that we compute, with a setting that we do not."""
+    _log.info("%s is not computed by our own code: %s", architecture_name(config), why)
+    try:
+        return load_by_transformers(folder, config, dtype=dtype, held_in=held_in, device=device)
+    except BaseModelFormatError as exc:
+        raise BaseModelFormatError(f"{why}; and by transformers: {exc}") from exc
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -79,15 +135,55 @@ def _json(path: Path) -> dict[str, Any]:
 def _tensors_in(folder: Path) -> dict[str, Any]:
     """Which file has which tensor; files are mapped, so that each is read when it is needed."""
     found: dict[str, Any] = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in _weight_files(folder):
         try:
             opened = safe_open(path, framework="pt")
         except (OSError, SafetensorError) as exc:
             raise BaseModelFormatError(f"{path} cannot be read: {exc}") from exc
-        found.update(dict.fromkeys(opened.keys(), opened))
+        tensors = dict.fromkeys(opened.keys(), opened)
+        twice = sorted(found.keys() & tensors.keys())
+        if twice:
+            raise BaseModelFormatError(f"{path} has the tensor {twice[0]!r}, and so has another")
+        found.update(tensors)
+    return found
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Those that `transformers` would read: older ones may lie beside them."""
+    if (folder / ONE_FILE).is_file():
+        return [folder / ONE_FILE]
+    if (folder / INDEX).is_file():
+        return _indexed(folder)
+    found = sorted(folder.glob("*.safetensors"))
     if not found:
         raise BaseModelFormatError(f"there are no weights (*.safetensors) in {folder}")
     return found
+
+
+def _indexed(folder: Path) -> list[Path]:
+    places = _json(folder / INDEX).get("weight_map")
+    names = sorted(set(places.values())) if isinstance(places, dict) else []
+    if not names or any(Path(name).name != name for name in names):
+        raise BaseModelFormatError(f"{folder / INDEX} does not tell which files there are")
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise BaseModelFormatError(
+            f"{folder} has no {missing[0]}, which {INDEX} names",
+            remedy="fetch the whole model again",
+        )
+    return [folder / name for name in names]
+
+
+def _check_biases(config: Mapping[str, Any], files: Mapping[str, Any]) -> None:
+    """Others would leave such a bias out, and we would add it."""
+    if architecture_name(config).startswith("Qwen2"):
+        return  # they have them whatever the setting is
+    for setting, place in (("attention_bias", ".self_attn."), ("mlp_bias", ".mlp.")):
+        found = [name for name in files if place in name and name.endswith(".bias")]
+        if found and config.get(setting) is False:
+            raise BaseModelFormatError(
+                f"the model's files have {found[0]!r}, and config.json has {setting} = false"
+            )
 
 
 class _Reader:
@@ -106,18 +202,43 @@ class _Reader:
         self._dtype = dtype
         self._held_in = held_in
         self._device = device
+        self._used: set[str] = set()
 
     def transformer(self) -> Transformer:
         shape = self._shape
         embedding_VD = self._matrix("model.embed_tokens.weight", shape.vocabulary, shape.hidden)
         layers = [self._layer(index) for index in range(len(shape.layers))]
-        if shape.ties_embeddings or "lm_head.weight" not in self._files:
-            output = Linear(embedding_VD, dtype=self._dtype)
-        else:
-            output = self._linear(["lm_head"], shape.hidden, [shape.vocabulary])
-        head = Head(output, shape.logits_softcap)
+        head = Head(self._output(embedding_VD), shape.logits_softcap)
         norm_D = self._norm("model.norm")
+        self._tell_of_unused()
         return Transformer(shape, embedding_VD, layers, norm_D, head, dtype=self._dtype)
+
+    def _output(self, embedding_VD: Tensor) -> Linear:
+        shape = self._shape
+        if shape.ties_embeddings:
+            if "lm_head.weight" not in self._files:
+                return Linear(embedding_VD, dtype=self._dtype)
+            output_VD = self._matrix("lm_head.weight", shape.vocabulary, shape.hidden)
+            if torch.equal(output_VD, embedding_VD):
+                return Linear(embedding_VD, dtype=self._dtype)
+            _log.warning(
+                "%s: config.json ties the output layer to the embedding, and the files have "
+                "others; those of the files are taken, as transformers does",
+                shape.name,
+            )
+        return self._linear(["lm_head"], shape.hidden, [shape.vocabulary])
+
+    def _tell_of_unused(self) -> None:
+        unused = sorted(
+            name for name in self._files.keys() - self._used if not name.endswith(_NOT_WEIGHTS)
+        )
+        if unused:
+            _log.warning(
+                "%s: %d tensors of its files have no place in it, such as %s",
+                self._shape.name,
+                len(unused),
+                unused[0],
+            )
 
     def _layer(self, index: int) -> LayerWeights:
         shape, place = self._shape, f"model.layers.{index}"
@@ -220,6 +341,12 @@ class _Reader:
         if name not in self._files:
             raise BaseModelFormatError(f"the model's files have no tensor {name!r}")
         found: Tensor = self._files[name].get_tensor(name)
+        self._used.add(name)
+        if found.dtype not in _FLOATS:
+            raise BaseModelFormatError(
+                f"the tensor {name!r} is of the type {found.dtype}, as of quantised weights",
+                remedy="take the model as it was before",
+            )
         if sizes and tuple(found.shape) != sizes:
             raise BaseModelFormatError(
                 f"the tensor {name!r} is {list(found.shape)}; config.json asks for {list(sizes)}"

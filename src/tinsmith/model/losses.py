@@ -109,6 +109,7 @@ def make_loss(
     settings = {
         key: number_setting(config, key, default) for key, default in formula.settings.items()
     }
+    _check_thresholds(settings)
     inputs = CellInputs(
         name,
         data,
@@ -118,6 +119,15 @@ def make_loss(
     )
     kind = SequenceLoss if formula.is_of_sequences else TokenLoss
     return kind(formula, settings, inputs, targets)
+
+
+def _check_thresholds(settings: Mapping[str, float]) -> None:
+    low, high = (settings.get(key) for key in _CLIPS)
+    if low is not None and high is not None and low > high:
+        raise ValidationError(
+            f"clip_low_threshold is {low:g}, which is above clip_high_threshold, {high:g}",
+            remedy="they bound the ratio itself: 0.8 and 1.2, where others say 0.2",
+        )
 
 
 # From cells to slopes

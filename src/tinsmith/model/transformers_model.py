@@ -108,6 +108,8 @@ class AdaptedLinear(nn.Module):
     def __init__(self, name: str, linear: Linear) -> None:
         super().__init__()
         self.name = name
+        self.gives_copies = False
+        """Whether the model's code changes in place what it gets, and so has to get its own."""
         self._linear = linear
 
     @property
@@ -134,6 +136,8 @@ class AdaptedLinear(nn.Module):
         if one.observer is not None:
             one.observer.linears.append((self.name, x_TI.shape[0]))
         y_TO = lora_linear(x_TI, self._linear, spans_of(one.loras, 0, self.name))
+        if self.gives_copies and torch.is_grad_enabled():
+            y_TO = y_TO.clone()
         return y_TO.view(*x.shape[:-1], y_TO.shape[-1])
 
 

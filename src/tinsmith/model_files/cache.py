@@ -123,10 +123,10 @@ class ModelCache:
             raise self._not_here(name)
         with disk_errors(f"{name} cannot be removed"), self._alone(name, tell_nobody) as work:
             has_left = any(work.iterdir())
-            size_bytes = sum(path.stat().st_size for path in work.rglob("*") if path.is_file())
+            size_bytes = sum(path.lstat().st_size for path in work.rglob("*") if path.is_file())
             is_here = (folder / MANIFEST).is_file()
             if is_here:
-                size_bytes += sum(path.stat().st_size for path in folder.iterdir())
+                size_bytes += sum(path.lstat().st_size for path in folder.iterdir())
                 # First out of sight in one step: a half-removed model must not be found.
                 folder.rename(work / f"removed-{disk.new_token()}")
                 disk.remove_empty(folder.parent, up_to=self.folder)

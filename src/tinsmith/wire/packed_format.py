@@ -23,7 +23,7 @@ import msgspec
 
 from tinsmith.errors import DecodeError
 from tinsmith.types.buffers import ITEM_BYTES, Memory, Numbers
-from tinsmith.types.record import Record, to_plain
+from tinsmith.types.record import Frozen, Record, to_plain
 from tinsmith.wire import json_format
 from tinsmith.wire.content import check_size
 from tinsmith.wire.limits import DEFAULT_LIMITS, DecodeLimits
@@ -52,8 +52,8 @@ class PackedText(msgspec.Struct, frozen=True):
         return merged([len(text).to_bytes(_LENGTH_BYTES, "little") + text, *self.arrays])
 
 
-def encode(request: Record) -> PackedText:
-    """A request with its token ids set aside; all of it is text if there are few.
+def encode(request: Record | Frozen) -> PackedText:
+    """A request, or its prompt, with the token ids set aside; all is text if there are few.
 
     Raises:
         ValidationError: It holds something that cannot be sent.

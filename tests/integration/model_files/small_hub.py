@@ -34,6 +34,8 @@ class SmallHub(http.server.ThreadingHTTPServer):
         self.large = large
         self.promised = dict(files)
         """What the listing's digests are of."""
+        self.config: dict[str, Any] = {"architectures": ["LlamaForCausalLM"]}
+        """What the hub has read in `config.json`."""
         self.fetched: list[str] = []
         self.breaks_off: str | None = None
         """A file whose connection breaks in the middle, once."""
@@ -49,6 +51,7 @@ class SmallHub(http.server.ThreadingHTTPServer):
             "id": "tiny/llama",
             "sha": COMMIT,
             "private": False,
+            "config": self.config,
             "tags": [],
             "downloads": 0,
             "likes": 0,

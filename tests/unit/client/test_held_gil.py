@@ -490,3 +490,17 @@ assert not isinstance(background().loop, held_gil.HeldLoop)
     )
 
     assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_room_takes_physical_memory_as_it_is_written() -> None:
+    """Every thread that reads has one, and most replies are far smaller."""
+    before = resident_bytes()
+
+    rooms = [held_gil._Room(held_gil.ROOM_BYTES) for _ in range(64)]
+
+    assert resident_bytes() - before < len(rooms) * held_gil.ROOM_BYTES / 4
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -101,6 +101,25 @@ def test_sparse_targets_of_many_data_are_bounded_together() -> None:
         check_pass(more, MODEL, ServerSettings())
 
 
+@pytest.mark.parametrize("count", [4, 90])
+def test_two_numbers_for_one_cell_are_refused(count: int) -> None:
+    """One of them would be lost. In what order the cells of a row come does not matter."""
+
+    def one(columns: list[int]) -> Datum:
+        sparse = ([1, count], [0, len(columns)], columns)
+        return a_datum(
+            [1],
+            target_tokens=TensorData([5] * len(columns), "int64", *sparse),
+            weights=TensorData([1.0] * len(columns), "float32", *sparse),
+        )
+
+    columns = list(range(count))
+    check_pass(ForwardBackwardInput([one(columns[::-1])], "cross_entropy"), MODEL, SETTINGS)
+
+    told = refusal(one([*columns[:-1], 0]))
+    assert "has two numbers for one cell" in told
+
+
 def test_the_bad_datum_is_named() -> None:
     """By its place among the others."""
     assert refusal(a_datum(), a_datum([1, 100])).startswith("data[1].")
@@ -177,6 +196,7 @@ def a_sample(prompt: Any = (1, 2, 3), params: Any = None, **fields: Any) -> Samp
     [
         a_sample(),
         a_sample(params={"max_tokens": 77, "seed": 2**64 - 1, "stop": ["x"], "top_k": 1}),
+        a_sample([1] * 80, params={"max_tokens": 1}),
         a_sample(params={"stop": []}),
         a_sample(params={"stop": "end"}),
         a_sample(params={"stop": [5, 99], "temperature": 0.0}),
@@ -194,7 +214,8 @@ def test_a_good_sample_is_accepted(request_: SampleRequest) -> None:
     [
         (a_sample([]), "prompt is empty"),
         (a_sample([100]), "prompt.chunks[0].tokens: a token id is 100; it may be 0 to 99"),
-        (a_sample([1] * 80), "prompt: the number of tokens is 80"),
+        (a_sample([1] * 81), "prompt: the number of tokens is 81"),
+        (a_sample([1] * 80, {"max_tokens": 2}), "max_tokens is 2; the prompt has 80 tokens"),
         (a_sample(params={"max_tokens": 78}), "max_tokens is 78; the prompt has 3 tokens"),
         (a_sample(params={"max_tokens": 0}), "max_tokens is 0; it must be at least 1"),
         (a_sample(params={"temperature": -1.0}), "temperature is -1.0; it must be 0 or more"),

@@ -12,12 +12,12 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from tinsmith.client.losses.traced_losses import TracedLosses
 from tinsmith.client.poller import Poll
 from tinsmith.client.session import Session
 from tinsmith.errors import ValidationError
@@ -73,30 +73,6 @@ class LossHandle:
     def input_names(self) -> tuple[str, ...]:
         """What it takes of a datum's `loss_fn_inputs`, in order; `logprobs` comes before them."""
         return tuple(one.name for one in self.inputs[1:])
-
-
-class TracedLosses:
-    """The losses of one session: each may be made once."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._keys: set[str] = set()
-
-    def add(self, key: str, name: str) -> None:
-        """Take note of a loss.
-
-        Raises:
-            ValueError: The session has it already.
-        """
-        with self._lock:
-            if key in self._keys:
-                raise _refused(name, "was already made in this session", "keep and use its handle")
-            self._keys.add(key)
-
-    def forget(self, key: str) -> None:
-        """Let a loss be made again, after it could not be."""
-        with self._lock:
-            self._keys.discard(key)
 
 
 class TracedLoss(msgspec.Struct, frozen=True):

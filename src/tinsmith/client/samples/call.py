@@ -25,7 +25,7 @@ from tinsmith.types.inputs import (
 )
 from tinsmith.types.requests import SampleRequest
 from tinsmith.types.sampling import SampleResponse
-from tinsmith.wire import packed_format, proto_format
+from tinsmith.wire import proto_format
 from tinsmith.wire.packed_format import PackedText
 
 _ABOUT_BYTES = 512
@@ -132,7 +132,7 @@ class SampleCall:
         """
         assert self.seq_id is not None
         if packs:
-            made = packed_format.encode(self.request)
+            made = texts.pack(self.request)
         else:
             made = PackedText(texts.encode(self.request, self._early), [])
         self._early = None

@@ -12,7 +12,7 @@ import base64
 import binascii
 import logging
 import math
-import random
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -165,4 +165,4 @@ def _without_login(proxy: str | None) -> str | None:
 
 def random_clone_id() -> int:
     """A number for a clone where the service gives none out; the original is 0."""
-    return random.SystemRandom().randint(1, NUMBERS_PER_CLONE)
+    return 1 + int.from_bytes(os.urandom(8), "big") % NUMBERS_PER_CLONE

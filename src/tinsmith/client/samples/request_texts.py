@@ -21,7 +21,8 @@ from msgspec.structs import astuple
 from tinsmith.types.inputs import EncodedTextChunk, ModelInput, ModelInputChunk
 from tinsmith.types.last_list import LAST_LIST
 from tinsmith.types.requests import SampleRequest
-from tinsmith.wire import json_format
+from tinsmith.wire import json_format, packed_format
+from tinsmith.wire.packed_format import PackedText
 from tinsmith.wire.protobuf import Parts
 
 MOST_KEPT_BYTES = 1024 * 1024
@@ -75,6 +76,12 @@ class RequestTexts:
         """
         before, after = self._around_prompt(request)
         return [before, *self._prompt(request.prompt, early), after]
+
+    def pack(self, request: SampleRequest) -> PackedText:
+        """The request with its token ids as memory; raises as `packed_format.encode`."""
+        before, after = self._around_prompt(request)
+        prompt = packed_format.encode(request.prompt)
+        return PackedText([before, *prompt.text, after], prompt.arrays)
 
     # What stands before and after the prompt
 

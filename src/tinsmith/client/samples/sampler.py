@@ -12,7 +12,7 @@ its samples; the sampler itself holds none.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from typing import TYPE_CHECKING
 
 from tinsmith.client.budgets import Budget
 from tinsmith.client.futures import APIFuture
@@ -25,13 +25,15 @@ from tinsmith.client.samples.cancels import SampleCancels
 from tinsmith.client.samples.handle import NUMBERS_PER_CLONE, random_clone_id
 from tinsmith.client.samples.refusals import Refusals
 from tinsmith.client.samples.result_feed import ResultFeed
-from tinsmith.client.samples.retry_config import RetryConfig
-from tinsmith.client.samples.sender import SampleSender
+from tinsmith.client.samples.sender import SampleSender, Wanted
 from tinsmith.client.samples.session_poller import SessionPoller
 from tinsmith.client.session import Session, death_of
 from tinsmith.errors import APIStatusError, RequestFailedError, TinkerError
 from tinsmith.types import requests as r
 from tinsmith.types.sampling import JoinSamplingSessionResponse, SampleResponse
+
+if TYPE_CHECKING:
+    from tinsmith.client.samples.retry_config import RetryConfig
 
 GONE = 410
 MOST_RESUBMISSIONS = 3
@@ -121,8 +123,8 @@ class Sampler:
         count = self.session.next_number(f"{self.sampling_session_id} {self._clone_id}")
         return self._clone_id * NUMBERS_PER_CLONE + count
 
-    def _prepare(self) -> Awaitable[object] | None:
-        return self._joined() if self._clone_id is None else None
+    def _prepare(self) -> Wanted | None:
+        return self._joined if self._clone_id is None else None
 
     async def _joined(self) -> int:
         """Our clone's number: 0 for the original, else one that no other process has."""

@@ -2,9 +2,10 @@
 
 Calls come from any thread into one inbox; all that came since the loop last looked leave together,
 without waiting for more. Where the service takes many samples in one request they share requests,
-else each has its own. One task sends them in the order in which they were made: it goes on when
-the limiter gives leave, a slot and bytes are free, and no more are in flight than may be. Nothing
-is held while it waits, so that a pause stops whatever has not left.
+else each has its own. They leave in the order in which they were made, at once where they may, and
+else by one task: it goes on when the limiter gives leave, a slot and bytes are free, and no more
+are in flight than may be. Nothing is held while it waits, so that a pause stops whatever has not
+left.
 
 A sample that is refused with 429 goes back to the front of the line, or behind some others if it
 was refused before, and keeps its number; `samples/refusals.py` says how far, and for how long.
@@ -18,6 +19,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from typing import TypeAlias
 
 from tinsmith.client.background import background
 from tinsmith.client.calls import BegunCall
@@ -56,6 +58,9 @@ MOST_EARLY_BYTES = 32 * 1024 * 1024
 NOT_OFFERED = (404, 405)
 UNKNOWN_FORM = 415
 
+Wanted: TypeAlias = Callable[[], Awaitable[object]]
+"""Begins what has to be waited for."""
+
 
 class SampleSender:
     """The line of one sampler's samples. For the background loop, but for `put`."""
@@ -70,7 +75,7 @@ class SampleSender:
         most_in_flight: int | None,
         stuck_after_s: float | None,
         next_seq_id: Callable[[], int],
-        prepare: Callable[[], Awaitable[object] | None],
+        prepare: Callable[[], Wanted | None],
         on_accepted: Callable[[SampleCall], object],
         on_over: Callable[[SampleCall], object],
     ) -> None:
@@ -85,7 +90,7 @@ class SampleSender:
             stuck_after_s: If for so long none of those in flight came back, they fail; None for
                 never.
             next_seq_id: Gives numbers.
-            prepare: What must be done before the first number is given; None if it is done.
+            prepare: Gives what must be done before the first number is given; None if it is done.
             on_accepted: Takes over a sample that the service has accepted.
             on_over: Is told of each sample's end.
         """
@@ -182,40 +187,53 @@ class SampleSender:
     # The line
 
     def _run(self) -> None:
-        if self._line and not self._is_running:
-            self._is_running = True
-            self._session.spawn(self._send_line(), self._line_ended)
+        """Send what may leave now; a task sends the rest when it may."""
+        if not self._line or self._is_running:
+            return
+        self._is_running = True
+        try:
+            self._send_line()
+        except Exception as error:  # noqa: BLE001 - there is no task that ends with it
+            self._fail_line(error)
+        if self._line:
+            self._session.spawn(self._send_rest(), self._rest_ended)
+        else:
+            self._is_running = False
 
-    def _line_ended(self, task: asyncio.Task[None]) -> None:
+    async def _send_rest(self) -> None:
+        while (wait := self._send_line()) is not None:
+            await wait()
+
+    def _rest_ended(self, task: asyncio.Task[None]) -> None:
         self._is_running = False
-        error = death_of(task)
-        while error is not None and self._line:
-            self._line.popleft().fail(error)
+        if (error := death_of(task)) is not None:
+            self._fail_line(error)
         self._run()  # for what came after it had looked for the last time
 
-    async def _send_line(self) -> None:
+    def _fail_line(self, error: BaseException) -> None:
+        while self._line:
+            self._line.popleft().fail(error)
+
+    def _send_line(self) -> Wanted | None:
+        """Send what may leave now; gives what the rest has to wait for."""
         self._session.check_open()
         preparing = self._prepare()
         if preparing is not None:
-            await preparing
+            return preparing
         limiter = self._session.limiter
         written_bytes = 0
         while self._line:
             if written_bytes > BREATH_BYTES:
-                written_bytes = 0
-                await asyncio.sleep(0)
-                continue  # whatever is in the line may have changed
+                return functools.partial(asyncio.sleep, 0)
             room = self._room()
             if room <= 0:
-                await self._wait_change()
-                continue
-            most = min(room, len(self._line))
+                return self._wait_change
             late_s = self._refusals.late_s(self._line[0].refusals)
-            leaving = limiter.leave(most, late_s=late_s)
+            leaving = limiter.leave(min(room, len(self._line)), late_s=late_s)
             if not leaving:
-                await limiter.wait_leave(late_s=late_s)
-                continue
+                return functools.partial(limiter.wait_leave, late_s=late_s)
             written_bytes += max(self._send_next(leaving), LEAST_BREATH_BYTES)
+        return None
 
     def _room(self) -> int:
         """How many samples may be sent now."""

@@ -18,9 +18,9 @@ from tinsmith.wire.protobuf import Parts
 
 JOINED_BYTES = 256 * 1024
 """A smaller body is written as one piece: the copy costs less than further writes."""
-HIGH_WATER_BYTES = 1024 * 1024
+HIGH_WATER_BYTES = 128 * 1024
 """How much may wait in the connection before the rest of a body is held back; also how much is
-written at a time, for an event loop may copy what it cannot send at once."""
+written at a time. Little, for an event loop copies what it cannot send at once."""
 
 
 class RawReply(msgspec.Struct, frozen=True):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from tinsmith.engines.embedded.settings import Device, Dtype, EmbeddedModel
-from tinsmith.errors import ValidationError
+from tinsmith.errors import BaseModelFormatError, ValidationError
 from tinsmith.model.load_weights import load_transformer
 from tinsmith.model.transformer import Transformer
 
@@ -68,8 +68,12 @@ def load_models(
     for one in models:
         folder = one.folder.resolve()
         if folder not in loaded:
-            loaded[folder] = load_transformer(
-                folder, dtype=types.computed, held_in=types.held, device=device
-            )
+            try:
+                loaded[folder] = load_transformer(
+                    folder, dtype=types.computed, held_in=types.held, device=device
+                )
+            except BaseModelFormatError as exc:  # several may be given, and it names the kind alone
+                told = f"the model {one.name}: {exc.args[0]}"
+                raise BaseModelFormatError(told, remedy=exc.remedy) from exc
         found[one.name] = loaded[folder]
     return found

@@ -148,11 +148,11 @@ class Sampler:
                 f"num_samples is {work.request.num_samples}; it must be 1 or more"
             )
         length, asked = work.request.prompt.length, work.request.sampling_params.max_tokens
-        room = self._shape.max_context - length
-        if room < 1:
+        if length > self._shape.max_context:
             raise ValidationError(
                 f"the prompt has {length} tokens, and the context {self._shape.max_context}"
             )
+        room = max(1, self._shape.max_context - length)
         most = room if asked is None else max(1, min(asked, room))
         prompt = self._memory.bytes_for(length)
         fitting = self._memory.tokens_in(self._memory.limit_bytes - prompt)

@@ -82,9 +82,15 @@ class _Given:
 
     def clipped(self, ratio: Array, low: float, high: float) -> Array:
         """The ratio within its thresholds."""
+        low = self.setting("clip_low_threshold", low)
+        high = self.setting("clip_high_threshold", high)
+        if low > high:
+            raise ValidationError(
+                f"clip_low_threshold is {low:g}, which is above clip_high_threshold, {high:g}"
+            )
         lows, highs = self.optional("clip_low_threshold"), self.optional("clip_high_threshold")
-        lowest: Any = self.setting("clip_low_threshold", low) if lows is None else lows
-        highest: Any = self.setting("clip_high_threshold", high) if highs is None else highs
+        lowest: Any = low if lows is None else lows
+        highest: Any = high if highs is None else highs
         found: Array = np.minimum(np.maximum(ratio, lowest), highest)
         return found
 

@@ -9,7 +9,6 @@ import torch.fx
 
 from tinsmith.client.losses.graph import (
     LossHandle,
-    TracedLosses,
     check_inputs,
     evaluate,
     trace,
@@ -61,17 +60,6 @@ def test_the_key_depends_on_what_is_computed_and_on_ranks() -> None:
     assert a_handle().key == a_handle(same).key
     assert a_handle().key != a_handle(other).key
     assert a_handle().key != a_handle(logprobs=2, weights=2).key
-
-
-def test_a_loss_is_made_once_and_again_after_it_failed() -> None:
-    losses = TracedLosses()
-    losses.add("k", "mine")
-
-    with pytest.raises(ValueError, match="'mine' was already made"):
-        losses.add("k", "mine")
-
-    losses.forget("k")
-    losses.add("k", "mine")
 
 
 def test_losses_are_added_up_and_means_divided() -> None:

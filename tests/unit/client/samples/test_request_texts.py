@@ -24,7 +24,7 @@ from tinsmith.types import (
     TensorData,
 )
 from tinsmith.types.buffers import Numbers
-from tinsmith.wire import json_format
+from tinsmith.wire import json_format, packed_format
 from tinsmith.wire.protobuf import Parts
 
 TOKENS = 8192
@@ -267,6 +267,19 @@ def test_each_request_is_written_with_its_own_settings() -> None:
         assert b"".join(texts.encode(request)) == json_format.encode(request)
 
     assert len(texts._settings) <= MOST_KEPT_SETTINGS < len(many)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_what_is_packed_is_the_same_whether_settings_are_known_or_not(chunks: int) -> None:
+    texts, prompt = RequestTexts(), ModelInput([*a_prompt().chunks, EncodedTextChunk([1])][:chunks])
+    one = a_request(prompt)
+    other = one.model_copy(update={"sampling_params": SamplingParams(stop=["a"])})
+
+    for request in (one, other, one, other):
+        packed, whole = texts.pack(request), packed_format.encode(request)
+        assert b"".join(packed.body()) == b"".join(whole.body())
+
+    assert packed.arrays[0] is prompt.chunks[0].numbers.memory  # type: ignore[union-attr]
 
 
 def test_a_list_in_the_settings_is_written_as_it_is_now() -> None:

@@ -337,7 +337,7 @@ def test_a_folder_without_a_model_is_told_and_leaves_no_thread(tmp_path: Path) -
     before = {one.name for one in threading.enumerate()}
 
     async def whole() -> None:
-        with pytest.raises(BaseModelFormatError):
+        with pytest.raises(BaseModelFormatError, match=r"^the model base: .*config\.json"):
             await _engine(tmp_path).open()
 
     asyncio.run(whole())

@@ -1,0 +1,16 @@
+from __future__ import annotations
+
+import pytest
+
+from tinsmith.client.losses.traced_losses import TracedLosses
+
+
+def test_a_loss_is_made_once_and_again_after_it_failed() -> None:
+    losses = TracedLosses()
+    losses.add("k", "mine")
+
+    with pytest.raises(ValueError, match="'mine' was already made"):
+        losses.add("k", "mine")
+
+    losses.forget("k")
+    losses.add("k", "mine")
