@@ -33,7 +33,7 @@
     └── APIError                         an HTTP exchange went wrong
         ├── APIResponseValidationError   the reply arrived and could not be understood
         │   ├── UnreadableResultError    ... and was the result of a call (a ValueError)
-        │   └── IncompleteResultError    ... and lacks what was asked for (a RuntimeError)
+        │   └── IncompleteResultError    ... and is not what was asked for (a RuntimeError)
         ├── APIConnectionError           no reply arrived
         │   ├── APITimeoutError          ... within the time allowed (a TimeoutError)
         │   └── CertificateError         the server could not prove who it is
@@ -556,7 +556,7 @@ class UnreadableResultError(APIResponseValidationError, ValueError):
 
 
 class IncompleteResultError(APIResponseValidationError, RuntimeError):
-    """The result lacks something that was asked for.
+    """The result lacks something that was asked for, or has more than that.
 
     Ask without it, or use a service of a release that knows it.
     """

@@ -187,11 +187,14 @@ class Limiter:
         self._deadlines = msgspec.structs.replace(self._deadlines, **changes)
         self._left_since_pause = 0
 
-    async def wait(self) -> float:
+    async def wait(self, *, late_s: float = 0.0) -> float:
         """Return once a sample may be sent, at once if nothing holds it back.
 
         Whoever was asleep looks again when it wakes, for the pause may have grown meanwhile. Slots
         and bytes should be taken after this, so that nobody holds any while asleep.
+
+        Args:
+            late_s: Leave no sooner than so long after a pause.
 
         Returns:
             The limiter's time at which leave was given.
@@ -200,7 +203,7 @@ class Limiter:
             now = self._clock()
             leave_at = self._deadlines.until
             if now >= leave_at:
-                leave_at = self._take_turn(now)
+                leave_at = self._take_turn(now, late_s)
                 if now >= leave_at:
                     return now
                 await self._sleep(leave_at - now)
@@ -209,17 +212,21 @@ class Limiter:
             else:
                 await self._sleep_until_changed(leave_at - now)
 
-    def leave(self, most: int) -> int:
+    def leave(self, most: int, *, late_s: float = 0.0) -> int:
         """How many of `most` samples may be sent now; they count as sent.
 
         For whoever sends many. Nothing is waited for: where it gives 0, await `wait_leave`.
+
+        Args:
+            most: How many there are.
+            late_s: None of them leaves sooner than so long after a pause.
         """
         if self._deadlines.until == -math.inf:
             return most
         now = self._clock()
         with self._lock:
             ended_at = self._deadlines.until
-            if now < ended_at:
+            if now < ended_at + late_s:
                 return 0
             steps = min((now - ended_at) / RAMP_STEP_S, _RAMP_STEPS)
             allowed = int(RAMP_SENDS * (2**steps - 1)) + 1 - self._left_since_pause
@@ -235,7 +242,7 @@ class Limiter:
         with self._lock:
             self._left_since_pause = max(0, self._left_since_pause - count)
 
-    async def wait_leave(self) -> None:
+    async def wait_leave(self, *, late_s: float = 0.0) -> None:
         """Sleep until `leave` may give leave to one more, or the pause has changed."""
         now = self._clock()
         with self._lock:
@@ -243,10 +250,10 @@ class Limiter:
         if now < ended_at:
             await self._sleep_until_changed(ended_at - now)
         elif ended_at > -math.inf:
-            leave_at = ended_at + RAMP_STEP_S * math.log2(1 + left / RAMP_SENDS)
+            leave_at = ended_at + max(late_s, RAMP_STEP_S * math.log2(1 + left / RAMP_SENDS))
             await self._sleep(max(_SHORTEST_SLEEP_S, leave_at - now))
 
-    def _take_turn(self, now: float) -> float:
+    def _take_turn(self, now: float, late_s: float) -> float:
         """When this sender may leave, as one of those that a pause held up."""
         with self._lock:
             ended_at = self._deadlines.until
@@ -257,7 +264,7 @@ class Limiter:
         if self._is_pause_told:
             self._is_pause_told = False
             events.tell(events.PauseEnded())
-        return ended_at + RAMP_STEP_S * math.log2(1 + turn / RAMP_SENDS)
+        return ended_at + max(late_s, RAMP_STEP_S * math.log2(1 + turn / RAMP_SENDS))
 
     async def _sleep_until_changed(self, delay_s: float) -> None:
         """Sleep, or less if the pause ends early."""

@@ -21,7 +21,7 @@ from tinsmith.client import events
 from tinsmith.client.budgets import Budget
 from tinsmith.client.calls import BegunCall
 from tinsmith.client.queue_state import StateTeller, in_words
-from tinsmith.client.retry import Retrier, may_pass
+from tinsmith.client.retry import Retrier, RetryBudget, may_pass
 from tinsmith.client.session import Session
 from tinsmith.client.transports.base import ExchangeReply
 from tinsmith.client.waits import say
@@ -31,6 +31,7 @@ from tinsmith.errors import (
     BadRequestError,
     BillingError,
     DecodeError,
+    TinkerError,
     UnreadableResultError,
     refused_result,
 )
@@ -339,3 +340,18 @@ def room_for(
 ) -> contextlib.AbstractAsyncContextManager[None, bool | None]:
     """Hold room for a result while the block lasts; without a budget there is always room."""
     return contextlib.nullcontext() if room is None else room.taken(size_bytes)
+
+
+def shared_poll_delay_s(error: TinkerError, failing_s: float, budget: RetryBudget) -> float | None:
+    """How long a poll for many results waits after an error; None if it is given up.
+
+    Args:
+        error: The latest.
+        failing_s: For how long polls have failed.
+        budget: For how long they may.
+    """
+    if not isinstance(error, APIError) or not may_pass(error):
+        return None
+    if isinstance(error, BillingError):
+        return budget.next_delay_s(error, 0, failing_s)  # a pause with a time of its own
+    return LONGEST_PAUSE_S if failing_s + LONGEST_PAUSE_S <= budget.total_s else None

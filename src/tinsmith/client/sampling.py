@@ -82,6 +82,11 @@ class SamplingClient(ManySamples):
                 retry_config=retry_config,
                 record_stability_info=record_stability_info,
             )
+        if session.is_adopted:
+            raise ValidationError(
+                "a clone of a sampler makes no others: the numbers of its session are not its own",
+                remedy="make a ServiceClient, and the sampler with that",
+            )
         opened: CreateSamplingSessionResponse = await session.call(
             "create_sampling_session",
             r.CreateSamplingSessionRequest(
@@ -166,7 +171,7 @@ class SamplingClient(ManySamples):
                 an int64 matrix of len(prompt) - 1 rows, -1 where none is wanted.
             prompt_alt_tokens_k: Also k tokens drawn at each prompt position; the future fails with
                 `IncompleteResultError` where the service does not know it.
-            prompt_logprobs_last_n: Only for the last n prompt positions.
+            prompt_logprobs_last_n: Only for the last n prompt positions; fails in the same way.
             timeout: Seconds for all of it, waits for the server's pauses included; the sample is
                 then cancelled and fails with `APITimeoutError`.
 

@@ -340,7 +340,11 @@ class ServiceClient:
         )
 
     def create_rest_client(self) -> RestClient:
-        """Deprecated: make a `RestClient` with the same address and key instead."""
+        """Deprecated: make a `RestClient` with the same address and key instead.
+
+        Raises:
+            ClosedError: This client was closed.
+        """
         from tinsmith.client.rest import RestClient
 
         warnings.warn(
@@ -348,6 +352,7 @@ class ServiceClient:
             FutureWarning,
             stacklevel=2,
         )
+        self._lease.session.check_open()
         return RestClient(self._lease)
 
     # Losses

@@ -92,6 +92,11 @@ class Session(Calls):
         self._adopted_id = session_id
         self.flags, self.dynamic_flags = flags, dynamic
 
+    @property
+    def is_adopted(self) -> bool:
+        """Whether another process opened it, and gives out its numbers."""
+        return self._adopted_id is not None
+
     def _limiter(self) -> Limiter:
         settings = self.settings
         if settings.limiter_scope == "client":
@@ -363,6 +368,7 @@ def _given_up(task: asyncio.Task[T] | None) -> asyncio.Task[T] | None:
     """
     if task is None or task.done():
         return task
+    task.add_done_callback(_failed)  # whoever waited has gone: asyncio would complain of its error
     task.cancel()
     return None
 

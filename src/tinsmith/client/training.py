@@ -5,6 +5,7 @@ Those that save and load are in `saves.py`; how a call is sent is in `model_call
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -135,7 +136,7 @@ class TrainingClient(SavingCalls):
                 log-probabilities per datum; or an object whose `gradients(data, logprobs)` gives
                 `(loss, gradients, metrics)` in lists or arrays, without torch; or a handle of
                 `ServiceClient.create_custom_loss`.
-            loss_type_input: Deprecated, and ignored.
+            loss_type_input: Deprecated; `"logprobs"` is all that it may be.
             timeout: As in `forward`, for both passes and the loss. A loss that is running then runs
                 on, for nobody.
 
@@ -228,12 +229,12 @@ class TrainingClient(SavingCalls):
         """Save the weights as they are now and wait for a client that samples from them.
 
         Args:
-            name: Kept for older programs; the weights are saved without one.
+            name: Deprecated, and ignored: the weights are saved without one, for this client.
             retry_config: How patient its samples are; None for the client's own budget.
             record_stability_info: Have the server keep what `stable_reinforce` needs.
             timeout: As in `forward`.
         """
-        del name
+        _warn_of_name(name)
         saved = self._save_for_sampling(timeout).result()
         return SamplingClient(
             self._lease,
@@ -251,7 +252,7 @@ class TrainingClient(SavingCalls):
         timeout: float | None = None,
     ) -> SamplingClient:
         """As `save_weights_and_get_sampling_client`, without blocking."""
-        del name
+        _warn_of_name(name)
         saved = await self._save_for_sampling(timeout)
         return SamplingClient(
             self._lease,
@@ -390,3 +391,13 @@ class TrainingClient(SavingCalls):
 
     def __repr__(self) -> str:
         return f"TrainingClient(model_id={self.model_id!r})"
+
+
+def _warn_of_name(name: str | None) -> None:
+    if name is not None:
+        warnings.warn(
+            "the name of save_weights_and_get_sampling_client is deprecated and ignored; to keep "
+            "the weights, use save_weights_for_sampler and create_sampling_client",
+            DeprecationWarning,
+            stacklevel=3,
+        )

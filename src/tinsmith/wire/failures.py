@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from tinsmith import errors as e
 from tinsmith.types.buffers import Memory
@@ -54,6 +55,8 @@ _RETRY_AFTER_S: dict[type[BaseException], float] = {
 }
 """When to come back after an error that does not say so itself."""
 _RETRIED = frozenset({408, 409, 429})
+REDIRECTS = frozenset({301, 302, 303, 307, 308})
+"""The answer, or the service, is elsewhere."""
 
 
 class ReplyHeaders(dict[str, str]):
@@ -116,14 +119,32 @@ def error_from_reply(
     as it is: how much of that is honoured is for whoever tries again to say.
     """
     message, shown = _readable(status, body)
+    reply = FailedReply(status, headers)
     return status_class(status)(
         message,
-        response=FailedReply(status, headers),
+        response=reply,
         body=shown,
         status_code=status,
         retry_after_s=retry_after_s(headers, cap_s=None),
         request_id=request_id,
+        remedy=_way_on(reply),
     )
+
+
+def _way_on(reply: FailedReply) -> str | None:
+    """What to do about a reply that sends us elsewhere.
+
+    Of its address the host alone is told: the rest may be signed, and so a secret.
+    """
+    if reply.status_code not in REDIRECTS or "location" not in reply.headers:
+        return None
+    try:
+        address = urlsplit(reply.headers["location"])
+        place = f"{address.scheme}://{address.hostname}" if address.hostname else "another path"
+        port = f":{address.port}" if address.port else ""
+    except ValueError:
+        return None
+    return f"the service sends us to {e.shown(place + port)}: see that the base URL is its address"
 
 
 def reply_from_error(error: BaseException) -> HttpReply:

@@ -467,8 +467,13 @@ def test_mistakes_in_the_arguments_are_told_at_the_call(training: TrainingClient
 
 
 def test_loss_type_input_warns(training: TrainingClient) -> None:
-    with pytest.warns(FutureWarning, match="loss_type_input"):
+    with pytest.warns(DeprecationWarning, match="loss_type_input"):
         output = training.forward_backward_custom([a_datum()], cubes, loss_type_input="logprobs")
+    with (
+        pytest.warns(DeprecationWarning, match="type"),
+        pytest.raises(ValueError, match="'hidden'"),
+    ):
+        _ = training.forward_backward_custom([a_datum()], cubes, loss_type_input="hidden")
 
     assert output.result(WAIT_S).loss < 0
 

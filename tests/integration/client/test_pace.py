@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,15 +11,19 @@ from typing import Any
 import pytest
 
 from tinsmith.client.retry import RetryBudget
+from tinsmith.client.samples.stream import SampleStream
 from tinsmith.client.service import ServiceClient
-from tinsmith.errors import APIStatusError, RateLimitError
+from tinsmith.errors import APIStatusError, ClosedError, RateLimitError
 from tinsmith.testing import ReceivedRequest, ScriptedService, running_service
 from tinsmith.types import AdamParams, ModelInput, SamplingParams
 
 WAIT_S = 60.0
 PROMPT = ModelInput.from_ints([5, 6, 7])
+LONG_PROMPT = ModelInput.from_ints([5] * 50)
 PARAMS = SamplingParams(max_tokens=4, seed=1)
 HASTY = RetryBudget(total_s=0.8)
+LONG = RetryBudget(total_s=120.0)
+SOON_S = 20.0
 EXTENDED: dict[str, Any] = {"tinsmith_batch_items": 32, "tinsmith_inline_bytes": 65536}
 STREAMED: dict[str, Any] = {"tinsmith_stream": True}
 
@@ -153,6 +158,53 @@ def test_w18_while_a_server_takes_some_samples_none_is_given_up(flags: dict[str,
 
         assert all(future.result(WAIT_S).sequences for future in futures)
         assert time.monotonic() - began > 2 * HASTY.total_s  # the last have waited for longer
+
+
+@pytest.mark.parametrize("shares_a_line", [True, False], ids=["its-line", "another-line"])
+@pytest.mark.parametrize("flags", [{}, EXTENDED], ids=["plain", "extended"])
+def test_a_sample_that_is_always_refused_holds_no_other_up(
+    flags: dict[str, Any], shares_a_line: bool
+) -> None:
+    """It is not the first to leave after every pause, and others need not wait for its end."""
+    with running_service(long_poll_s=0.5, **flags) as service, client_of(service, LONG) as client:
+        refused_one = client.create_sampling_client(base_model="m")
+        sampler = refused_one if shares_a_line else client.create_sampling_client(base_model="m")
+        headers = {"retry-after-ms": "100"}
+        service.faults.add("asample", when=_is_long, times=None, status=429, headers=headers)
+        refused = refused_one.sample(LONG_PROMPT, 1, PARAMS)
+        service.wait_requests("asample", 1)
+
+        futures = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(30)]
+
+        assert all(future.result(SOON_S).sequences for future in futures)
+        assert not refused.done()
+
+
+def test_a_stream_that_is_always_refused_holds_no_sample_up() -> None:
+    flags = {"long_poll_s": 0.5, **STREAMED}
+    with running_service(**flags) as service, client_of(service, LONG) as client:
+        sampler = client.create_sampling_client(base_model="m")
+        headers = {"retry-after-ms": "100"}
+        service.faults.add("asample_stream", times=None, status=429, headers=headers)
+        stream = sampler.sample_stream(PROMPT, 1, PARAMS)
+        reader = threading.Thread(target=_read_refused, args=[stream])
+        reader.start()
+        service.wait_requests("asample_stream", 1)
+
+        futures = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(30)]
+
+        assert all(future.result(SOON_S).sequences for future in futures)
+        client.close().result(WAIT_S)
+        reader.join(WAIT_S)
+
+
+def _is_long(received: ReceivedRequest) -> bool:
+    return bool(received.request.prompt.length == LONG_PROMPT.length)
+
+
+def _read_refused(stream: SampleStream) -> None:
+    with pytest.raises(ClosedError):
+        list(stream)
 
 
 def test_a_sample_is_not_given_up_for_what_happened_before_it_was_made() -> None:

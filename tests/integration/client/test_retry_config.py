@@ -284,6 +284,52 @@ def test_a_service_may_forbid_to_draw_anew() -> None:
             sampler.sample(PROMPT, 1, PARAMS).result(WAIT_S)
 
 
+def test_b47_that_holds_for_logprobs_of_a_prompt_too() -> None:
+    with (
+        running_service(**PLAIN, sample_no_retries=True) as service,
+        ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
+    ):
+        sampler = client.create_sampling_client(base_model="m")
+        service.faults.expire_results("asample", times=1)
+
+        with pytest.raises(APIStatusError):
+            sampler.compute_logprobs(PROMPT).result(WAIT_S)
+
+
+def test_b38_without_a_config_the_service_bounds_the_samples_in_flight() -> None:
+    with (
+        running_service(**PLAIN, sample_max_concurrent_requests=3) as service,
+        ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
+    ):
+        sampler = client.create_sampling_client(base_model="m")
+        held = service.faults.hold_commands("asample")
+        futures = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(10)]
+        held.wait_held(3)
+        held.release()
+
+        assert all(len(future.result(WAIT_S).sequences) == 1 for future in futures)
+        assert held.most_held == 3
+
+
+def test_b39_two_clients_of_one_sampler_have_a_bound_each(
+    client: ServiceClient, service: ScriptedService
+) -> None:
+    first = sampler_with(client, max_connections=2)
+    second = SamplingClient.create(
+        first.holder,
+        sampling_session_id=first._sampling_session_id,
+        retry_config=tinsmith.RetryConfig(max_connections=2),
+    ).result(WAIT_S)
+    held = service.faults.hold_commands("asample")
+
+    futures = [one.sample(PROMPT, 1, PARAMS) for one in (first, second) for _ in range(4)]
+    held.wait_held(4)
+    held.release()
+
+    assert all(len(future.result(WAIT_S).sequences) == 1 for future in futures)
+    assert held.most_held == 4
+
+
 def test_without_a_config_the_client_s_own_budget_holds(service: ScriptedService) -> None:
     mine = RetryBudget(total_s=12.0)
     with ServiceClient(base_url=service.base_url, api_key=service.api_key, retry=mine) as client:

@@ -19,10 +19,11 @@ from tinsmith.errors import (
     APIResponseValidationError,
     APIStatusError,
     APITimeoutError,
+    IncompleteResultError,
     RequestFailedError,
     ValidationError,
 )
-from tinsmith.testing import ScriptedService, StreamedReply, running_service
+from tinsmith.testing import ScriptedService, StreamedReply, draws, running_service
 from tinsmith.types import ModelInput, SampleResponse, SamplingParams
 
 WAIT_S = 60.0
@@ -67,6 +68,22 @@ def assert_whole(events: list[SampleEvent], expected: SampleResponse) -> None:
         assert logprobs == pytest.approx(wanted.logprobs)
     ends = [(event.index, event.stop_reason) for event in events if event.stop_reason]
     assert sorted(ends) == [(i, s.stop_reason) for i, s in enumerate(expected.sequences)]
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_a_stream_whose_result_lacks_what_was_asked_for_fails_as_a_sample_does(
+    sampler: SamplingClient,
+    service: ScriptedService,
+    monkeypatch: pytest.MonkeyPatch,
+    is_streamed: bool,
+) -> None:
+    """The service is too old for what was asked, and ignores it."""
+    monkeypatch.setattr(draws, "_alt_tokens", lambda *_: None)
+    if not is_streamed:
+        service.faults.add("asample_stream", status=404)
+
+    with pytest.raises(IncompleteResultError, match="no prompt_alt_tokens"):
+        list(sampler.sample_stream(PROMPT, 1, PARAMS, prompt_alt_tokens_k=2, timeout=WAIT_S))
 
 
 def test_s41_a_stream_brings_what_a_sample_brings(sampler: SamplingClient) -> None:

@@ -10,6 +10,7 @@ import pickle
 
 import pytest
 
+from tinsmith.client import heartbeat
 from tinsmith.client.retry import RetryBudget
 from tinsmith.client.samples.handle import NUMBERS_PER_CLONE, SamplerHandle
 from tinsmith.client.sampling import SamplingClient
@@ -166,3 +167,31 @@ def test_b96_clones_of_one_session_share_its_connections_and_no_numbers(
     sent = service.requests("asample")
     assert len({received.request.seq_id for received in sent}) == 3
     assert len({received.connection for received in sent}) == 1
+
+
+def test_b85_a_clone_keeps_the_session_alive_from_its_first_use_on(
+    client: ServiceClient, service: ScriptedService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = client.create_sampling_client(base_model="m").get_sampler_handle()
+    clone = SamplingClient.from_sampler_handle(handle, api_key=service.api_key)
+    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.05)  # the original's next is ten seconds away
+
+    sample_with(clone)
+
+    beats = service.wait_requests("session_heartbeat", 2)
+    assert {beat.request.session_id for beat in beats} == {clone.holder.get_session_id()}
+
+
+def test_b97_a_clone_makes_no_samplers(client: ServiceClient, service: ScriptedService) -> None:
+    """Its session's numbers are the original's: one that is taken would give another's sampler."""
+    handle = client.create_sampling_client(base_model="m").get_sampler_handle()
+    clone = SamplingClient.from_sampler_handle(handle, api_key=service.api_key)
+
+    with pytest.raises(ValidationError, match="a clone of a sampler makes no others"):
+        SamplingClient.create(clone.holder, base_model="m").result(WAIT_S)
+    again = SamplingClient.create(
+        clone.holder, sampling_session_id=clone._sampling_session_id
+    ).result(WAIT_S)
+
+    assert again._sampling_session_id == clone._sampling_session_id
+    assert len(service.requests("create_sampling_session")) == 1

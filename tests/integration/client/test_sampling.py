@@ -13,9 +13,16 @@ from tinsmith.client.samples import call, sender
 from tinsmith.client.samples.request_texts import EarlyText, early_text
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.service import ServiceClient
-from tinsmith.errors import BadRequestError, NotFoundError, ValidationError
+from tinsmith.errors import BadRequestError, NotFoundError, RequestFailedError, ValidationError
 from tinsmith.testing import ScriptedService, running_service
-from tinsmith.types import ModelInput, SamplingParams, TensorData
+from tinsmith.types import (
+    ImageAssetPointerChunk,
+    ImageChunk,
+    ModelInput,
+    ModelInputChunk,
+    SamplingParams,
+    TensorData,
+)
 
 WAIT_S = 60.0
 PROMPT = ModelInput.from_ints([5, 6, 7])
@@ -49,6 +56,24 @@ def test_logprobs_of_a_prompt_have_none_for_the_first_token(sampler: SamplingCli
     assert logprobs[0] is None
     assert all(isinstance(value, float) for value in logprobs[1:])
     assert asyncio.run(sampler.compute_logprobs_async(PROMPT)) == logprobs
+
+
+@pytest.mark.parametrize(
+    "picture",
+    [
+        ImageAssetPointerChunk(format="png", location="https://h/a.png"),
+        ImageChunk(data=b"\x89PNG", format="png"),
+    ],
+)
+def test_a_picture_is_sent_though_only_the_service_knows_how_many_tokens_it_has(
+    sampler: SamplingClient, service: ScriptedService, picture: ModelInputChunk
+) -> None:
+    prompt = PROMPT.append(picture)
+
+    with pytest.raises(RequestFailedError, match="no length"):  # the test's service knows it not
+        sampler.sample(prompt, 1, PARAMS).result(WAIT_S)
+
+    assert service.requests("asample")[0].request.prompt == prompt
 
 
 def test_every_option_reaches_the_wire(sampler: SamplingClient, service: ScriptedService) -> None:

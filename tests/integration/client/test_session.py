@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import gc
 import logging
 import pathlib
 import pickle
@@ -168,8 +169,26 @@ def test_s2_a_call_on_a_closed_client_is_refused_at_once_and_sends_nothing(
         sampler.sample(PROMPT, 1, PARAMS).result(WAIT_S)
     with pytest.raises(ClosedError):
         client.create_sampling_client(base_model="m")
+    with pytest.raises(ClosedError), pytest.warns(FutureWarning):
+        client.create_rest_client()
 
     assert service.requests() == []
+
+
+def test_a_client_that_is_closed_while_it_starts_leaves_no_complaint(
+    service: ScriptedService, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where nobody waits for the start any more; asyncio tells of errors that nobody saw."""
+    client = ServiceClient(base_url=service.base_url, api_key=service.api_key)
+    service.faults.add("client_config", times=None, status=503)
+    with pytest.raises(APITimeoutError):
+        client.create_sampling_client(base_model="m", timeout=0.1)
+
+    client.close("success").result(WAIT_S)
+
+    time.sleep(0.1)
+    gc.collect()
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
 
 
 def test_a_child_made_by_fork_can_make_clients_of_its_own(service: ScriptedService) -> None:

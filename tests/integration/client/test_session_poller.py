@@ -49,6 +49,23 @@ def test_results_that_have_arrived_are_reported() -> None:
         assert [fetched] in reported
 
 
+def test_b72_failures_that_have_arrived_are_reported_too() -> None:
+    """The service need not keep them any longer."""
+    with (
+        running_service(long_poll_s=0.3, sample_use_retrieve_futures=True) as service,
+        ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
+    ):
+        sampler = client.create_sampling_client(base_model="m")
+        service.faults.fail_command("asample", category="user")
+
+        with pytest.raises(RequestFailedError):
+            sampler.sample(PROMPT, 1, PARAMS).result(WAIT_S)
+        polls = service.wait_requests("retrieve_futures", 2)
+
+        fetched = service.requests("retrieve_future")[0].request.request_id
+        assert polls[-1].request.retrieved_request_ids == [fetched]
+
+
 def test_a_failed_sample_raises_its_own_error() -> None:
     with (
         running_service(long_poll_s=0.3, sample_use_retrieve_futures=True) as service,
@@ -90,3 +107,22 @@ def test_polls_that_fail_for_a_while_are_repeated_with_the_same_cursor() -> None
 
         cursors = [poll.request.prev_cursor for poll in service.requests("retrieve_futures")[:3]]
         assert cursors == [0, 0, 0]
+
+
+def test_b76_what_was_reported_by_a_poll_that_failed_is_reported_again() -> None:
+    with (
+        running_service(long_poll_s=0.3, sample_use_retrieve_futures=True) as service,
+        ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
+    ):
+        sampler = client.create_sampling_client(base_model="m")
+        service.faults.add(
+            "retrieve_futures",
+            when=lambda poll: bool(poll.request.retrieved_request_ids),
+            status=503,
+        )
+
+        sampler.sample(PROMPT, 1, PARAMS).result(WAIT_S)
+        polls = service.wait_requests("retrieve_futures", 3)
+
+        fetched = service.requests("retrieve_future")[0].request.request_id
+        assert [poll.request.retrieved_request_ids for poll in polls[-2:]] == [[fetched]] * 2

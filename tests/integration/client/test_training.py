@@ -132,6 +132,27 @@ def test_s16_a_serial_mode_sends_one_chunk_after_another() -> None:
         assert sent_numbers(service) == [1, 2, 3, 4]
 
 
+def test_b31_bodies_of_a_model_on_their_way_keep_to_the_budget_of_the_service() -> None:
+    flags = {"fwdbwd_max_chunk_len": 1, "fwdbwd_dispatch_bytes_semaphore_size": 40_000}
+    tokens = list(range(1, 1001))
+    large = Datum(
+        model_input=ModelInput.from_ints(tokens),
+        loss_fn_inputs={"target_tokens": tokens, "weights": [1.0] * 1000},
+    )
+    with (
+        running_service(long_poll_s=0.5, **flags) as service,
+        ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
+    ):
+        models = [client.create_lora_training_client("m", rank=4) for _ in range(2)]
+        held = service.faults.hold("forward_backward")
+        outputs = [model.forward_backward([large] * 6, "cross_entropy") for model in models]
+        held.wait_held(4)
+        held.release()
+
+        assert [len(output.result(WAIT_S).loss_fn_outputs) for output in outputs] == [6, 6]
+        assert held.most_held == 4  # two of about 16 kB of each
+
+
 def _number(received: Any) -> int:
     return int(getattr(received.request, "seq_id", 0) or 0)
 
@@ -445,6 +466,18 @@ def test_state_is_saved_and_training_goes_on_from_it(
 
     assert resumed.model_id != training.model_id
     assert resumed.forward([a_datum()], "cross_entropy").result(WAIT_S).loss == before
+
+
+def test_a_name_for_weights_that_are_sampled_from_at_once_is_ignored_with_a_warning(
+    training: TrainingClient, service: ScriptedService
+) -> None:
+    with pytest.warns(DeprecationWarning, match="name .* is deprecated"):
+        training.save_weights_and_get_sampling_client(name="mine", timeout=WAIT_S)
+    with pytest.warns(DeprecationWarning, match="name .* is deprecated"):
+        asyncio.run(training.save_weights_and_get_sampling_client_async("mine", timeout=WAIT_S))
+
+    sent = service.requests("save_weights_for_sampler")
+    assert [save.request.path for save in sent] == [None, None]
 
 
 def test_s18_closing_settles_what_was_pending(service: ScriptedService) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tinsmith.client import retry
 from tinsmith.client.heartbeat import keep_alive
 from tinsmith.client.rest import RestClient
 from tinsmith.client.retry import RetryBudget
@@ -48,9 +49,9 @@ PROMPT, PARAMS = ModelInput.from_ints([1]), SamplingParams(max_tokens=2, seed=1)
 
 
 def a_client(service: ScriptedService, **options: Any) -> ServiceClient:
-    retry = RetryBudget(total_s=0.5, delay_base_s=0.01)
+    hasty = RetryBudget(total_s=0.5, delay_base_s=0.01)
     return ServiceClient(
-        base_url=service.base_url, api_key=service.api_key, **{"retry": retry, **options}
+        base_url=service.base_url, api_key=service.api_key, **{"retry": hasty, **options}
     )
 
 
@@ -195,6 +196,31 @@ def test_b64_402_is_waited_out_no_longer_than_the_service_says() -> None:
             training.optim_step(AdamParams()).result(WAIT_S)
 
         assert len(service.requests("optim_step")) == 1
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "flags"),
+    [
+        ("client_config", {}),
+        ("asample", {}),
+        ("asample", {"tinsmith_batch_items": 32, "tinsmith_inline_bytes": 65536}),
+        ("retrieve_future", {}),
+        ("retrieve_futures", {"sample_use_retrieve_futures": True}),
+        ("retrieve_results", {"tinsmith_inline_bytes": 65536}),
+    ],
+)
+def test_b44_b64_b65_a_402_is_a_pause_also_at_the_start_and_for_samples(
+    endpoint: str, flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retry, "BILLING_PAUSE_S", 0.05)
+    with running_service(long_poll_s=0.5, **flags) as service, a_client(service) as client:
+        refusal = service.faults.add(endpoint, times=2, status=402)
+        sampler = client.create_sampling_client(base_model="m")
+
+        futures = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(3)]
+
+        assert all(len(future.result(WAIT_S).sequences) == 1 for future in futures)
+        assert refusal.struck == 2
 
 
 # Errors

@@ -379,6 +379,30 @@ def test_s4_nobody_leaves_during_a_pause_and_few_right_after_it(
     assert limiter.leave(10**6) == 10**6
 
 
+def test_one_that_comes_late_leaves_after_others_of_the_key(
+    limiter: Limiter, time: FakeTime
+) -> None:
+    """Whether it asks for leave or waits; while there was no pause it is not late."""
+
+    async def story() -> None:
+        assert limiter.leave(1, late_s=5.0) == 1
+        limiter.rate_limited(10.0)
+        late = asyncio.create_task(limiter.wait(late_s=0.1))
+        asking = asyncio.create_task(limiter.wait_leave(late_s=0.1))
+        await time.advance_to(1010.05)
+
+        assert limiter.leave(1) == 1
+        assert limiter.leave(1, late_s=0.1) == 0
+        assert not late.done()
+
+        await time.advance_to(1010.11)
+        await late
+        assert limiter.leave(1, late_s=0.1) == 1
+        await asking
+
+    asyncio.run(story())
+
+
 def test_s4_leave_that_was_not_used_is_there_for_others(limiter: Limiter, time: FakeTime) -> None:
     limiter.rate_limited(1.0)
     time.now += 1.0 + RAMP_STEP_S

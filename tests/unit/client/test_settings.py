@@ -24,6 +24,23 @@ def test_tags_that_are_an_argument_count_before_the_environment() -> None:
     assert settings.tags == ("mine",)
 
 
+def test_b15_cloudflare_s_headers_are_those_of_the_environment_under_the_caller_s_own() -> None:
+    environment = {
+        "CLOUDFLARE_ACCESS_CLIENT_ID": "an id",
+        "CLOUDFLARE_ACCESS_CLIENT_SECRET": "a secret",
+    }
+    mine = {"CF-Access-Client-Id": "mine", "x-team": "blue"}
+
+    plain = settings_from(base_url=ADDRESS, environment=environment)
+    overridden = settings_from(base_url=ADDRESS, environment=environment, default_headers=mine)
+
+    assert plain.default_headers == {
+        "CF-Access-Client-Id": "an id",
+        "CF-Access-Client-Secret": "a secret",
+    }
+    assert overridden.default_headers == {"CF-Access-Client-Secret": "a secret", **mine}
+
+
 @pytest.mark.parametrize("url", ["ftp://host", "http://", "http://h:x", "http://bücher..example"])
 def test_an_address_that_is_none_is_refused_with_the_remedy(url: str) -> None:
     with pytest.raises(ValidationError, match="is not an http or https address; give one like"):

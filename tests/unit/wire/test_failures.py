@@ -94,6 +94,30 @@ def test_a_message_shows_the_body_as_json_as_text_or_not_at_all(
         assert error.body == held
 
 
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [
+        ("https://h.example/api/v1/x?signature=secret", "'https://h.example'"),
+        ("https://me:secret@h.example:8443/api", "'https://h.example:8443'"),
+        ("/api/v2/x?signature=secret", "'another path'"),
+    ],
+)
+def test_a_service_that_sends_us_elsewhere_is_named_without_what_may_be_a_secret(
+    address: str, told: str
+) -> None:
+    error = error_from_reply(307, {"Location": address}, b"")
+
+    assert str(error) == (
+        f"Error code: 307; the service sends us to {told}: see that the base URL is its address"
+    )
+    assert error.status_code == 307
+
+
+def test_an_address_elsewhere_that_is_none_is_not_told() -> None:
+    assert str(error_from_reply(307, {"location": "https://[h"}, b"")) == "Error code: 307"
+    assert str(error_from_reply(400, {"location": "https://h"}, b"")) == "Error code: 400"
+
+
 def test_when_to_come_back_is_kept() -> None:
     assert error_from_reply(429, {"retry-after": "7"}, b"{}").retry_after_s == 7
     assert error_from_reply(429, {"retry-after-ms": "250"}, b"{}").retry_after_s == 0.25

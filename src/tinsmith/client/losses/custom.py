@@ -30,7 +30,7 @@ from tinsmith.client.losses.graph import LossHandle, check_inputs, check_session
 from tinsmith.client.passes import pass_bodies, run_pass
 from tinsmith.client.submission import Submitter
 from tinsmith.client.waits import say
-from tinsmith.errors import DecodeError, ValidationError
+from tinsmith.errors import DecodeError, ValidationError, shown
 from tinsmith.types.inputs import Datum
 from tinsmith.types.tensors import TensorData
 from tinsmith.types.training import ForwardBackwardOutput
@@ -89,10 +89,14 @@ def start_custom_pass(
     """Begin what `TrainingClient.forward_backward_custom` promises; returns at once."""
     if loss_type_input is not None:
         warnings.warn(
-            "loss_type_input is deprecated and ignored: a custom loss takes log-probabilities",
-            FutureWarning,
+            "loss_type_input is deprecated: a custom loss always takes log-probabilities",
+            DeprecationWarning,
             stacklevel=3,
         )
+        if loss_type_input != "logprobs":
+            raise ValidationError(
+                f"loss_type_input is {shown(loss_type_input)}", remedy="leave it out"
+            )
     data = list(data)
     if isinstance(loss_fn, LossHandle):
         check_inputs(loss_fn, data)

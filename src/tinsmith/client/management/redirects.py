@@ -18,9 +18,8 @@ from tinsmith.types.record import Record
 from tinsmith.wire.endpoint_types import Endpoint
 from tinsmith.wire.endpoints import ENDPOINTS
 from tinsmith.wire.exchange import HttpRequest, read_reply
-from tinsmith.wire.failures import error_from_reply
+from tinsmith.wire.failures import REDIRECTS, error_from_reply
 
-REDIRECTS = frozenset({301, 302, 303, 307, 308})
 MOST_HOPS = 5
 
 

@@ -14,14 +14,15 @@ from tinsmith.client import events
 from tinsmith.client.background import background
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.lease import SessionLease
+from tinsmith.client.samples.completeness import lack_of
 from tinsmith.client.samples.request_texts import EarlyText, RequestTexts, early_text
-from tinsmith.errors import (
-    APIResponseValidationError,
-    APITimeoutError,
-    DecodeError,
-    IncompleteResultError,
+from tinsmith.errors import APIResponseValidationError, APITimeoutError, DecodeError
+from tinsmith.types.inputs import (
+    DmelChunk,
+    ImageAssetPointerChunk,
+    ImageChunk,
+    ModelInputChunk,
 )
-from tinsmith.types.inputs import DmelChunk, ImageChunk, ModelInputChunk
 from tinsmith.types.requests import SampleRequest
 from tinsmith.types.sampling import SampleResponse
 from tinsmith.wire import proto_format
@@ -173,14 +174,9 @@ class SampleCall:
         if self.is_over:
             return
         self.is_drawn = True
-        if self.request.prompt_alt_tokens_k > 0 and response.prompt_alt_tokens is None:
-            self.fail(
-                IncompleteResultError(
-                    message=f"the result of {self.request_id} has no prompt_alt_tokens",
-                    request_id=self.request_id,
-                    remedy="the service may be too old for prompt_alt_tokens_k",
-                )
-            )
+        lack = lack_of(self.request, response, self.request_id)
+        if lack is not None:
+            self.fail(lack)
             return
         self._end(None)
         self.future.settle(response)
@@ -233,4 +229,6 @@ def _about_bytes(chunk: ModelInputChunk) -> int:
         return len(chunk.data) * 4 // 3
     if isinstance(chunk, DmelChunk):
         return len(chunk.dmel) * 4 // 3
+    if isinstance(chunk, ImageAssetPointerChunk):
+        return len(chunk.location)  # how many tokens it has the service alone may know
     return chunk.length * _TOKEN_BYTES

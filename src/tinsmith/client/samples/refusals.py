@@ -4,21 +4,33 @@ A server that is busy refuses some samples and takes others; those wait for as l
 or sends results. One that refuses all of them, and nothing moves, is given up on when the patience
 of the sampler is used up. A sample's own time counts too: one that is new is not given up for what
 happened before it was made.
+
+A server may refuse one sample for ever, such as one above a quota, and take all others. Since each
+refusal pauses all, such a one must not be the first to leave after every pause: the others would
+never be sent, and be given up with it. So one that is refused again lets others go first, those of
+its line (`others_first`) and those of other senders of the key (`late_s`).
 """
 
 from __future__ import annotations
 
 import math
 
-from tinsmith.client.limits import Limiter
+from tinsmith.client.limits import RAMP_STEP_S, Limiter
 from tinsmith.client.retry import Retrier
 from tinsmith.errors import APIStatusError
-from tinsmith.types.inputs import EncodedTextChunk, ModelInput
+from tinsmith.types.inputs import (
+    DmelChunk,
+    ImageAssetPointerChunk,
+    ImageChunk,
+    ModelInput,
+    ModelInputChunk,
+)
 
 SMALL_PROMPT_BYTES = 131_072
 SMALL_PAUSE_S, LARGE_PAUSE_S = 1.0, 5.0
 """How long a 429 that names no delay pauses samples: by the size of the prompt."""
 _BYTES_PER_TOKEN = 10
+_MOST_DOUBLINGS = 20
 
 
 class Refusals:
@@ -53,6 +65,18 @@ class Refusals:
         """
         return min(self._limiter.refused_s(), waited_s) >= self._patience_s
 
+    def others_first(self, refusals: int) -> int:
+        """How many that wait in line go before a sample that was refused so often.
+
+        None after its first refusal, then 1, 3, 7, …: where all are refused about as often, as by a
+        server that is full, they keep their order, more or less.
+        """
+        return (1 << min(max(0, refusals - 1), _MOST_DOUBLINGS)) - 1
+
+    def late_s(self, refusals: int) -> float:
+        """How long after a pause a sample leaves at the soonest that was refused so often."""
+        return RAMP_STEP_S if refusals > 1 else 0.0
+
     def tell_effort(self, error: APIStatusError, attempts: int, waited_s: float) -> None:
         """Note in the error that ends a sample how often and how long it was tried."""
         error.add_note(
@@ -62,6 +86,17 @@ class Refusals:
 
 
 def _usual_pause_s(prompt: ModelInput) -> float:
-    tokens = sum(chunk.length for chunk in prompt.chunks if isinstance(chunk, EncodedTextChunk))
-    is_small = tokens * _BYTES_PER_TOKEN <= SMALL_PROMPT_BYTES
+    is_small = sum(map(_about_bytes, prompt.chunks)) <= SMALL_PROMPT_BYTES
     return SMALL_PAUSE_S if is_small else LARGE_PAUSE_S
+
+
+def _about_bytes(chunk: ModelInputChunk) -> int:
+    """What the API counts a part of a prompt for."""
+    match chunk:
+        case ImageChunk():
+            return len(chunk.data)
+        case DmelChunk():
+            return len(chunk.dmel)
+        case ImageAssetPointerChunk():
+            return len(chunk.location)
+    return chunk.length * _BYTES_PER_TOKEN

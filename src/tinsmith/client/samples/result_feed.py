@@ -18,12 +18,12 @@ import logging
 import time
 from collections.abc import Callable
 
-from tinsmith.client.poller import LONGEST_PAUSE_S, SHORTEST_POLL_S
+from tinsmith.client.poller import LONGEST_PAUSE_S, SHORTEST_POLL_S, shared_poll_delay_s
 from tinsmith.client.queue_state import StateTeller
-from tinsmith.client.retry import Retrier, may_pass
+from tinsmith.client.retry import Retrier
 from tinsmith.client.samples.call import SampleCall
 from tinsmith.client.session import Session, death_of
-from tinsmith.errors import APIError, APIStatusError, ClosedError, ResultExpiredError, TinkerError
+from tinsmith.errors import APIStatusError, ClosedError, ResultExpiredError, TinkerError
 from tinsmith.types import extensions as x
 from tinsmith.types.requests import SamplingSessionFuturesTarget
 from tinsmith.wire.failures import error_from_failed
@@ -135,10 +135,12 @@ class ResultFeed:
                 answer = await self._ask(is_held=is_held)
             except TinkerError as error:
                 failing_since = asked_at if failing_since is None else failing_since
-                if not self._is_worth_waiting(error, asked_at - failing_since):
+                budget = self._retrier.budget
+                delay_s = shared_poll_delay_s(error, asked_at - failing_since, budget)
+                if delay_s is None:
                     self._give_up(error)
                     return
-                await asyncio.sleep(LONGEST_PAUSE_S)
+                await asyncio.sleep(delay_s)
                 continue
             failing_since = None
             self._take_queue_state(answer, asked_at)
@@ -185,10 +187,6 @@ class ResultFeed:
                 self._observer.queue_moves()
         if self._observer is not None and answer.queue_state not in (None, "active"):
             self._observer.tell(answer.queue_state or "", answer.queue_state_reason or "")
-
-    def _is_worth_waiting(self, error: TinkerError, failing_s: float) -> bool:
-        is_passing = isinstance(error, APIError) and may_pass(error)
-        return is_passing and failing_s + LONGEST_PAUSE_S <= self._retrier.budget.total_s
 
     def _give_up(self, error: TinkerError) -> None:
         self.is_broken = True

@@ -28,7 +28,7 @@ from tinsmith.client.samples.result_feed import ResultFeed
 from tinsmith.client.samples.sender import SampleSender, Wanted
 from tinsmith.client.samples.session_poller import SessionPoller
 from tinsmith.client.session import Session, death_of
-from tinsmith.errors import APIStatusError, TinkerError
+from tinsmith.errors import APIStatusError, RequestFailedError, TinkerError
 from tinsmith.types import requests as r
 from tinsmith.types.sampling import JoinSamplingSessionResponse, SampleResponse
 
@@ -244,6 +244,8 @@ class Sampler:
 
     def _fail_or_resubmit(self, call: SampleCall, error: Exception) -> None:
         """A sample failed: draw another in its place if the server lost it, or as configured."""
+        if isinstance(error, RequestFailedError) and call.request_id is not None:
+            self.report_retrieved(call.request_id)  # the failure is its result
         is_gone = isinstance(error, APIStatusError) and error.status_code == GONE
         is_last = call.is_over or call.resubmissions >= self._most_resubmissions
         if is_last or not (is_gone or isinstance(error, self._drawn_anew)):

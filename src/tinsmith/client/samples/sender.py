@@ -7,8 +7,8 @@ else by one task: it goes on when the limiter gives leave, a slot and bytes are 
 are in flight than may be. Nothing is held while it waits, so that a pause stops whatever has not
 left.
 
-A sample that is refused with 429 goes back to the front of the line and keeps its number;
-`samples/refusals.py` says for how long.
+A sample that is refused with 429 goes back to the front of the line, or behind some others if it
+was refused before, and keeps its number; `samples/refusals.py` says how far, and for how long.
 """
 
 from __future__ import annotations
@@ -136,11 +136,12 @@ class SampleSender:
             background().call_soon(self._drain)
 
     def put_back(self, calls: Sequence[SampleCall]) -> None:
-        """Send samples again, before all others."""
-        for call in calls:
+        """Send samples again: before all others, but for those that were refused more than once."""
+        for call in reversed(calls):
             call.written = None
             self._in_flight.discard(call)
-        self._line.extendleft(call for call in reversed(calls) if not call.is_over)
+            if not call.is_over:
+                self._line.insert(self._refusals.others_first(call.refusals), call)
         self._run()
 
     def _drain(self) -> None:
@@ -227,9 +228,10 @@ class SampleSender:
             room = self._room()
             if room <= 0:
                 return self._wait_change
-            leaving = limiter.leave(min(room, len(self._line)))
+            late_s = self._refusals.late_s(self._line[0].refusals)
+            leaving = limiter.leave(min(room, len(self._line)), late_s=late_s)
             if not leaving:
-                return limiter.wait_leave
+                return functools.partial(limiter.wait_leave, late_s=late_s)
             written_bytes += max(self._send_next(leaving), LEAST_BREATH_BYTES)
         return None
 

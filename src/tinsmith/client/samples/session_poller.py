@@ -16,11 +16,11 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
-from tinsmith.client.poller import LONGEST_PAUSE_S, SHORTEST_POLL_S
-from tinsmith.client.retry import Retrier, may_pass
+from tinsmith.client.poller import LONGEST_PAUSE_S, SHORTEST_POLL_S, shared_poll_delay_s
+from tinsmith.client.retry import Retrier
 from tinsmith.client.samples.call import SampleCall
 from tinsmith.client.session import Session, death_of
-from tinsmith.errors import APIError, ClosedError, TinkerError
+from tinsmith.errors import ClosedError, TinkerError
 from tinsmith.types.futures import FutureCompletion, FutureFinished, FuturesRetrieveResponse
 from tinsmith.types.requests import FuturesRetrieveRequest, SamplingSessionFuturesTarget
 
@@ -118,10 +118,12 @@ class SessionPoller:
                 answer = await self._ask()
             except TinkerError as error:
                 failing_since = asked_at if failing_since is None else failing_since
-                if not self._is_worth_waiting(error, asked_at - failing_since):
+                budget = self._retrier.budget
+                delay_s = shared_poll_delay_s(error, asked_at - failing_since, budget)
+                if delay_s is None:
                     self._give_up(error)
                     return
-                await self._sleep(LONGEST_PAUSE_S)
+                await self._sleep(delay_s)
                 continue
             failing_since = None
             if answer.completions or self._clock() - asked_at >= LONGEST_PAUSE_S:
@@ -153,10 +155,6 @@ class SessionPoller:
             self._unclaimed[completion.request_id] = completion
         else:
             self._fetch(call, _size_of(completion))
-
-    def _is_worth_waiting(self, error: TinkerError, failing_s: float) -> bool:
-        is_passing = isinstance(error, APIError) and may_pass(error)
-        return is_passing and failing_s + LONGEST_PAUSE_S <= self._retrier.budget.total_s
 
     def _give_up(self, error: TinkerError) -> None:
         if not isinstance(error, ClosedError):

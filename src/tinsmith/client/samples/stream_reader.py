@@ -23,6 +23,7 @@ from tinsmith.client.lease import SessionLease
 from tinsmith.client.poller import Poll
 from tinsmith.client.queue_state import in_words
 from tinsmith.client.retry import may_pass
+from tinsmith.client.samples.completeness import lack_of
 from tinsmith.client.samples.sampler import Sampler
 from tinsmith.client.waits import say
 from tinsmith.errors import (
@@ -206,7 +207,8 @@ class StreamReader:
             number = await self._sampler.next_seq_id()
             self._request = self._request.model_copy(update={"seq_id": number})
         with self._session.work.under_way():
-            await self._session.limiter.wait()
+            late_s = self._sampler.refusals.late_s(self._refusals)
+            await self._session.limiter.wait(late_s=late_s)
         endpoint = ENDPOINTS["asample_stream"]
         headers = {"Accept": "text/event-stream"}
         if any(self._counts):
@@ -367,4 +369,7 @@ class StreamReader:
         self._is_over = True
         await self._disconnect()
         self._sampler.report_retrieved(opened.request_id)
+        lack = lack_of(self._request, response, opened.request_id)
+        if lack is not None:
+            raise lack
         return SampleEvent(response=response.with_sequence_ids(opened.sample_sequence_ids))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any, cast
 
 import pytest
@@ -33,6 +34,28 @@ def test_a_result_without_the_alternatives_that_were_asked_for_is_an_error() -> 
         call.future.result(0)
     assert isinstance(call.future.exception(0), APIResponseValidationError)
     assert (call.is_over, call.is_drawn) == (True, True)
+
+
+@pytest.mark.parametrize("early", [[-1.0, -1.0], [math.nan, -1.0]])
+def test_logprobs_of_more_of_the_prompt_than_was_asked_for_are_an_error(early: list[float]) -> None:
+    """As in the official SDK: the service was to leave them out, and may be too old for that."""
+    call = a_call(prompt_logprobs_last_n=2)
+
+    asyncio.run(settled(call, SampleResponse([], prompt_logprobs_np=[*early, -2.0, -3.0])))
+
+    with pytest.raises(RuntimeError, match="before the last 2; the service may be too old"):
+        call.future.result(0)
+
+
+@pytest.mark.parametrize("last_n", [1, 2, 3, 9])
+def test_logprobs_of_the_end_of_a_prompt_are_given_out(last_n: int) -> None:
+    left_out = [math.nan, -math.nan, math.nan][: max(0, 4 - last_n)]
+    logprobs = [*left_out, *[-1.0] * (4 - len(left_out))]
+    call = a_call(prompt_logprobs_last_n=last_n)
+
+    asyncio.run(settled(call, SampleResponse([], prompt_logprobs_np=logprobs)))
+
+    assert call.future.result(0).prompt_logprobs is not None
 
 
 def test_a_result_has_what_was_asked_for() -> None:

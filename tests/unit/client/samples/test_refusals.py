@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from tinsmith.client.limits import Limiter
+import pytest
+
+from tinsmith.client.limits import RAMP_STEP_S, Limiter
 from tinsmith.client.retry import Retrier, RetryBudget
 from tinsmith.client.samples.refusals import LARGE_PAUSE_S, SMALL_PAUSE_S, Refusals
 from tinsmith.errors import RateLimitError
-from tinsmith.types.inputs import ModelInput
+from tinsmith.types.inputs import (
+    DmelChunk,
+    ImageAssetPointerChunk,
+    ImageChunk,
+    ModelInput,
+    ModelInputChunk,
+)
 
 PROMPT = ModelInput.from_ints([1, 2, 3])
 LONG_PROMPT = ModelInput.from_ints([1] * 20_000)
@@ -42,6 +50,21 @@ def test_b41_a_429_that_names_no_delay_pauses_by_the_size_of_the_prompt() -> Non
     assert Refused().refuse(None) == SMALL_PAUSE_S
     assert Refused().refuse(None, LONG_PROMPT) == LARGE_PAUSE_S
     assert Refused(retry_after_max_s=0.1).refuse(None) == SMALL_PAUSE_S  # nobody asked for it
+
+
+@pytest.mark.parametrize(
+    ("chunk", "pause_s"),
+    [
+        (ImageChunk(data=b"x" * 131_073, format="png"), LARGE_PAUSE_S),
+        (ImageChunk(data=b"x" * 131_072, format="png"), SMALL_PAUSE_S),
+        (DmelChunk(dmel=b"x" * 131_073), LARGE_PAUSE_S),
+        (ImageAssetPointerChunk(format="png", location="x://y"), SMALL_PAUSE_S),
+    ],
+)
+def test_b29_images_and_audio_count_with_their_bytes(
+    chunk: ModelInputChunk, pause_s: float
+) -> None:
+    assert Refused().refuse(None, ModelInput(chunks=[chunk])) == pause_s
 
 
 def test_s31_a_delay_is_cut_to_what_the_budget_allows() -> None:
@@ -85,6 +108,15 @@ def test_w18_a_long_pause_alone_gives_nobody_up() -> None:
     refused.refuse(50.0)
 
     assert not refused.refusals.is_hopeless()
+
+
+def test_a_sample_that_is_refused_again_lets_more_and_more_others_go_first() -> None:
+    refusals = Refused().refusals
+
+    assert [refusals.others_first(count) for count in (0, 1, 2, 3, 4)] == [0, 0, 1, 3, 7]
+    assert refusals.others_first(10_000) == refusals.others_first(1000) > 100_000
+    assert refusals.late_s(0) == refusals.late_s(1) == 0.0
+    assert refusals.late_s(2) == RAMP_STEP_S
 
 
 def test_s6_the_error_says_how_often_and_how_long_a_sample_was_tried() -> None:
