@@ -285,6 +285,14 @@ def test_a_step_that_has_to_fail_is_not_taken_in_place(name: str, odd: float) ->
         torch.testing.assert_close(given[key], one, rtol=0, atol=0, equal_nan=True)
 
 
+def test_a_step_that_fails_for_want_of_eps_says_so() -> None:
+    zeros = torch.zeros_like(some(0))
+    moments = {"first": zeros, "second": zeros.clone()}
+
+    with pytest.raises(ValidationError, match="take an eps above 0"):
+        take_step(ADAM, AdamParams(eps=0.0), some(0), zeros.clone(), moments, 0, matrices)
+
+
 def test_a_bound_that_has_grown_too_far_is_taken_anew() -> None:
     """It grows with every step, by more than the numbers may: else long runs would end slower."""
     weights, moments = some(0), {"first": some(3), "second": some(4).abs()}

@@ -136,7 +136,7 @@ def take_step(
         _dimuon(params, moved_N.copy_(weights_N), new[FIRST], matrices)
         update_norm = norm_of(moved_N - weights_N)
     if not math.isfinite(update_norm):
-        raise _not_finite()
+        raise _not_finite(params)
     metrics = {
         "grad_norm": norm,
         "update_norm": update_norm,
@@ -147,10 +147,12 @@ def take_step(
     return Step(moved_N, new, metrics, largest)
 
 
-def _not_finite() -> ValidationError:
+def _not_finite(params: OptimParams) -> ValidationError:
+    # Without it, a number whose gradients were all 0 moves by 0 / 0.
+    lacks_eps = isinstance(params, AdamParams) and params.eps == 0
     return ValidationError(
         "the step gives weights that are not finite; it was not taken",
-        remedy="take a lower learning rate",
+        remedy="take an eps above 0" if lacks_eps else "take a lower learning rate",
     )
 
 
@@ -290,7 +292,7 @@ def _adamw(
 ) -> float:
     """Write the state after the step, which may be that before; the norm of the update."""
     if params.learning_rate / (1 - params.beta1**step) > LARGEST_NUMBER:  # a beta1 next to 1
-        raise _not_finite()
+        raise _not_finite(params)
     step_number = torch.tensor(float(step), device=gradients_N.device)
     size = CACHED if gradients_N.device.type == "cpu" else len(gradients_N)
     # Taken before anything is changed: no memory is the one thing that can still be amiss.

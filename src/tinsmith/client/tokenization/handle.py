@@ -129,8 +129,12 @@ class TokenizerHandle:
 
     def get_added_vocab(self) -> dict[str, int]:
         """The added tokens and their ids."""
-        added = self.native().get_added_tokens_decoder()
-        return {token.content: number for number, token in sorted(added.items())}
+        return {token.content: number for number, token in self.added_tokens_decoder.items()}
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, AddedToken]:
+        """The added tokens by their ids, with what `tokenizers` knows of each."""
+        return dict(sorted(self.native().get_added_tokens_decoder().items()))
 
     @property
     def special_tokens_map(self) -> dict[str, Any]:

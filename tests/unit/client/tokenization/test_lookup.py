@@ -165,6 +165,11 @@ def test_what_a_tokenizer_knows(tokenizer: Tokenizer, directory: Path) -> None:
     assert (tokenizer.vocab_size, len(tokenizer)) == (261, 263)
     assert tokenizer.get_vocab()[EOS] == 262
     assert tokenizer.get_added_vocab() == {BOS: 261, EOS: 262}
+    added = tokenizer.added_tokens_decoder
+    assert [(number, token.content, token.special) for number, token in added.items()] == [
+        (261, BOS, True),
+        (262, EOS, True),
+    ]
     assert tokenizer.all_special_tokens == [BOS, EOS]
     assert tokenizer.all_special_ids == [261, 262]
     assert tokenizer.special_tokens_map == {"bos_token": BOS, "eos_token": EOS}
