@@ -19,7 +19,7 @@ from tinsmith.client.background import Background
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.rest import RestClient
 from tinsmith.client.retry import RetryBudget
-from tinsmith.client.samples import sender as sample_sender
+from tinsmith.client.samples import submissions
 from tinsmith.client.samples.handle import NUMBERS_PER_CLONE
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.service import ServiceClient
@@ -91,7 +91,7 @@ def test_s7_samples_that_are_held_back_or_tried_again_or_polled_for_take_no_slot
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """There is one slot, and room for one prompt: each sample leaves when the last has arrived."""
-    monkeypatch.setattr(sample_sender, "MOST_REQUESTS", 1)
+    monkeypatch.setattr(submissions, "MOST_REQUESTS", 1)
     with (
         running_service(long_poll_s=5.0, sample_dispatch_bytes_semaphore_size=1) as service,
         ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,

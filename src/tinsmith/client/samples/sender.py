@@ -15,20 +15,19 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TypeAlias
 
 from tinsmith.client.background import background
-from tinsmith.client.calls import BegunCall
 from tinsmith.client.queue_state import StateTeller
 from tinsmith.client.retry import Retrier, may_pass
 from tinsmith.client.samples.call import SampleCall
-from tinsmith.client.samples.group import WRAP_BYTES, error_of, joined
+from tinsmith.client.samples.group import WRAP_BYTES, error_of
 from tinsmith.client.samples.refusals import Refusals
 from tinsmith.client.samples.request_texts import RequestTexts
+from tinsmith.client.samples.submissions import Answer, Group, Submissions, fail_all
 from tinsmith.client.session import Session, death_of
 from tinsmith.client.waits import Wait
 from tinsmith.errors import (
@@ -39,16 +38,10 @@ from tinsmith.errors import (
     RateLimitError,
     TinkerError,
 )
-from tinsmith.types.extensions import SampleManyResponse
 from tinsmith.types.futures import UntypedAPIFuture
-from tinsmith.wire.endpoint_types import Endpoint
-from tinsmith.wire.endpoints import ENDPOINTS
-from tinsmith.wire.exchange import HttpRequest, packed_request
 
 _log = logging.getLogger(__name__)
 
-MOST_REQUESTS = 400
-"""How many submissions may be on their way at once; waiting for results is free."""
 BREATH_BYTES, LEAST_BREATH_BYTES = 512 * 1024, 32 * 1024
 """After writing so much the line lets it leave, and replies come in, before it writes more: bodies
 that only wait to be sent take memory and connections. A request counts for no less than the
@@ -110,13 +103,18 @@ class SampleSender:
         self._is_woken = False
         self._line: collections.deque[SampleCall] = collections.deque()
         self._in_flight: set[SampleCall] = set()
-        self._requests = 0
-        self._bytes = 0
         self._is_running = False
         self._changed: asyncio.Future[None] | None = None
         self._takes_many = True
         self._takes_packed = True
         self._texts = RequestTexts()
+        self._submissions = Submissions(
+            session,
+            retrier,
+            on_answer=self._take_answer,
+            on_refusal=self._after_refusal,
+            on_room=self._wake,
+        )
 
     @property
     def in_flight(self) -> int:
@@ -237,11 +235,7 @@ class SampleSender:
 
     def _room(self) -> int:
         """How many samples may be sent now."""
-        if self._requests >= MOST_REQUESTS:
-            return 0
-        most_bytes = self._session.flags.sample_dispatch_bytes_semaphore_size
-        # What is larger than all that may be goes alone.
-        if self._bytes and self._bytes + self._line[0].size > most_bytes:
+        if not self._submissions.has_room(self._line[0].size):
             return 0
         if self._most_in_flight is None:
             return len(self._line)
@@ -260,36 +254,14 @@ class SampleSender:
         if self._stuck_after_s is not None and self._watch is None:
             self._progress_at = now
             self._look_later(self._stuck_after_s)
-        size = sum(call.size for call in group)
-        self._hold(1, size)
-        self._begin_sending(group, size)
-        return size
+        return self._submissions.begin(group)
 
-    def _hold(self, requests: int, size: int) -> None:
-        """Take a slot and bytes, or give them back."""
-        self._requests += requests
-        self._bytes += size
-        if requests < 0:
-            self._wake()
-
-    @contextlib.contextmanager
-    def _given_back(self, size: int) -> Iterator[None]:
-        """Let others have a request's slot and bytes while it waits for its next try."""
-        self._hold(-1, -size)
-        try:
-            yield
-        finally:
-            self._hold(1, size)
-
-    def _next_group(self, count: int) -> list[SampleCall]:
+    def _next_group(self, count: int) -> Group:
         """The next samples that fit into one request, written; none if none can be sent."""
         flags = self._session.flags
         most_items = max(1, min(count, flags.tinsmith_batch_items if self._takes_many else 1))
-        left_bytes = min(
-            flags.tinsmith_batch_bytes - WRAP_BYTES,
-            flags.sample_dispatch_bytes_semaphore_size - self._bytes,
-        )
-        group: list[SampleCall] = []
+        left_bytes = min(flags.tinsmith_batch_bytes - WRAP_BYTES, self._submissions.left_bytes)
+        group: Group = []
         while self._line and len(group) < most_items:
             call = self._line[0]
             if call.is_over or not self._is_written(call):
@@ -331,72 +303,9 @@ class SampleSender:
         if changed is not None and not changed.done():
             changed.set_result(None)
 
-    # One request
+    # Answers
 
-    def _begin_sending(self, group: list[SampleCall], size: int) -> None:
-        """Send a request: at once if it can be, and by a task if something is to be waited for."""
-        endpoint = ENDPOINTS["asample" if len(group) == 1 else "asample_many"]
-        assert group[0].written is not None
-        sent = packed_request(endpoint, group[0].written if len(group) == 1 else joined(group))
-        begun = self._session.begin(endpoint, sent, headers={"x-stainless-retry-count": "0"})
-        if begun is None:
-            self._start_sending(group, size, endpoint, sent)
-            return
-        awaited = self._retrier.begin_wait(endpoint.name)
-
-        def answered(begun: BegunCall) -> None:
-            reply = begun.whole_reply()
-            self._retrier.end_wait(awaited, is_reached=reply is not None)
-            if reply is None:
-                self._start_sending(group, size, endpoint, sent, begun)
-                return
-            self._hold(-1, -size)
-            try:
-                self._take_answer(group, self._session.decoded(endpoint, reply))
-            except TinkerError as error:
-                self._after_refusal(group, error)
-            except Exception as error:  # noqa: BLE001 - there is no task that ends with it
-                _fail_all(group, error)
-
-        begun.when_over(answered)
-
-    def _start_sending(
-        self,
-        group: list[SampleCall],
-        size: int,
-        endpoint: Endpoint,
-        sent: HttpRequest,
-        begun: BegunCall | None = None,
-    ) -> None:
-        def ended(task: asyncio.Task[None]) -> None:
-            self._hold(-1, -size)
-            if (error := death_of(task)) is not None:
-                _fail_all(group, error)
-
-        self._session.spawn(self._send(group, size, endpoint, sent, begun), ended)
-
-    async def _send(
-        self,
-        group: list[SampleCall],
-        size: int,
-        endpoint: Endpoint,
-        sent: HttpRequest,
-        begun: BegunCall | None,
-    ) -> None:
-        asleep = functools.partial(self._given_back, size)
-        try:
-            answer = await self._session.call_with(
-                endpoint, sent, begun=begun, retrier=self._retrier, asleep=asleep
-            )
-            self._take_answer(group, answer)
-        except RateLimitError as error:
-            self._after_429(group, error)
-        except TinkerError as error:
-            self._after_refusal(group, error)
-
-    def _take_answer(
-        self, group: list[SampleCall], answer: UntypedAPIFuture | SampleManyResponse
-    ) -> None:
+    def _take_answer(self, group: Group, answer: Answer) -> None:
         if isinstance(answer, UntypedAPIFuture):
             self._accept(group[0], answer.request_id, answer.sample_sequence_ids)
             return
@@ -404,7 +313,7 @@ class SampleSender:
             raise APIResponseValidationError(
                 message=f"{len(group)} samples were answered with {len(answer.items)} items"
             )
-        refused: list[SampleCall] = []
+        refused: Group = []
         refusal: APIStatusError | None = None
         for call, item in zip(group, answer.items, strict=True):
             if item.status is None and item.request_id is not None:
@@ -455,11 +364,7 @@ class SampleSender:
 
     # Refusals
 
-    def _after_429(self, group: list[SampleCall], error: RateLimitError) -> None:
-        self._refusals.pause(error, group[0].request.prompt, group[0].sent_at)
-        self._send_after_pause(group, error)
-
-    def _send_after_pause(self, refused: list[SampleCall], error: APIStatusError) -> None:
+    def _send_after_pause(self, refused: Group, error: APIStatusError) -> None:
         for call in refused:
             call.refusals += 1
         self.put_back(refused)
@@ -477,13 +382,17 @@ class SampleSender:
             return
         waited_s = now - min(call.began for call in hopeless)
         self._refusals.tell_effort(error, max(call.refusals for call in hopeless), waited_s)
-        _fail_all(hopeless, error)
+        fail_all(hopeless, error)
         kept = [call for call in self._line if not call.is_over]
         self._line.clear()
         self._line.extend(kept)
 
-    def _after_refusal(self, group: list[SampleCall], error: TinkerError) -> None:
-        """A whole request was refused, for good."""
+    def _after_refusal(self, group: Group, error: TinkerError) -> None:
+        """A whole request was refused: until the pause is over, or for good."""
+        if isinstance(error, RateLimitError):
+            self._refusals.pause(error, group[0].request.prompt, group[0].sent_at)
+            self._send_after_pause(group, error)
+            return
         status = error.status_code if isinstance(error, APIStatusError) else None
         is_packed = any(call.is_packed for call in group)
         if status == UNKNOWN_FORM and is_packed:
@@ -495,7 +404,7 @@ class SampleSender:
             _log.warning("samples are sent one by one from now on: %s", error)
             self._takes_many = False
         elif status not in (400, 413, 422) or (len(group) == 1 and not is_packed):
-            _fail_all(group, error)
+            fail_all(group, error)
             return
         # By themselves and as text they go through, or each is told its own fault.
         for call in group:
@@ -534,8 +443,3 @@ def _wait_of(calls: Collection[SampleCall], reason: str) -> Wait:
 
 async def _sleep(delay_s: float) -> None:
     await asyncio.sleep(delay_s)
-
-
-def _fail_all(calls: Sequence[SampleCall], error: BaseException) -> None:
-    for call in calls:
-        call.fail(error)
