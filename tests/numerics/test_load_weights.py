@@ -14,9 +14,9 @@ from tests.numerics.small_models import make_model
 from tinsmith.errors import BaseModelFormatError
 from tinsmith.model.load_weights import load_transformer
 from tinsmith.model.pack_attention import PackAttention, Stretch
+from tinsmith.model.weight_files import INDEX, ONE_FILE
 
 TOKENS = torch.arange(3, 15)
-ONE_FILE = "model.safetensors"
 
 
 def _logits(folder: Path) -> Tensor:
@@ -155,4 +155,14 @@ def test_pickled_weights_are_refused_with_a_way_out(family: str, tmp_path: Path)
     (tmp_path / ONE_FILE).rename(tmp_path / "pytorch_model.bin")
 
     with pytest.raises(BaseModelFormatError, match=r"pytorch_model\.bin.*save_pretrained"):
+        load_transformer(tmp_path)
+
+
+@pytest.mark.parametrize("places", ["[]", '{"a": 5}', '{"a": ["x"]}', '{"a": "../x.safetensors"}'])
+def test_an_index_that_names_no_files_of_the_folder_is_refused(tmp_path: Path, places: str) -> None:
+    make_model(tmp_path)
+    (tmp_path / ONE_FILE).unlink()
+    (tmp_path / INDEX).write_text(f'{{"weight_map": {places}}}')
+
+    with pytest.raises(BaseModelFormatError, match=INDEX):
         load_transformer(tmp_path)

@@ -15,7 +15,8 @@ from tests.numerics.small_models import make_model
 from tinsmith.checkpoints.format import OUTPUT_LAYER, Adapter, LoraPair, write_adapter
 from tinsmith.checkpoints.safetensors_file import read_header, read_tensors
 from tinsmith.errors import BaseModelFormatError, CheckpointFormatError
-from tinsmith.model_files.merged import CARD, INDEX, merge_adapter
+from tinsmith.model.weight_files import INDEX
+from tinsmith.model_files.merged import CARD, merge_adapter
 
 TOKENS = torch.tensor([[5, 17, 3, 250, 8]])
 RANK, ALPHA = 3, 12.0

@@ -9,7 +9,6 @@ them.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -27,9 +26,8 @@ from tinsmith.model.head import Head
 from tinsmith.model.linear import Linear
 from tinsmith.model.load_by_transformers import load_by_transformers
 from tinsmith.model.transformer import LayerWeights, Transformer
+from tinsmith.model.weight_files import read_object, refuse_quantised, weight_files
 
-ONE_FILE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
 _NOT_WEIGHTS = ("rotary_emb.inv_freq",)
 """Tensors that older programs wrote beside the weights, by how their names end."""
@@ -43,10 +41,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         BaseModelFormatError: There is none, or it is not JSON.
     """
-    config = _json(folder / "config.json")
+    config = read_object(folder / "config.json")
     generation = folder / "generation_config.json"
     if generation.is_file():
-        eos = _json(generation).get("eos_token_id")
+        eos = read_object(generation).get("eos_token_id")
         config["eos_token_id"] = config.get("eos_token_id") if eos is None else eos
     return config
 
@@ -86,18 +84,13 @@ def load_transformer(
 
 def _refuse_unreadable(folder: Path, config: Mapping[str, Any]) -> None:
     """Refuse what nobody here reads, by its name."""
-    name, quantised = architecture_name(config), config.get("quantization_config")
+    name = architecture_name(config)
     if name == "?":
         raise BaseModelFormatError(
             f"{folder / 'config.json'} does not name the model's class",
             remedy='it has to say, such as "architectures": ["LlamaForCausalLM"]',
         )
-    if quantised:
-        kind = quantised.get("quant_method") if isinstance(quantised, dict) else None
-        raise BaseModelFormatError(
-            f"the weights of this {name} are quantised ({kind or 'somehow'})",
-            remedy="take the model as it was before; docs/models.md says which can be run",
-        )
+    refuse_quantised(f"this {name}", config)
     pickled = sorted(path.name for path in folder.glob("*.bin"))
     if pickled and not any(folder.glob("*.safetensors")):
         raise BaseModelFormatError(
@@ -122,20 +115,10 @@ def _with_other_settings(
         raise BaseModelFormatError(f"{why}; and by transformers: {exc}") from exc
 
 
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError) as exc:
-        raise BaseModelFormatError(f"{path} cannot be read: {exc}") from exc
-    if not isinstance(found, dict):
-        raise BaseModelFormatError(f"{path} is not a JSON object")
-    return found
-
-
 def _tensors_in(folder: Path) -> dict[str, Any]:
     """Which file has which tensor; files are mapped, so that each is read when it is needed."""
     found: dict[str, Any] = {}
-    for path in _weight_files(folder):
+    for path in weight_files(folder):
         try:
             opened = safe_open(path, framework="pt")
         except (OSError, SafetensorError) as exc:
@@ -146,32 +129,6 @@ def _tensors_in(folder: Path) -> dict[str, Any]:
             raise BaseModelFormatError(f"{path} has the tensor {twice[0]!r}, and so has another")
         found.update(tensors)
     return found
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """Those that `transformers` would read: older ones may lie beside them."""
-    if (folder / ONE_FILE).is_file():
-        return [folder / ONE_FILE]
-    if (folder / INDEX).is_file():
-        return _indexed(folder)
-    found = sorted(folder.glob("*.safetensors"))
-    if not found:
-        raise BaseModelFormatError(f"there are no weights (*.safetensors) in {folder}")
-    return found
-
-
-def _indexed(folder: Path) -> list[Path]:
-    places = _json(folder / INDEX).get("weight_map")
-    names = sorted(set(places.values())) if isinstance(places, dict) else []
-    if not names or any(Path(name).name != name for name in names):
-        raise BaseModelFormatError(f"{folder / INDEX} does not tell which files there are")
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        raise BaseModelFormatError(
-            f"{folder} has no {missing[0]}, which {INDEX} names",
-            remedy="fetch the whole model again",
-        )
-    return [folder / name for name in names]
 
 
 def _check_biases(config: Mapping[str, Any], files: Mapping[str, Any]) -> None:

@@ -55,7 +55,7 @@ def _folder(name: str) -> Path | None:
 
 
 def _is_kept(name: str, cache: ModelCache) -> bool:
-    """Whether a folder of that name is likely about the model, such as what it was tried with."""
+    """Whether the cache has a model of that name."""
     try:
         return cache.find(name) is not None
     except ValidationError:

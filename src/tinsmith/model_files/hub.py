@@ -23,6 +23,7 @@ from tinsmith.errors import (
     BaseModelNotFoundError,
     BaseModelUnavailableError,
 )
+from tinsmith.model.weight_files import refuse_quantised
 from tinsmith.model_files.base import Tell, check_room, is_full, telling_growth
 
 _WANTED = re.compile(
@@ -59,7 +60,8 @@ class HubSource(msgspec.Struct, frozen=True, kw_only=True):
             info = huggingface_hub.HfApi().model_info(
                 self.name, revision=self.revision, files_metadata=True, timeout=_ASK_TIMEOUT_S
             )
-            _refuse_quantised(self.name, info.config or {})
+            # Before gigabytes are fetched: the hub knows what `config.json` says.
+            refuse_quantised(self.name, info.config or {})
             files = _wanted_files(self.name, info.siblings or [])
             total = sum(file.size or 0 for file in files)
             # By commit: files of two commits must not meet in one folder.
@@ -106,21 +108,6 @@ class HubSource(msgspec.Struct, frozen=True, kw_only=True):
             )
         first_line = (str(error) or type(error).__name__).splitlines()[0]
         return BaseModelUnavailableError(f"the hub: {first_line:.200}")
-
-
-def _refuse_quantised(name: str, config: dict[str, Any]) -> None:
-    """Tell before gigabytes are fetched what loading them would tell.
-
-    Raises:
-        BaseModelFormatError: The weights are quantised, as the hub has it from `config.json`.
-    """
-    given = config.get("quantization_config")
-    if given:
-        kind = given.get("quant_method") if isinstance(given, dict) else None
-        raise BaseModelFormatError(
-            f"the weights of {name} are quantised ({kind or 'somehow'})",
-            remedy="pull the model that it was made from",
-        )
 
 
 def _wanted_files(name: str, listed: list[Any]) -> list[Any]:

@@ -27,6 +27,7 @@ from tinsmith.checkpoints.safetensors_file import (
     read_tensor,
 )
 from tinsmith.errors import BaseModelFormatError, CheckpointFormatError
+from tinsmith.model.weight_files import INDEX, weight_files
 from tinsmith.model_files.base import Tell
 from tinsmith.model_files.cache import tell_nobody
 from tinsmith.model_files.gguf_weights import bfloat16_bits
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float32]
 
-INDEX = "model.safetensors.index.json"
-ONE_FILE = "model.safetensors"
 CARD = "README.md"
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = f"{OUTPUT_LAYER}.weight"
@@ -79,7 +78,7 @@ def merge_adapter(
         CheckpointFormatError: The adapter is not for this model.
         OSError: A file could not be read or written.
     """
-    files = _weight_files(base)
+    files = [path.name for path in weight_files(base)]
     _refuse_transposed(base / "config.json")
     headers = {file: read_header(base / file) for file in files}
     is_untied = _fit(adapter, headers)
@@ -101,25 +100,6 @@ def merge_adapter(
 
 
 # What there is
-
-
-def _weight_files(base: Path) -> list[str]:
-    """The files that a loader would read: some folders hold the weights twice."""
-    if (base / ONE_FILE).is_file():
-        files = [ONE_FILE]
-    elif (base / INDEX).is_file():
-        try:
-            index = msgspec.json.decode((base / INDEX).read_bytes(), type=dict[str, Any])
-            files = sorted({str(file) for file in index["weight_map"].values()})
-        except (msgspec.MsgspecError, KeyError, AttributeError) as exc:
-            raise BaseModelFormatError(f"{base / INDEX} cannot be read: {exc}") from exc
-        if any(Path(file).name != file for file in files):
-            raise BaseModelFormatError(f"{base / INDEX} names files of other folders")
-    else:
-        files = []
-    if not files or not all((base / file).is_file() for file in files):
-        raise BaseModelFormatError(f"the weights in {base} are not there, or not safetensors")
-    return files
 
 
 def _refuse_transposed(config: Path) -> None:
