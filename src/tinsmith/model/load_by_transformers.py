@@ -21,7 +21,7 @@ import importlib
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -79,47 +79,45 @@ def load_by_transformers(
     Raises:
         BaseModelFormatError: There is no such code, or it is not plain causal attention.
     """
-    name = architecture_name(config)
+    wanted = _Wanted(folder, architecture_name(config), config, dtype, held_in, device)
     with torch.no_grad():
         if dtype != torch.float32:
             # What is missing of a model may change its logits by less than rounding does.
-            _chosen(folder, name, config, torch.float32, held_in, device)
+            _chosen(wanted._replace(dtype=torch.float32))
             gc.collect()  # its modules hold each other, and there may be no room for it twice
-        made = _chosen(folder, name, config, dtype, held_in, device)
-    _log.info("%s: computed by transformers", name)
+        made = _chosen(wanted)
+    _log.info("%s: computed by transformers", wanted.name)
     return made
 
 
-def _chosen(
-    folder: Path,
-    name: str,
-    config: Mapping[str, Any],
-    dtype: torch.dtype,
-    held_in: torch.dtype,
-    device: str,
-) -> TransformersModel:
+class _Wanted(NamedTuple):
+    """What is to be read, and how; see `load_by_transformers`."""
+
+    folder: Path
+    name: str
+    config: Mapping[str, Any]
+    dtype: torch.dtype
+    held_in: torch.dtype
+    device: str
+
+
+def _chosen(wanted: _Wanted) -> TransformersModel:
+    name, dtype, held_in = wanted.name, wanted.dtype, wanted.held_in
     if held_in != dtype:
         try:
-            return _converted(folder, name, config, dtype, held_in, device)
+            return _converted(wanted)
         except BaseModelFormatError as exc:
             # Its text alone: the error has hold of the model, and whoever keeps logs would too.
             _log.warning("%s: held in %s and not in %s: %s", name, dtype, held_in, str(exc))
         gc.collect()
-    return _converted(folder, name, config, dtype, dtype, device)
+    return _converted(wanted._replace(held_in=dtype))
 
 
-def _converted(
-    folder: Path,
-    name: str,
-    config: Mapping[str, Any],
-    dtype: torch.dtype,
-    held_in: torch.dtype,
-    device: str,
-) -> TransformersModel:
-    model = _loaded(folder, name, held_in, device)
-    if held_in != dtype:
-        _widen_others(model, dtype)
-    return _Conversion(name, config, model, dtype).model()
+def _converted(wanted: _Wanted) -> TransformersModel:
+    model = _loaded(wanted.folder, wanted.name, wanted.held_in, wanted.device)
+    if wanted.held_in != wanted.dtype:
+        _widen_others(model, wanted.dtype)
+    return _Conversion(wanted.name, wanted.config, model, wanted.dtype).model()
 
 
 def _loaded(folder: Path, name: str, dtype: torch.dtype, device: str) -> Any:
