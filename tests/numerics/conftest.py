@@ -15,3 +15,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(params=[1, 2, 4])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """So many threads for torch, where bits must not follow from their number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,19 +10,14 @@ from tinsmith.engines.embedded.loading import chosen_types
 from tinsmith.model.factor_group import FactorGroup, can_group
 from tinsmith.model.lora import Factors
 
-pytestmark = pytest.mark.skipif(
-    chosen_types("bfloat16", "cpu").computed != torch.bfloat16,
-    reason="without hardware for bfloat16 nothing is computed in it",
-)
+pytestmark = [
+    pytest.mark.usefixtures("threads"),
+    pytest.mark.skipif(
+        chosen_types("bfloat16", "cpu").computed != torch.bfloat16,
+        reason="without hardware for bfloat16 nothing is computed in it",
+    ),
+]
 INPUTS, OUTPUTS, MEMBERS = 96, (160, 64), 3
-
-
-@pytest.fixture(autouse=True, params=[1, 2, 4])
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
 
 
 def _factors(rank: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Factors:

@@ -6,8 +6,6 @@ one key head, are where libraries choose by the number of rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -22,6 +20,8 @@ from tinsmith.model import cached_attention
 from tinsmith.model.load_weights import load_transformer
 from tinsmith.model.transformer import Transformer
 from tinsmith.types import SampleResponse
+
+pytestmark = pytest.mark.usefixtures("threads")
 
 KEY_HEADS = [1, 2, 4]
 
@@ -47,14 +47,6 @@ def model(
         num_key_value_heads=request.param,
     )
     return load_transformer(folder, dtype=dtype)
-
-
-@pytest.fixture(autouse=True, params=[1, 2, 4])
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
 
 
 def _bits(response: SampleResponse) -> list[tuple[bytes, bytes]]:

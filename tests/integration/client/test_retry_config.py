@@ -272,28 +272,18 @@ def test_errors_that_are_named_are_drawn_anew(
         sampler.sample(PROMPT, 1, PARAMS).result(WAIT_S)
 
 
-def test_a_service_may_forbid_to_draw_anew() -> None:
+@pytest.mark.parametrize("call", ["sample", "compute_logprobs"])
+def test_b47_a_service_may_forbid_to_draw_anew(call: str) -> None:
     with (
         running_service(**PLAIN, sample_no_retries=True) as service,
         ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
     ):
         sampler = client.create_sampling_client(base_model="m")
         service.faults.expire_results("asample", times=1)
+        asked = {"sample": (PROMPT, 1, PARAMS), "compute_logprobs": (PROMPT,)}[call]
 
         with pytest.raises(APIStatusError):
-            sampler.sample(PROMPT, 1, PARAMS).result(WAIT_S)
-
-
-def test_b47_that_holds_for_logprobs_of_a_prompt_too() -> None:
-    with (
-        running_service(**PLAIN, sample_no_retries=True) as service,
-        ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
-    ):
-        sampler = client.create_sampling_client(base_model="m")
-        service.faults.expire_results("asample", times=1)
-
-        with pytest.raises(APIStatusError):
-            sampler.compute_logprobs(PROMPT).result(WAIT_S)
+            getattr(sampler, call)(*asked).result(WAIT_S)
 
 
 def test_b38_without_a_config_the_service_bounds_the_samples_in_flight() -> None:
