@@ -123,8 +123,8 @@ def _crash(client: ServiceClient, service: Service, settings: DemoSettings) -> s
 
     def kill() -> None:
         service.kill()
-        _say("   killed, with three steps under way; it starts again, and computes once more what")
-        _say("   the adapters of all three parts had learned, since none of it was saved")
+        _say("   killed, with three steps under way; it starts again, and first runs the commands")
+        _say("   of all three parts once more whose outcome it has not kept on disk")
         _say(f"   ready after {service.start():.1f} s")
 
     found = compare_runs(client, settings.model, seed=settings.seed, kill=kill)

@@ -86,11 +86,11 @@ class Refusals:
 
 
 def _usual_pause_s(prompt: ModelInput) -> float:
-    is_small = sum(map(_about_bytes, prompt.chunks)) <= SMALL_PROMPT_BYTES
+    is_small = sum(map(_counted_bytes, prompt.chunks)) <= SMALL_PROMPT_BYTES
     return SMALL_PAUSE_S if is_small else LARGE_PAUSE_S
 
 
-def _about_bytes(chunk: ModelInputChunk) -> int:
+def _counted_bytes(chunk: ModelInputChunk) -> int:
     """What the API counts a part of a prompt for."""
     match chunk:
         case ImageChunk():
