@@ -381,10 +381,10 @@ CLIENT = [
         group=_CLIENT,
         title="samples of 1,000 tokens, 400 in flight, beside a busy Python thread",
         contestants=(
-            _ours(OURS, _client("tinsmith", "beside_busy_thread", count="1000")),
+            _ours(OURS, _client("tinsmith", "beside_busy_thread", count="4000")),
             _ours(
                 EXTENDED,
-                _client("tinsmith", "beside_busy_thread", count="2000", extensions="yes"),
+                _client("tinsmith", "beside_busy_thread", count="8000", extensions="yes"),
             ),
             _rival(_client("tinker", "beside_busy_thread", count="400")),
         ),

@@ -162,7 +162,7 @@ class Connection(ReplyProtocol):
     ) -> None:
         """Piece by piece, as fast as they are taken; no further once the server has answered."""
         self._transport.write(head)
-        for piece in _pieces(parts):
+        for piece in pieces_of(parts):
             if reply.done() or self._transport.is_closing():
                 self.is_open = False  # the rest of the body was never sent
                 return
@@ -249,11 +249,23 @@ class Connection(ReplyProtocol):
         content.check_size(len(self._body), self._most_bytes)
 
 
-def _pieces(parts: Parts) -> Iterator[bytes | memoryview]:
+def pieces_of(parts: Parts) -> Iterator[bytes | memoryview]:
+    """A body in pieces of at most `HIGH_WATER_BYTES`: small parts together, large ones in slices.
+
+    Every piece is a system call, and samples that share a request have hundreds of small parts.
+    """
+    small: Parts = []
+    size = 0
     for part in parts:
+        if small and size + len(part) > HIGH_WATER_BYTES:
+            yield b"".join(small)
+            small, size = [], 0
         if len(part) <= HIGH_WATER_BYTES:
-            yield part
+            small.append(part)
+            size += len(part)
             continue
         whole = memoryview(part)
         for start in range(0, len(whole), HIGH_WATER_BYTES):
             yield whole[start : start + HIGH_WATER_BYTES]
+    if small:
+        yield b"".join(small)
