@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
-import platform
 import selectors
 import socket
 import struct
@@ -153,7 +152,7 @@ class HeldSocket(socket.socket):
 
 if sys.platform == "linux":
     # The kernel's `struct epoll_event`: a mask, and 64 bits whose first half is the descriptor.
-    _IS_PACKED = platform.machine() in ("x86_64", "i386", "i486", "i586", "i686")
+    _IS_PACKED = os.uname().machine in ("x86_64", "i386", "i486", "i586", "i686")
     _EVENT = struct.Struct("=Ii4x" if _IS_PACKED else "=I4xi4x")
     _IN, _OUT = 1, 4
 

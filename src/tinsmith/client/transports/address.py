@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+from typing import Any, TypeAlias
 from urllib.parse import urlsplit
-
-import aiohappyeyeballs
 
 from tinsmith.client.held_gil import new_socket
 from tinsmith.client.transports.base import CONNECT_TIMEOUT_S, TransportSettings
 
 ADDRESS_LIFETIME_S = 10.0
 """How long the addresses of a host are remembered."""
+
+_Found: TypeAlias = tuple[int, int, int, str, Any]
+"""What `getaddrinfo` says of an address."""
 
 
 class Address:
@@ -29,7 +31,7 @@ class Address:
         self._port = parts.port or (443 if self._is_secure else 80)
         self._ca_file = settings.ca_file
         self._tls: ssl.SSLContext | None = None
-        self._found: list[aiohappyeyeballs.AddrInfoType] = []
+        self._found: list[_Found] = []
         self._found_at = float("-inf")
         self._asking = asyncio.Lock()
         shown = f"[{self._host}]" if ":" in self._host else self._host
@@ -47,19 +49,12 @@ class Address:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 if self._unix_socket is not None:
-                    reached = await _connected(loop, self._unix_socket)
+                    reached = await _connected(loop, self._unix_socket, socket.AF_UNIX)
                     await loop.create_unix_connection(
                         lambda: connection, sock=reached, ssl=tls, server_hostname=name
                     )
                     return
-                found = await self._addresses(loop)
-                reached = await aiohappyeyeballs.start_connection(
-                    found,
-                    happy_eyeballs_delay=0.25,
-                    interleave=1,
-                    loop=loop,
-                    socket_factory=lambda info: new_socket(*info[:3]),
-                )
+                reached = await _reached(loop, await self._addresses(loop))
                 reached.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 await loop.create_connection(
                     lambda: connection, sock=reached, ssl=tls, server_hostname=name
@@ -69,9 +64,7 @@ class Address:
         except UnicodeError as exc:
             raise OSError(f"{self._host[:80]!r} is no host's name") from exc
 
-    async def _addresses(
-        self, loop: asyncio.AbstractEventLoop
-    ) -> list[aiohappyeyeballs.AddrInfoType]:
+    async def _addresses(self, loop: asyncio.AbstractEventLoop) -> list[_Found]:
         if loop.time() - self._found_at <= ADDRESS_LIFETIME_S:
             return self._found
         async with self._asking:  # one asks for all
@@ -89,12 +82,28 @@ class Address:
         return self._tls
 
 
-async def _connected(loop: asyncio.AbstractEventLoop, path: str) -> socket.socket:
-    reached = new_socket(socket.AF_UNIX)
+async def _reached(loop: asyncio.AbstractEventLoop, found: list[_Found]) -> socket.socket:
+    """A socket that is connected to one of the addresses, whichever answers first."""
+    if len(found) == 1:
+        family, kind, protocol, _, address = found[0]
+        return await _connected(loop, address, family, kind, protocol)
+    import aiohappyeyeballs
+
+    return await aiohappyeyeballs.start_connection(
+        found,
+        happy_eyeballs_delay=0.25,
+        interleave=1,
+        loop=loop,
+        socket_factory=lambda info: new_socket(*info[:3]),
+    )
+
+
+async def _connected(loop: asyncio.AbstractEventLoop, address: Any, *kind: int) -> socket.socket:
+    made = new_socket(*kind)
     try:
-        reached.setblocking(False)
-        await loop.sock_connect(reached, path)
+        made.setblocking(False)
+        await loop.sock_connect(made, address)
     except BaseException:
-        reached.close()
+        made.close()
         raise
-    return reached
+    return made

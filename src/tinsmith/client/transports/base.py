@@ -10,7 +10,6 @@ import itertools
 import os
 import pathlib
 import re
-import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
@@ -226,7 +225,7 @@ class _Keys:
         self.begin()
 
     def begin(self) -> None:
-        self.prefix = f"tinsmith-{uuid.uuid4().hex}"
+        self.prefix = f"tinsmith-{os.urandom(16).hex()}"
         self.numbers = itertools.count()
 
 
