@@ -274,7 +274,7 @@ class Poll:
                 raise refused_result(error) from error
             raise error
         self._failures += 1
-        level = logging.WARNING if failing_s > TOLD_AFTER_S else logging.DEBUG
+        level = self._retrier.level_for(error, "retrieve_future", failing_s + delay_s)
         _log.log(level, "%s: %s; asking again in %.1f s", self._what(), error, delay_s)
         if events.listeners:
             events.tell(

@@ -43,7 +43,8 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 TOLD_AFTER_S = 10.0
-"""A wait that makes the whole last longer than this is told in the log, and again so often."""
+"""A wait that makes the whole last longer than this is told in the log, and again so often: by
+one line for all calls that fail alike."""
 BILLING_PAUSE_S = 5.0
 BILLING_TOLD_EVERY_S = 60.0
 PACED_S = 0.5
@@ -188,7 +189,7 @@ class Retrier:
         self._chance = chance
         self._was_reached = False
         self._unanswered = Waits(ANSWERS)
-        self._billing_told_at = float("-inf")
+        self._told_at: dict[str, float] = {}
 
     def pause_for_billing(self, most_s: float) -> None:
         """Take 402 for a pause for so long, unless the user chose a time."""
@@ -218,7 +219,6 @@ class Retrier:
         """
         began = self._clock() if began is None else began
         number = 0
-        silent_until_s = TOLD_AFTER_S
         while True:
             try:
                 result = await self._watched(attempt, number, what)
@@ -235,16 +235,27 @@ class Retrier:
                         allowed = "" if is_final or not may_pass(error) else self._allowed(error)
                         _tell_effort(error, what, number, self._clock() - began, allowed)
                     raise
-                elapsed_s = self._clock() - began
-                is_told = elapsed_s + delay_s > silent_until_s
-                if is_told:
-                    silent_until_s = elapsed_s + delay_s + TOLD_AFTER_S
-                self._log_wait(error, what, number, delay_s, elapsed_s, is_told)
+                self._log_wait(error, what, number, delay_s, self._clock() - began)
                 with asleep():
                     await self._sleep(delay_s)
             else:
                 self._was_reached = True
                 return result
+
+    def level_for(self, error: APIError, what: str, lasts_s: float) -> int:
+        """How a failure that is tried again is told, if with the coming wait it lasts so long.
+
+        Many calls fail for one cause: of those of a kind, the first word of `what`, one tells.
+        """
+        is_billing = isinstance(error, BillingError)  # a pause of an hour, asked every few seconds
+        kind = "402" if is_billing else what.partition(" ")[0]
+        every_s = BILLING_TOLD_EVERY_S if is_billing else TOLD_AFTER_S
+        now = self._clock()
+        is_early = not is_billing and lasts_s <= TOLD_AFTER_S
+        if is_early or now - self._told_at.get(kind, float("-inf")) < every_s:
+            return logging.DEBUG
+        self._told_at[kind] = now
+        return logging.WARNING
 
     async def _watched(self, attempt: Callable[[int], Awaitable[T]], number: int, what: str) -> T:
         awaited = self.begin_wait(what)
@@ -288,15 +299,10 @@ class Retrier:
         number: int,
         delay_s: float,
         elapsed_s: float,
-        is_told: bool,
     ) -> None:
         say(f"another try, as {what} failed with {events.named(error)}")
-        if isinstance(error, BillingError):  # a pause of an hour, asked after every few seconds
-            now = self._clock()
-            is_told = now - self._billing_told_at >= BILLING_TOLD_EVERY_S
-            self._billing_told_at = now if is_told else self._billing_told_at
         _log.log(
-            logging.WARNING if is_told else logging.DEBUG,
+            self.level_for(error, what, elapsed_s + delay_s),
             "%s: attempt %d failed after %.1f s (%s); next in %.1f s",
             what,
             number,

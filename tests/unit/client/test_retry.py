@@ -271,6 +271,21 @@ def test_many_short_waits_are_told_every_ten_seconds(
     assert len(caplog.records) == 4
 
 
+def test_of_calls_that_fail_alike_one_tells_every_ten_seconds(time: FakeTime) -> None:
+    retrier = a_retrier(time)
+    error = error_from_reply(503, {}, b"")
+
+    def told() -> list[str]:
+        calls = [*(f"forward_backward {number}" for number in range(100)), "optim_step 7"]
+        return [one for one in calls if retrier.level_for(error, one, 30.0) == logging.WARNING]
+
+    assert told() == ["forward_backward 0", "optim_step 7"]
+    time.now += 9.0
+    assert told() == []
+    time.now += 1.0
+    assert told() == ["forward_backward 0", "optim_step 7"]
+
+
 def test_s7_the_trace_of_a_429_is_wait_send_refused_set_wait_send(time: FakeTime) -> None:
     trace: list[str] = []
     limiter = Limiter(clock=time.clock, sleep=time.sleep)
