@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import msgspec
 import pytest
@@ -673,20 +674,31 @@ async def test_the_commands_of_a_session_are_listed_in_pages(ledger: Ledger) -> 
 
 @story
 async def test_a_closed_ledger_says_so(ledger: Ledger) -> None:
+    unseen: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, told: unseen.append(told))
     request = (await ledger.append(training(1))).request_id
     waits = [
         asyncio.create_task(ledger.wait_settled(request, timeout_s=LONG_S)),
         asyncio.create_task(ledger.wait_completions(SAMPLER, 0, after=0, timeout_s=LONG_S)),
+        asyncio.create_task(_claimed(ledger)),
     ]
     await asyncio.sleep(SHORT_S)
 
     await ledger.close()
     await ledger.close()
 
-    for wait in waits:
-        await raised(wait, LedgerUnavailableError)
+    while waits:
+        await raised(waits.pop(), LedgerUnavailableError)
     await raised(ledger.append(training(2)), LedgerUnavailableError)
     await raised(ledger.command(request), LedgerUnavailableError)
+    gc.collect()
+    assert unseen == []
+
+
+async def _claimed(ledger: Ledger) -> None:
+    """Wait for more commands than there are."""
+    while True:
+        await ledger.wait_claim("s", limit=5, timeout_s=LONG_S)
 
 
 @story

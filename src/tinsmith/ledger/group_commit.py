@@ -138,6 +138,7 @@ class GroupWriter:
             self._queue.put(None)
             for standing in self._standing:
                 _set_error(standing.future, LedgerUnavailableError("the ledger is closed"))
+                standing.future.exception()  # it counts as seen: who stands by may be gone
         if self._thread.ident is not None:
             await asyncio.shield(self._ended)
             self._thread.join()

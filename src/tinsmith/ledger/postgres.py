@@ -285,7 +285,7 @@ class PostgresLedger(SqlLedger):
                 try:
                     await self._listen()
                     break
-                except _LOST:
+                except (*_LOST, asyncpg.PostgresError):  # after its restart it may be full at first
                     await asyncio.sleep(RETRY_S)
             self._wakeups.tell_all()
 

@@ -143,6 +143,7 @@ class SqliteLedger(SqlLedger):
         if self._is_closed:
             return
         self._is_closed = True
+        self._claimed.forget_all()  # or who waits for one of them would be told that it goes on
         self._wakeups.tell_all()
         await asyncio.to_thread(self._readers.shutdown)
         for connection in self._opened:

@@ -40,7 +40,8 @@ behind those of its clients, and must find numbers for them."""
 LARGEST_CREATED = 2**31 - 1
 """The highest number that a session may give to a model, a sampler or a loss."""
 SHORTEST_TTL_S = 3600
-LONGEST_TTL_S = 10 * 366 * 24 * 3600
+LONGEST_TTL_S = 10 * 365 * 24 * 3600
+LONGEST_PROJECT = 200
 
 
 def refuse(field: str, value: object, bound: str) -> BadRequestError:
@@ -164,6 +165,19 @@ def check_ttl(seconds: int | None) -> None:
     """How long a checkpoint is kept; None is for ever."""
     if seconds is not None and not SHORTEST_TTL_S <= seconds <= LONGEST_TTL_S:
         raise refuse("ttl_seconds", seconds, f"it may be {SHORTEST_TTL_S} to {LONGEST_TTL_S}")
+
+
+def expiry(ttl_seconds: int | None, now: float) -> float | None:
+    """When something expires that has this time to live; raises as `check_ttl`."""
+    check_ttl(ttl_seconds)
+    return None if ttl_seconds is None else now + ttl_seconds
+
+
+def check_project(field: str, project: str) -> None:
+    """What a project is called."""
+    is_named = 1 <= len(project) <= LONGEST_PROJECT
+    if not is_named or not project.isprintable() or not is_storable(project):
+        raise refuse(field, project, f"it has 1 to {LONGEST_PROJECT} printable characters")
 
 
 def check_path(path: str) -> ParsedCheckpointTinkerPath:

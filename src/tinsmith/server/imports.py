@@ -151,7 +151,10 @@ class Imports:
         scratch = await self._threads.run(self._store.begin, path)
         made = Import(import_id, tenant_id, request, scratch)
         made.heard_at = self._ledger.now()
-        return self._under_way.setdefault(import_id, made)
+        kept = self._under_way.setdefault(import_id, made)
+        if kept is not made:  # a second try of the same was quicker
+            await self._threads.run(made.discard)
+        return kept
 
     def find(self, import_id: str, tenant_id: TenantId) -> Import:
         """A tenant's import; raises `NotFoundError`."""

@@ -7,7 +7,8 @@ later: every listing leaves it out.
 from __future__ import annotations
 
 import datetime
-from collections.abc import AsyncIterator
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -47,21 +48,27 @@ def check_page(limit: int, offset: int = 0) -> None:
 
 async def of_tenant(entries: Entries[E], tenant_id: TenantId) -> AsyncIterator[E]:
     """All entries of a tenant, newest first."""
-    seen: set[str] = set()
-    while page := await entries.of_tenant(tenant_id, limit=PAGE, offset=len(seen)):
-        for entry in page:
-            # What is added meanwhile moves the pages: one that was given is not given again.
-            if entry.id not in seen:
-                seen.add(entry.id)
-                yield entry
+    async for entry in _all(functools.partial(entries.of_tenant, tenant_id)):
+        yield entry
 
 
 async def of_parent(entries: Entries[E], parent_id: str, tenant_id: TenantId) -> list[E]:
     """All entries of a tenant that belong to one thing, newest first."""
-    found: list[E] = []
-    while page := await entries.of_parent(parent_id, limit=PAGE, offset=len(found)):
-        found += page
-    return [entry for entry in found if entry.tenant_id == tenant_id]
+    found = _all(functools.partial(entries.of_parent, parent_id))
+    return [entry async for entry in found if entry.tenant_id == tenant_id]
+
+
+async def _all(page_of: Callable[..., Awaitable[Sequence[E]]]) -> AsyncIterator[E]:
+    """Page after page. What is added meanwhile moves them: what was given is not given again."""
+    seen: set[str] = set()
+    offset, is_last = 0, False
+    while not is_last:
+        page = await page_of(limit=PAGE, offset=offset)
+        offset, is_last = offset + len(page), len(page) < PAGE
+        for entry in page:
+            if entry.id not in seen:
+                seen.add(entry.id)
+                yield entry
 
 
 # Times, owners, metadata

@@ -50,6 +50,7 @@ ORPHANED_S = 3600.0
 LONGEST_COUNT_S = 7 * 24 * 3600.0
 """Storage is counted for a time in which no server ran, but for no longer than this."""
 STORAGE = "storage"
+"""The kind of use that is counted here, in gigabyte-hours."""
 GIGABYTE = 10**9
 _COUNT = "storage"
 

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from tests.integration.server.calls import a_model, a_session, a_step, ok, post, result
+from tests.integration.server.calls import (
+    a_model,
+    a_sample,
+    a_sampler,
+    a_session,
+    a_step,
+    ok,
+    post,
+    result,
+)
 from tests.integration.server.running import MODEL, RunningServer
 from tinsmith.ledger.records import CheckpointEntry, TenantId, UsageKey, Use
 from tinsmith.server.keys import add_tenant
@@ -77,3 +86,33 @@ def test_a_session_whose_answer_was_lost_is_given_again_at_the_limit() -> None:
 
         assert ok(again) == ok(first)
         assert other.status_code == 422
+
+
+def test_a_model_that_was_refused_for_a_moment_does_not_count_against_its_second_try() -> None:
+    with RunningServer(most_models=1, commands_in_flight=1) as server, server.http() as http:
+        server.held = {"asample"}
+        sampler = a_sampler(http)
+        session = sampler.rpartition(":sample:")[0]
+        ok(post(http, "asample", a_sample(sampler, 0)))
+        body = {"session_id": session, "model_seq_id": 0, "base_model": MODEL}
+        assert post(http, "create_model", body).status_code == 429
+        server.release()
+        ok(result(http, f"{sampler}:0"))
+
+        again = post(http, "create_model", body)
+
+        assert ok(result(http, ok(again)["request_id"]))
+        other = post(http, "create_model", {**body, "model_seq_id": 1})
+        assert other.status_code == 422
+
+
+def test_a_session_has_no_more_tags_than_anybody_needs() -> None:
+    with RunningServer() as server, server.http() as http:
+        tags = [f"tag{number}" for number in range(100)]
+        body = {"sdk_version": "0.36.0", "tags": tags}
+        ok(post(http, "create_session", body))
+
+        reply = post(http, "create_session", {**body, "tags": [*tags, "more"]})
+
+        assert reply.status_code == 400
+        assert "101" in reply.text

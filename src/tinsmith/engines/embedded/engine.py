@@ -82,16 +82,16 @@ class EmbeddedEngine(Engine):
         )
         try:
             self._transformers = await self._on_thread(self._load)
+            self._models = {
+                one.name: _base_model(one, self._transformers[one.name].architecture)
+                for one in self._given
+            }
+            self._trainer = Trainer(self._transformers, pass_bytes=self._settings.pass_bytes)
+            self._samplers = self._make_samplers()
+            self._sampling = SamplerThread(self._samplers, threads)
         except BaseException:
             await self.close()
             raise
-        self._models = {
-            one.name: _base_model(one, self._transformers[one.name].architecture)
-            for one in self._given
-        }
-        self._trainer = Trainer(self._transformers, pass_bytes=self._settings.pass_bytes)
-        self._samplers = self._make_samplers()
-        self._sampling = SamplerThread(self._samplers, threads)
 
     def _load(self) -> dict[str, Transformer]:
         device = chosen_device(self._settings.device)
@@ -101,7 +101,7 @@ class EmbeddedEngine(Engine):
         """One for each model, under all of its names; the memory for keys is shared out."""
         made: dict[int, Sampler] = {}
         folders = {id(self._transformers[one.name]): one.folder for one in self._given}
-        settings = SamplerSettings(kv_bytes=self._settings.kv_bytes // len(folders))
+        settings = SamplerSettings(kv_bytes=self._settings.kv_bytes // max(1, len(folders)))
         for model in self._transformers.values():
             if id(model) not in made:
                 made[id(model)] = Sampler(

@@ -18,12 +18,12 @@ from tinsmith.errors import (
     BadRequestError,
     CheckpointNotFoundError,
     UnknownEntryError,
-    shown,
 )
 from tinsmith.ledger import audit
 from tinsmith.ledger.model_config import read_config
 from tinsmith.ledger.records import CheckpointEntry, Model, SessionId, TenantId
 from tinsmith.server.call import Call, Handler
+from tinsmith.server.checks import check_project, expiry
 from tinsmith.server.listings import (
     PROJECT,
     Projects,
@@ -43,9 +43,6 @@ from tinsmith.types.requests import (
 )
 from tinsmith.types.runs import WeightsInfoResponse
 
-SHORTEST_TTL_S = 3600
-LONGEST_TTL_S = 10 * 365 * 24 * 3600
-LONGEST_PROJECT = 200
 COPIES = "copy"
 """How ids of runs begin that hold one copied checkpoint and cannot be trained."""
 
@@ -122,17 +119,6 @@ async def set_checkpoint_ttl(call: Call) -> None:
     await _note(call, entry, audit.CHECKPOINT_TTL_SET, ttl_seconds=request.ttl_seconds)
 
 
-def expiry(ttl_seconds: int | None, now: float) -> float | None:
-    """When something expires that has this time to live; raises `BadRequestError`."""
-    if ttl_seconds is None:
-        return None
-    if not SHORTEST_TTL_S <= ttl_seconds <= LONGEST_TTL_S:
-        raise BadRequestError(
-            f"ttl_seconds is {shown(ttl_seconds)}; it may be {SHORTEST_TTL_S} to {LONGEST_TTL_S}"
-        )
-    return now + ttl_seconds
-
-
 async def delete_checkpoint(call: Call) -> None:
     """Delete a checkpoint; asked again under the same idempotency key, it is done already."""
     path = _path_of(call)
@@ -163,7 +149,8 @@ async def copy_weights(call: Call) -> CopyWeightsResponse:
     """
     request: CopyWeightsRequest = call.request
     expires_at = expiry(request.ttl_seconds, call.ledger.now())
-    _check_project(request.destination_project_id)
+    if request.destination_project_id is not None:
+        check_project("destination_project_id", request.destination_project_id)
     key = call.headers.get("x-idempotency-key")
     change = audit.change_id("copy", call.tenant_id, key) if key else secrets.token_hex(16)
     run_id = f"{COPIES}-{change}"
@@ -227,16 +214,6 @@ async def _add_home(call: Call, run_id: str, source: CheckpointEntry, project: s
             released_at=now,
         )
     )
-
-
-def _check_project(project: str | None) -> None:
-    if project is None:
-        return
-    if not 1 <= len(project) <= LONGEST_PROJECT or not project.isprintable():
-        raise BadRequestError(
-            f"destination_project_id is {shown(project)}; it has 1 to {LONGEST_PROJECT} "
-            "printable characters"
-        )
 
 
 # Finding one

@@ -15,10 +15,9 @@ from tinsmith.ledger import audit
 from tinsmith.ledger.model_config import write_config
 from tinsmith.ledger.records import CheckpointEntry, Model, SessionId
 from tinsmith.server.call import Call, Handler
-from tinsmith.server.checks import base_model, check_metadata, check_texts
+from tinsmith.server.checks import base_model, check_metadata, check_texts, expiry
 from tinsmith.server.imports import Import
 from tinsmith.server.listings import PROJECT
-from tinsmith.server.routes.checkpoints import expiry
 from tinsmith.types.imports import (
     BeginImportRequest,
     BeginImportResponse,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-from tinsmith.errors import BadRequestError, UnknownEntryError, shown
+from tinsmith.errors import BadRequestError, UnknownEntryError
 from tinsmith.ledger import audit
 from tinsmith.ledger.base import Ledger
-from tinsmith.ledger.records import Model, Sampler, Session, is_storable
+from tinsmith.ledger.records import Model, Sampler, Session
 from tinsmith.server.call import Call, Handler
+from tinsmith.server.checks import check_project
 from tinsmith.server.listings import (
     check_page,
     checkpoints_of_run,
@@ -41,7 +42,6 @@ from tinsmith.types.runs import (
 )
 
 LARGEST_SEARCH = 200
-LONGEST_PROJECT = 200
 
 
 async def list_sessions(call: Call) -> ListSessionsResponse:
@@ -74,11 +74,7 @@ async def assign_session_project(call: Call) -> None:
     """Put a session into a project."""
     request: AssignSessionProjectRequest = call.request
     project = request.project_id
-    is_named = 1 <= len(project) <= LONGEST_PROJECT
-    if not is_named or not project.isprintable() or not is_storable(project):
-        raise BadRequestError(
-            f"project_id is {shown(project)}; it has 1 to {LONGEST_PROJECT} printable characters"
-        )
+    check_project("project_id", project)
     session = await call.service.lookups.session(call.tenant_id, request.session_id)
     try:
         await call.ledger.entries(Session).change(

@@ -8,7 +8,8 @@ import secrets
 from tinsmith.errors import APIStatusError
 from tinsmith.ledger.records import Session
 from tinsmith.server.call import Call, Handler
-from tinsmith.server.checks import check_metadata, check_texts
+from tinsmith.server.checks import MOST_TAGS, check_metadata, check_texts, refuse
+from tinsmith.server.listings import DEFAULT_PROJECT
 from tinsmith.types.record import to_plain
 from tinsmith.types.requests import CreateSessionRequest, FinishSessionRequest
 from tinsmith.types.runs import (
@@ -17,13 +18,14 @@ from tinsmith.types.runs import (
     SessionHeartbeatResponse,
 )
 
-DEFAULT_PROJECT = "default"
 _GONE = 410
 
 
 async def create_session(call: Call) -> CreateSessionResponse:
     """Open a session; the same idempotency key gives the same one."""
     request: CreateSessionRequest = call.request
+    if len(request.tags) > MOST_TAGS:
+        raise refuse("the number of tags", len(request.tags), f"it may be {MOST_TAGS}")
     check_texts(
         ("sdk_version", request.sdk_version),
         ("project_id", request.project_id),

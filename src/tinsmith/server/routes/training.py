@@ -86,7 +86,9 @@ async def _create(
         )
         quotas = call.service.quotas
         async with quotas.turn(call.tenant_id):
-            await quotas.check_models(call.tenant_id)
+            # It is there if this is a second try: the first may have been refused behind it.
+            if await call.ledger.entries(Model).get(line) is None:
+                await quotas.check_models(call.tenant_id)
             await call.ledger.entries(Model).add(model)
         return accepted(await append(call, submitted), model)
     except TinkerError:

@@ -27,6 +27,7 @@ from tinsmith.server.listings import (
     of_tenant,
     owner_urn,
 )
+from tinsmith.server.sweeper import GIGABYTE, STORAGE
 from tinsmith.types.requests import (
     GetAuditLogRequest,
     GetBillingUsageRequest,
@@ -51,10 +52,6 @@ from tinsmith.types.usage import (
 HOUR_S = 3600
 LONGEST_DAYS = 14
 MOST_AUDIT_ENTRIES = 100_000
-GIGABYTE = 10**9
-
-STORAGE = "storage"
-"""The kind of use that the sweeper counts, in gigabyte-hours."""
 
 
 async def get_billing_usage(call: Call) -> BillingUsageResponse:
