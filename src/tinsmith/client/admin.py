@@ -32,11 +32,12 @@ class AdminClient(ManagementClient):
         *,
         timeout: float | None = None,
     ) -> APIFuture[AuditLogResponse]:
-        """What was done on one day, from midnight to midnight UTC.
+        """What was done, oldest first.
 
         Args:
             event_type: To what it was done.
-            day: Today if None.
+            day: From midnight to midnight UTC; None for what the service gives of itself, which is
+                for ours every day.
             timeout: Seconds after which the call is given up.
         """
         request = r.GetAuditLogRequest(event_type=event_type, day=day)

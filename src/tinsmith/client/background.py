@@ -185,7 +185,8 @@ async def _addresses_of(host: Any, port: Any, **wanted: int) -> Any:
 
 
 def _find(find: Callable[[], Any], found: concurrent.futures.Future[Any]) -> None:
-    found.set_running_or_notify_cancel()  # from here on nobody else settles it
+    if not found.set_running_or_notify_cancel():  # from here on nobody else settles it
+        return
     try:
         found.set_result(find())
     except (OSError, UnicodeError) as error:
@@ -226,6 +227,11 @@ def background() -> Background:
             if _holder.current is None:
                 _holder.current = Background()
     return _holder.current
+
+
+def is_running() -> bool:
+    """Whether this process has one, and so may have sent something."""
+    return _holder.current is not None
 
 
 in_child(_holder.forget)

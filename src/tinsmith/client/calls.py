@@ -23,6 +23,7 @@ from tinsmith.client.settings import ClientSettings, Secret
 from tinsmith.client.transports.base import (
     Begun,
     ExchangeReply,
+    StreamReply,
     Transport,
     TransportSettings,
     new_idempotency_key,
@@ -256,12 +257,14 @@ class Calls:
                 **(headers or {}),
             }
         )
-        stream = self._carrier().stream(
-            sent, pool=endpoint.pool, timeout_s=endpoint.timeout_s, idle_s=idle_s
-        )
-        if events.listeners:
-            stream = events.told_stream(endpoint.name, sum(map(len, sent.parts)), stream)
-        async with stream as reply:
+        token = self.credentials.token
+        async with contextlib.AsyncExitStack() as opened:
+            reply = await opened.enter_async_context(self._stream(endpoint, sent, idle_s))
+            if reply.status == UNAUTHORIZED and token is not None:
+                await self.renew_credential(refused=token)
+                if self.credentials.token != token:
+                    await opened.aclose()
+                    reply = await opened.enter_async_context(self._stream(endpoint, sent, idle_s))
             if not 200 <= reply.status < 300:
                 body = await _first_bytes(reply.pieces)
                 self._check_empty_400(endpoint, ExchangeReply(reply.status, reply.headers, body))
@@ -278,6 +281,16 @@ class Calls:
                     message=f"{endpoint.name}: packed as {packing!r:.80}, unasked",
                 )
             yield reply.pieces
+
+    def _stream(
+        self, endpoint: Endpoint, sent: HttpRequest, idle_s: float
+    ) -> contextlib.AbstractAsyncContextManager[StreamReply]:
+        stream = self._carrier().stream(
+            sent, pool=endpoint.pool, timeout_s=endpoint.timeout_s, idle_s=idle_s
+        )
+        if events.listeners:
+            stream = events.told_stream(endpoint.name, sum(map(len, sent.parts)), stream)
+        return stream
 
     async def _reply(
         self,

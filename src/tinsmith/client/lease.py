@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from tinsmith.client.background import background
+from tinsmith.client.background import background, is_running
 from tinsmith.client.forking import in_child
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.session import Session
@@ -87,6 +87,8 @@ in_child(_keep_inherited)
 
 def finish_all() -> None:
     """At the interpreter's exit, tell the service how it went; but do not keep the user waiting."""
+    if not is_running():
+        return
     reason = _reason_of_exit()
     closing = [background().start(s.close(reason), "close") for s in list(_open_sessions)]
     concurrent.futures.wait(closing, timeout=EXIT_TIMEOUT_S)
@@ -105,5 +107,7 @@ atexit.register(finish_all)
 
 
 def _close_dropped(session: Session) -> None:
-    if not session.is_inherited():
+    # Nothing was ever sent if no loop runs; and to start one here, at any moment at which Python
+    # frees memory, would wait for ever if this very thread is just starting one.
+    if is_running() and not session.is_inherited():
         _ = background().start(session.close(ClientSessionFinishSuccess()), "close")

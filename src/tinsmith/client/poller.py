@@ -114,7 +114,8 @@ class Poll:
             APIConnectionError: The server could not be reached for too long.
         """
         try:
-            result = await self._ask_until_settled()
+            with self._session.work.under_way():
+                result = await self._ask_until_settled()
         except BaseException as error:
             if events.listeners:
                 self._tell_settled(type(error).__name__)
@@ -143,7 +144,7 @@ class Poll:
             except APIError as error:
                 await self._after_error(error, asked_at)
                 continue
-            self._failing_since, self._failures = None, 0
+            self._failing_since, self._failures, self._bad_requests = None, 0, 0
             answer = self._read(reply)
             if isinstance(answer, _Pending):
                 await self._after_pending(answer, asked_at)
@@ -256,8 +257,7 @@ class Poll:
         """Wait before asking again, or raise if that will not help."""
         pending = _pending_of(error)
         if pending is not None:
-            self._failing_since, self._failures = None, 0
-            self._bad_requests = 0
+            self._failing_since, self._failures, self._bad_requests = None, 0, 0
             await self._after_pending(pending, asked_at)
             return
         if self._failing_since is None:

@@ -172,6 +172,12 @@ def _server_s_word(error: APIStatusError) -> bool | None:
     return {"true": True, "false": False}.get(said)
 
 
+class Contact:
+    """Whether a server was ever reached."""
+
+    was_made = False
+
+
 class Retrier:
     """Tries calls to one server again, and remembers whether it was ever reached."""
 
@@ -187,9 +193,15 @@ class Retrier:
         self._clock = clock
         self._sleep = sleep
         self._chance = chance
-        self._was_reached = False
+        self._contact = Contact()
         self._unanswered = Waits(ANSWERS)
         self._told_at: dict[str, float] = {}
+
+    def with_budget(self, budget: RetryBudget) -> Retrier:
+        """Another for the same server, of which both know whether it was ever reached."""
+        made = Retrier(budget, clock=self._clock, sleep=self._sleep, chance=self._chance)
+        made._contact = self._contact
+        return made
 
     def pause_for_billing(self, most_s: float) -> None:
         """Take 402 for a pause for so long, unless the user chose a time."""
@@ -223,7 +235,7 @@ class Retrier:
             try:
                 result = await self._watched(attempt, number, what)
             except APIError as error:
-                self._was_reached |= not isinstance(error, APIConnectionError) or isinstance(
+                self._contact.was_made |= not isinstance(error, APIConnectionError) or isinstance(
                     error, APITimeoutError
                 )
                 is_final = isinstance(error, final)
@@ -239,7 +251,7 @@ class Retrier:
                 with asleep():
                     await self._sleep(delay_s)
             else:
-                self._was_reached = True
+                self._contact.was_made = True
                 return result
 
     def level_for(self, error: APIError, what: str, lasts_s: float) -> int:
@@ -271,7 +283,7 @@ class Retrier:
     def end_wait(self, awaited: Wait, *, is_reached: bool = False) -> None:
         """It was answered, or given up."""
         self._unanswered.end(awaited)
-        self._was_reached |= is_reached
+        self._contact.was_made |= is_reached
 
     def _next_delay_s(self, error: APIError, number: int, elapsed_s: float) -> float | None:
         """How long to wait before the next attempt; None if there should be none."""
@@ -286,7 +298,7 @@ class Retrier:
         """Which limit of the budget holds after an error."""
         if isinstance(error, BillingError):
             return "billing_s"
-        return "total_s" if self._was_reached else "first_contact_s"
+        return "total_s" if self._contact.was_made else "first_contact_s"
 
     def _allowed(self, error: APIError) -> str:
         limit = self._limit(error)

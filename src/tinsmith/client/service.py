@@ -21,7 +21,7 @@ from tinsmith.client.losses.traced_losses import TracedLosses
 from tinsmith.client.retry import DEFAULT_BUDGET, RetryBudget
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.session import Session
-from tinsmith.client.settings import ClientSettings, Secret, settings_from
+from tinsmith.client.settings import FURTHER_SETTINGS, Secret, settings_from
 from tinsmith.errors import TinkerError, ValidationError
 from tinsmith.types import requests as r
 from tinsmith.types.runs import (
@@ -74,11 +74,7 @@ class ServiceClient:
         retry: RetryBudget = DEFAULT_BUDGET,
         **unknown: Any,
     ) -> None:
-        known = {
-            name: unknown.pop(name)
-            for name in list(unknown)
-            if name in ClientSettings.__struct_fields__
-        }
+        known = {name: unknown.pop(name) for name in list(unknown) if name in FURTHER_SETTINGS}
         if unknown:
             warnings.warn(
                 f"ServiceClient does not know {', '.join(unknown)}", FutureWarning, stacklevel=2

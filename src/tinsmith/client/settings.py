@@ -88,6 +88,12 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
         raise TypeError("settings hold a credential, and are not pickled")
 
 
+FURTHER_SETTINGS = frozenset(ClientSettings.__struct_fields__) - {
+    *("base_url", "api_key", "credential_command", "default_headers", "retry")
+}
+"""What a client can be told by the setting's own name; the others have other ways."""
+
+
 def settings_from(
     *,
     base_url: str | None = None,
@@ -107,7 +113,8 @@ def settings_from(
         api_key: The credential; else `TINKER_API_KEY`.
         default_headers: Sent with every request.
         project_id: For new sessions; else `TINKER_PROJECT_ID`.
-        environment: What stands for the environment; the process's own by default.
+        environment: What stands for the environment; the process's own by default, which a proxy is
+            always taken from.
         rest: Further fields of `ClientSettings`.
 
     Raises:
@@ -115,7 +122,9 @@ def settings_from(
     """
     env = os.environ if environment is None else environment
     url = _checked_url(base_url or env.get("TINKER_BASE_URL") or HOSTED_URL)
-    tags = tuple(tag for tag in env.get("TINKER_TAGS", "").split(",") if tag)
+    tags = rest.pop("tags", None)
+    if tags is None:
+        tags = (tag for tag in env.get("TINKER_TAGS", "").split(",") if tag)
     elsewhere = {} if url == EMBEDDED else env
     key = api_key or elsewhere.get("TINKER_API_KEY") or None
     command = elsewhere.get("TINKER_CREDENTIAL_CMD") or None
@@ -125,7 +134,8 @@ def settings_from(
         credential_command=None if command is None else Secret(command),
         default_headers=Headers({**_access_headers(elsewhere), **(default_headers or {})}),
         project_id=project_id or env.get("TINKER_PROJECT_ID") or None,
-        **{"tags": tags, "proxy": proxy_of_environment(url), **rest},
+        tags=tuple(tags),
+        **{"proxy": proxy_of_environment(url), **rest},
     )
 
 

@@ -23,7 +23,7 @@ from tinsmith.client.futures import APIFuture
 from tinsmith.client.poller import Poll
 from tinsmith.client.queue_state import StateTeller
 from tinsmith.client.session import Session
-from tinsmith.errors import APIError, TinkerError
+from tinsmith.errors import TinkerError
 from tinsmith.types.futures import UntypedAPIFuture
 from tinsmith.types.inputs import Datum, ModelInput
 from tinsmith.types.record import Frozen, Record
@@ -206,7 +206,7 @@ class Submitter:
         )
         try:
             await self.session.call("forward_backward", request)
-        except (APIError, TinkerError) as error:
+        except TinkerError as error:
             _log.debug("number %d of %s could not be filled: %s", number, self.model_id, error)
 
 

@@ -80,6 +80,21 @@ def test_a_token_that_the_service_no_longer_takes_is_renewed_without_a_word(
     assert len(exchanging.requests("auth_token")) == 2
 
 
+def test_a_token_is_renewed_for_a_stream_too() -> None:
+    with (
+        running_service(long_poll_s=0.5, pjwt_auth_enabled=True, tinsmith_stream=True) as service,
+        a_client(service) as client,
+    ):
+        sampler = client.create_sampling_client(base_model="m")
+        service.account.revoke_tokens()
+
+        stream = sampler.sample_stream(ModelInput.from_ints([1]), 1, SamplingParams(max_tokens=1))
+
+        assert stream.result().sequences
+    assert len(service.requests("auth_token")) == 2
+    assert len(service.requests("asample_stream")) == 2
+
+
 def test_a_key_that_is_refused_is_refused_once(exchanging: ScriptedService) -> None:
     with a_client(exchanging) as client:
         client.get_server_capabilities()

@@ -66,6 +66,18 @@ def between_two_polls(service: ScriptedService, client: ServiceClient) -> Pendin
     return steps
 
 
+def between_two_polls_for_a_model(service: ScriptedService, client: ServiceClient) -> Pending:
+    training = client.create_lora_training_client("m", rank=2)
+    service.faults.add("retrieve_future", times=None, status=503, headers={"retry-after": "50"})
+    seen = len(service.requests("retrieve_future"))
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+    models: Pending = [training.unload_model()]
+    models.append(pool.submit(client.create_lora_training_client, "m", rank=2))
+    pool.shutdown(wait=False)
+    service.wait_requests("retrieve_future", seen + 2)
+    return models
+
+
 def in_the_line(service: ScriptedService, client: ServiceClient) -> Pending:
     training = client.create_lora_training_client("m", rank=2)
     held = service.faults.hold("optim_step", times=1)
@@ -115,6 +127,7 @@ def in_a_loss(_: ScriptedService, client: ServiceClient) -> Pending:
         held_back_by_a_pause,
         between_two_tries,
         between_two_polls,
+        between_two_polls_for_a_model,
         in_the_line,
         at_the_start,
         waiting_for_results,
@@ -451,3 +464,26 @@ assert sampler.sample(prompt, 1, params).result(20)
     assert result.returncode == 0, result.stderr
     numbers = [received.request.seq_id for received in service.requests("asample")]
     assert len(set(numbers)) == 3, "no two processes use one number"
+
+
+def test_a_client_that_was_never_used_starts_no_thread_when_it_goes() -> None:
+    """To start one while memory is freed, which may be at any moment, could wait for itself."""
+    finished = subprocess.run(
+        [sys.executable, "-c", UNUSED], capture_output=True, text=True, timeout=WAIT_S, check=False
+    )
+
+    assert finished.stderr == ""
+    assert finished.stdout == "1\n1\n"
+
+
+UNUSED = """
+import atexit, gc, threading
+tell = lambda: print(threading.active_count(), flush=True)
+atexit.register(tell)  # the first that is registered is the last that runs
+import tinsmith
+settings = {"base_url": "http://127.0.0.1:9", "api_key": "tml-x"}
+dropped, kept = tinsmith.ServiceClient(**settings), tinsmith.ServiceClient(**settings)
+del dropped
+gc.collect()
+tell()
+"""

@@ -207,6 +207,7 @@ def test_clients_of_one_address_and_key_start_up_once(service: ScriptedService) 
         {"proxy": "http://proxy:3128"},
         {"ca_file": "/etc/authorities.pem"},
         {"unix_socket": "/run/other"},
+        {"tags": ["a"]},
         {"limiter_scope": "client"},
     ],
     ids=lambda setting: next(iter(setting)),

@@ -365,3 +365,22 @@ def test_a_config_is_a_value_that_can_be_changed_and_compared() -> None:
     for wrong in ({"max_connections": 0}, {"progress_timeout": 0}, {"jitter_factor": 2.0}):
         with pytest.raises(ValidationError):
             tinsmith.RetryConfig(**wrong)
+
+
+def test_a_service_that_was_reached_before_is_waited_for_with_a_config_too() -> None:
+    """It is not given up as an address at which nothing ever ran."""
+    with running_service(**PLAIN) as service:
+        client = ServiceClient(
+            base_url=service.base_url,
+            api_key=service.api_key,
+            retry=RetryBudget(first_contact_s=0.2, delay_base_s=0.1),
+        )
+        sampler = sampler_with(client)
+        service.faults.add("asample", times=None, reset=True)
+
+        future = sampler.sample(PROMPT, 1, PARAMS)
+
+        with pytest.raises(TimeoutError):
+            future.result(2.0)
+        future.cancel()
+        client.close().result(WAIT_S)

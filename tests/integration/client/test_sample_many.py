@@ -327,3 +327,13 @@ def test_s44_thousands_of_prompts_come_back_from_several_threads(
 
     numbers = [number_of(response) for responses in results for response in responses]
     assert sorted(numbers) == list(range(1200))
+
+
+@pytest.mark.parametrize("on_error", ["raise", "return"])
+def test_a_prompt_that_is_none_does_not_end_the_others_silently(
+    sampler: SamplingClient, on_error: Any
+) -> None:
+    asked: Any = [prompt(0), None, prompt(2)]
+
+    with pytest.raises(ValidationError, match="prompt"):
+        sampler.sample_many(asked, PARAMS, on_error=on_error, timeout=WAIT_S)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import gc
+import os
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 
@@ -480,3 +483,46 @@ def test_s41_a_stream_that_is_not_read_takes_little_memory(
     assert before == sent
     assert sent < 64 * 1024 * 1024
     stream.close()
+
+
+FORKED = """
+import os, sys, time, tinsmith
+from tinsmith.client.samples import stream_reader
+client = tinsmith.ServiceClient(base_url=sys.argv[1], api_key=sys.argv[2])
+sampler = client.create_sampling_client(base_model="m")
+params = tinsmith.SamplingParams(max_tokens=12, seed=1, stop=[])
+stream = sampler.sample_stream(tinsmith.ModelInput.from_ints([5, 6, 7]), 1, params)
+next(stream)
+child = os.fork()
+if child == 0:
+    stream.close()
+    time.sleep(0.2)
+    os._exit(0)
+os.waitpid(child, 0)
+print("closed", flush=True)
+sys.stdin.readline()
+assert len(stream.result().sequences[0].tokens) == 12
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_forked_child_that_closes_a_stream_leaves_its_parent_s_alone(
+    service: ScriptedService,
+) -> None:
+    held = service.faults.hold_stream(after_tokens=3)
+    command = [
+        *(sys.executable, "-W", "ignore::DeprecationWarning"),
+        *("-c", FORKED, service.base_url, service.api_key),
+    ]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as running:
+        assert running.stdin is not None
+        assert running.stdout is not None
+        assert running.stdout.readline() == "closed\n"
+        held.release()
+        running.communicate("\n", timeout=WAIT_S)
+
+    assert running.returncode == 0
+    assert len(service.requests("asample_stream")) == 1  # it did not have to connect again
+    assert service.requests("cancel_future") == []

@@ -14,7 +14,6 @@ import pytest
 
 import tinsmith
 from tinsmith.client.retry import RetryBudget
-from tinsmith.client.samples import result_feed
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.service import ServiceClient
 from tinsmith.errors import APIError
@@ -120,17 +119,41 @@ def test_w26_a_misspelt_setting_is_refused_and_the_right_one_named() -> None:
         SamplingParams(max_token=5)  # type: ignore[call-arg]
 
 
-def test_w32_completions_that_nobody_claims_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(result_feed, "MOST_UNCLAIMED", 5)
-    with running_service(long_poll_s=0.5, **EXTENDED) as service, client_of(service) as client:
+@pytest.mark.parametrize(
+    "flags", [{"sample_use_retrieve_futures": True}, EXTENDED], ids=["plain", "extended"]
+)
+def test_w32_what_comes_of_samples_that_nobody_waits_for_is_dropped_and_reported(
+    flags: dict[str, Any],
+) -> None:
+    polls = {**flags, "long_poll_s": 0.5, "sample_cancel_enabled": False}
+    with running_service(**polls) as service, client_of(service) as client:
         sampler = client.create_sampling_client(base_model="m")
-        for _ in range(20):  # streamed samples are announced to the poll as well
-            sampler.sample_stream(PROMPT, 1, PARAMS).result()
+        held = service.faults.hold_commands("asample")
+        late = [sampler.sample(PROMPT, 1, PARAMS, timeout=1.0) for _ in range(20)]
+        held.wait_held(20)
+        for future in late:
+            with pytest.raises(tinsmith.APITimeoutError):
+                future.result(WAIT_S)
+        held.release()
+        # Streamed ones are announced to the poll as well.
+        sampler.sample_stream(PROMPT, 1, PARAMS).result()
         sampler.sample(PROMPT, 1, PARAMS).result(WAIT_S)
 
-        feed = sampler._sampler._feed
-        assert feed is not None
-        assert len(feed._unclaimed) <= 5
+        told = sampler._sampler._feed or sampler._sampler._poller
+        assert told is not None
+        deadline = time.monotonic() + WAIT_S
+        while told._retrieved and time.monotonic() < deadline:
+            time.sleep(0.01)
+        reported = {
+            request_id
+            for poll in (
+                *service.requests("retrieve_results"),
+                *service.requests("retrieve_futures"),
+            )
+            for request_id in poll.request.retrieved_request_ids
+        }
+        assert len(reported) == 22
+        assert len(told._unclaimed) == 0
 
 
 def test_w33_bodies_on_their_way_never_overshoot_their_budget() -> None:

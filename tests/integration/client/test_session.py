@@ -344,6 +344,13 @@ def test_a_base_url_that_is_none_is_refused() -> None:
 def test_an_option_that_is_not_known_is_warned_of(service: ScriptedService) -> None:
     with pytest.warns(FutureWarning, match="colour"):
         ServiceClient(base_url=service.base_url, api_key=service.api_key, colour="red")
+    with pytest.warns(FutureWarning, match="credential_command, default_headers"):
+        ServiceClient(
+            base_url=service.base_url,
+            api_key=service.api_key,
+            credential_command="echo",  # has a variable of the environment
+            default_headers={},  # are default_headers_overrides
+        )
 
 
 def test_a_failing_block_keeps_its_own_error(service: ScriptedService) -> None:

@@ -20,7 +20,8 @@ from tinsmith.client.heartbeat import keep_alive
 from tinsmith.client.rest import RestClient
 from tinsmith.client.retry import RetryBudget
 from tinsmith.client.samples.cancels import MOST_WAITING, SampleCancels
-from tinsmith.client.samples.session_poller import MOST_UNCLAIMED, SessionPoller
+from tinsmith.client.samples.session_poller import SessionPoller
+from tinsmith.client.samples.unclaimed import MOST_UNCLAIMED
 from tinsmith.client.service import ServiceClient
 from tinsmith.client.settings import HOSTED_URL, settings_from
 from tinsmith.client.training import TrainingClient
@@ -150,7 +151,8 @@ def test_w32_what_nobody_claims_is_kept_within_bounds(client: ServiceClient) -> 
         cancels._waiting.append(str(number))
 
     assert len(poller._unclaimed) == MOST_UNCLAIMED
-    assert str(MOST_UNCLAIMED + 9) in poller._unclaimed  # the oldest go first
+    assert poller._unclaimed.take("0") is None  # the oldest go first
+    assert poller._unclaimed.take(str(MOST_UNCLAIMED + 9)) is not None
     assert len(cancels._waiting) == MOST_WAITING
 
 
@@ -182,6 +184,21 @@ def test_b70_a_400_is_asked_again_three_times(service: ScriptedService) -> None:
             training.optim_step(AdamParams()).result(WAIT_S)
 
     assert len(service.requests("retrieve_future")) == 4
+
+
+def test_b70_400s_that_other_answers_came_between_are_not_added_up() -> None:
+    with running_service(long_poll_s=0.05) as service, a_client(service) as client:
+        training = client.create_lora_training_client("m", rank=4)
+        service.forget_requests()
+        held = service.faults.hold_commands("optim_step")
+        for nth in (2, 4, 6, 8, 10):
+            service.faults.add("retrieve_future", nth=nth, status=400)
+
+        stepping = training.optim_step(AdamParams())
+        service.wait_requests("retrieve_future", 12)
+        held.release()
+
+        stepping.result(WAIT_S)
 
 
 def test_b64_402_is_waited_out_no_longer_than_the_service_says() -> None:

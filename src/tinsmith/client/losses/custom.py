@@ -176,13 +176,14 @@ def _bare_datum(datum: Datum, index: int) -> Datum:
             remedy="a custom loss is made of their log-probabilities",
         )
     weights = datum.loss_fn_inputs.get("weights")
-    inputs = {"target_tokens": targets, "weights": _zeros_like(targets, weights)}
+    inputs = {"target_tokens": targets, "weights": _first_weights(targets, weights)}
     return copy.deepcopy(
         Datum(datum.model_input, inputs, datum.model_input_spans, datum.loss_fn_input_spans)
     )
 
 
-def _zeros_like(targets: TensorData, weights: TensorData | None) -> TensorData:
+def _first_weights(targets: TensorData, weights: TensorData | None) -> TensorData:
+    """Those of the caller, or none: the first pass is for its log-probabilities alone."""
     if weights is not None:
         return weights
     if targets.is_sparse and targets.shape is not None:

@@ -15,18 +15,10 @@ from tinsmith.client.futures import APIFuture
 from tinsmith.client.lease import SessionLease
 from tinsmith.client.retry import RetryBudget
 from tinsmith.client.session import Session
-from tinsmith.client.settings import ClientSettings, settings_from
+from tinsmith.client.settings import FURTHER_SETTINGS, settings_from
 from tinsmith.client.shared_leases import shared_leases
 from tinsmith.errors import UnknownFieldError, ValidationError
 from tinsmith.types.record import Record
-
-_FURTHER_SETTINGS = frozenset(ClientSettings.__struct_fields__) - {
-    "base_url",
-    "api_key",
-    "credential_command",
-    "default_headers",
-    "retry",
-}
 
 
 class ManagementClient:
@@ -47,7 +39,7 @@ class ManagementClient:
         retry: RetryBudget | None = None,
         **settings: Any,
     ) -> None:
-        unknown = [name for name in settings if name not in _FURTHER_SETTINGS]
+        unknown = [name for name in settings if name not in FURTHER_SETTINGS]
         if unknown:
             raise UnknownFieldError(f"{type(self).__name__} does not know {', '.join(unknown)}")
         if default_headers_overrides is not None:

@@ -60,7 +60,8 @@ async def export_trace(
                 session_id,
                 told_at - began,
             )
-        await sleep(poll_every_s)
+        with session.work.under_way():
+            await sleep(poll_every_s)
 
 
 def _address(session_id: str, answer: TraceExportResponse) -> str:

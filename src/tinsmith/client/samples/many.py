@@ -62,8 +62,9 @@ class Window:
     def fill(self, on_settled: Callable[[Settled], object]) -> bool:
         """Start samples until the window is full; returns whether any is under way."""
         while not self._is_exhausted and len(self._under_way) < self._size:
-            index, prompt = next(self._prompts, (-1, None))
-            if prompt is None:
+            try:
+                index, prompt = next(self._prompts)
+            except StopIteration:
                 self._is_exhausted = True
                 break
             future = self._start(prompt)

@@ -22,6 +22,7 @@ from tinsmith.client.poller import LONGEST_PAUSE_S, SHORTEST_POLL_S, shared_poll
 from tinsmith.client.queue_state import StateTeller
 from tinsmith.client.retry import Retrier
 from tinsmith.client.samples.call import SampleCall
+from tinsmith.client.samples.unclaimed import Unclaimed
 from tinsmith.client.session import Session, death_of
 from tinsmith.errors import APIStatusError, ClosedError, ResultExpiredError, TinkerError
 from tinsmith.types import extensions as x
@@ -32,10 +33,8 @@ _log = logging.getLogger(__name__)
 
 INLINE_BYTES = 256 * 1024
 """A larger result is not wanted in the answer of a poll."""
-MOST_UNCLAIMED = 10_000
-"""How many completions are kept whose submissions have not been answered yet."""
 MOST_UNCLAIMED_RESULTS = 1000
-"""How many of them are kept with their results."""
+"""How many completions are kept with their results until their samples ask for them."""
 REPORT_AFTER_S = 1.0
 """How long reports wait for a poll that is made anyway."""
 LINGER_MS = 5.0
@@ -78,7 +77,7 @@ class ResultFeed:
         self._fail = fail
         self._cursor = 0
         self._waiting: dict[str, SampleCall] = {}
-        self._unclaimed: dict[str, x.ResultCompletion] = {}
+        self._unclaimed: Unclaimed[x.ResultCompletion] = Unclaimed()
         self._retrieved: dict[str, None] = {}  # in order
         self._is_polling = False
         self._is_wanted = asyncio.Event()
@@ -91,7 +90,7 @@ class ResultFeed:
         if self.is_broken:
             self._fetch(call, None)
             return
-        known = self._unclaimed.pop(call.request_id, None)
+        known = self._unclaimed.take(call.request_id)
         self._waiting[call.request_id] = call
         self._is_wanted.set()
         if known is not None:
@@ -99,8 +98,14 @@ class ResultFeed:
         self._ensure_polling()
 
     def forget(self, request_id: str) -> None:
-        """Nobody waits for a sample any more."""
+        """A sample is over."""
         self._waiting.pop(request_id, None)
+
+    def give_up(self, request_id: str) -> None:
+        """Nobody wants a sample any more, though it may yet end."""
+        self._waiting.pop(request_id, None)
+        if self._unclaimed.give_up(request_id):
+            self.report_retrieved(request_id)
 
     def report_retrieved(self, request_id: str) -> None:
         """Tell the service, with the next poll, that a result has arrived."""
@@ -227,13 +232,12 @@ class ResultFeed:
 
     def _keep(self, completion: x.ResultCompletion) -> None:
         """Nobody waits for it: it was given up, or its submission is still on its way back."""
-        if len(self._unclaimed) >= MOST_UNCLAIMED:
-            self._unclaimed.pop(next(iter(self._unclaimed)))
         if len(self._unclaimed) >= MOST_UNCLAIMED_RESULTS and isinstance(
             completion, x.ResultFinished
         ):
             completion = completion.model_copy(update={"payload": None})  # can be fetched again
-        self._unclaimed[completion.request_id] = completion
+        if not self._unclaimed.keep(completion.request_id, completion):
+            self._retrieved[completion.request_id] = None
 
     # Results that were too large for the poll
 

@@ -60,7 +60,7 @@ class Sampler:
         self._drawn_anew: tuple[type[Exception], ...] = ()
         self._most_resubmissions = 0 if session.flags.sample_no_retries else MOST_RESUBMISSIONS
         if retry_config is not None:
-            self.retrier = Retrier(retry_config.budget(session.retrier.budget))
+            self.retrier = session.retrier.with_budget(retry_config.budget(session.retrier.budget))
             self._drawn_anew = retry_config.retryable_exceptions
             if not retry_config.enable_retry_logic:
                 self._most_resubmissions = 0
@@ -281,14 +281,21 @@ class Sampler:
         request_id = call.request_id
         if request_id is None:
             return
-        if self._feed is not None:
-            self._feed.forget(request_id)
-        if self._poller is not None:
-            self._poller.forget(request_id)
         if call.is_given_up:
             if call.task is not None:
                 call.task.cancel()
+            self.dismiss(request_id)
             self.cancel_on_server(request_id)
+            return
+        for told in (self._feed, self._poller):
+            if told is not None:
+                told.forget(request_id)
+
+    def dismiss(self, request_id: str) -> None:
+        """Nobody waits for what polls may yet tell of a sample: it is given up, or was streamed."""
+        for told in (self._feed, self._poller):
+            if told is not None:
+                told.give_up(request_id)
 
     def cancel_on_server(self, request_id: str, *, is_offered: bool = False) -> None:
         """Tell the service that a sample is not wanted any more; see `SampleCancels.add`."""

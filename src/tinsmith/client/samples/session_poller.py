@@ -19,15 +19,13 @@ from collections.abc import Awaitable, Callable
 from tinsmith.client.poller import LONGEST_PAUSE_S, SHORTEST_POLL_S, shared_poll_delay_s
 from tinsmith.client.retry import Retrier
 from tinsmith.client.samples.call import SampleCall
+from tinsmith.client.samples.unclaimed import Unclaimed
 from tinsmith.client.session import Session, death_of
 from tinsmith.errors import ClosedError, TinkerError
 from tinsmith.types.futures import FutureCompletion, FutureFinished, FuturesRetrieveResponse
 from tinsmith.types.requests import FuturesRetrieveRequest, SamplingSessionFuturesTarget
 
 _log = logging.getLogger(__name__)
-
-MOST_UNCLAIMED = 10_000
-"""How many completions are kept whose samples have not asked for them yet."""
 
 
 class SessionPoller:
@@ -66,7 +64,7 @@ class SessionPoller:
         self._sleep = sleep
         self._cursor = 0
         self._waiting: dict[str, SampleCall] = {}
-        self._unclaimed: dict[str, FutureCompletion] = {}
+        self._unclaimed: Unclaimed[FutureCompletion] = Unclaimed()
         self._retrieved: set[str] = set()
         self._is_polling = False
         self.is_broken = False
@@ -78,7 +76,7 @@ class SessionPoller:
         if self.is_broken:
             self._fetch(call, None)
             return
-        known = self._unclaimed.pop(call.request_id, None)
+        known = self._unclaimed.take(call.request_id)
         if known is not None:
             self._fetch(call, _size_of(known))
             return
@@ -86,8 +84,14 @@ class SessionPoller:
         self._ensure_polling()
 
     def forget(self, request_id: str) -> None:
-        """Nobody waits for a sample any more."""
+        """A sample is over."""
         self._waiting.pop(request_id, None)
+
+    def give_up(self, request_id: str) -> None:
+        """Nobody wants a sample any more, though it may yet end."""
+        self._waiting.pop(request_id, None)
+        if self._unclaimed.give_up(request_id):
+            self.report_retrieved(request_id)
 
     def report_retrieved(self, request_id: str) -> None:
         """Tell the service, with the next poll, that a result has arrived."""
@@ -149,10 +153,8 @@ class SessionPoller:
     def _deliver(self, completion: FutureCompletion) -> None:
         call = self._waiting.pop(completion.request_id, None)
         if call is None:
-            # Its submission may still be on its way back to us.
-            if len(self._unclaimed) >= MOST_UNCLAIMED:
-                self._unclaimed.pop(next(iter(self._unclaimed)))
-            self._unclaimed[completion.request_id] = completion
+            if not self._unclaimed.keep(completion.request_id, completion):
+                self._retrieved.add(completion.request_id)
         else:
             self._fetch(call, _size_of(completion))
 

@@ -60,6 +60,8 @@ class _Steps:
         if self.is_over:
             return
         self.is_over = True
+        if self._reader.is_inherited():
+            return  # in a forked child: the connection is the parent's, which goes on reading
         if self._step is not None:
             self._step.cancel()
         _ = background().start(self._reader.close(), self._what)

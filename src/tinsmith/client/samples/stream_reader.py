@@ -125,6 +125,10 @@ class StreamReader:
                 await self._close()
                 raise
 
+    def is_inherited(self) -> bool:
+        """Whether it belongs to the process that this one was forked from."""
+        return self._session.is_inherited()
+
     async def close(self) -> None:
         """Let go of the connection; a sample that is not at its end is cancelled."""
         async with self._use:
@@ -136,6 +140,7 @@ class StreamReader:
             await self._disconnect()
         finally:
             if not was_over and self._opened is not None:
+                self._sampler.dismiss(self._opened.request_id)
                 self._sampler.cancel_on_server(self._opened.request_id, is_offered=True)
             elif not was_over and self._is_sent:
                 self._session.spawn(self._cancel_unopened())
@@ -369,6 +374,7 @@ class StreamReader:
         self._is_over = True
         await self._disconnect()
         self._sampler.report_retrieved(opened.request_id)
+        self._sampler.dismiss(opened.request_id)
         lack = lack_of(self._request, response, opened.request_id)
         if lack is not None:
             raise lack

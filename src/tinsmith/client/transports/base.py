@@ -1,7 +1,8 @@
 """What carries requests to a service: the promise, and what it is told and gives back.
 
 `transports/direct.py` keeps the promise over connections of its own, `transports/proxied.py`
-through a proxy, `transports/in_process.py` by a call in the same process; all with the same bytes.
+through a proxy, `transports/in_process.py` by a call in the same process (where
+`transports/embedded.py` finds or starts the service); all with the same bytes.
 """
 
 from __future__ import annotations

@@ -50,12 +50,6 @@ class EmbeddedTransport(NeverAtOnce):
         self._lost: Place | None = None
         self._is_closed = False
 
-    def begin(
-        self, request: HttpRequest, *, pool: Pool, timeout_s: float, idempotency_key: str
-    ) -> None:
-        """As `Transport.begin`, never at once: it takes another thread, or somebody to be found."""
-        del request, pool, timeout_s, idempotency_key
-
     async def send(
         self,
         request: HttpRequest,
@@ -138,9 +132,6 @@ class _OtherLoopTransport(NeverAtOnce):
     def __init__(self, inner: InProcessTransport, loop: asyncio.AbstractEventLoop) -> None:
         self._inner = inner
         self._loop = loop
-
-    def begin(self, request: HttpRequest, **how: Any) -> None:
-        del request, how  # only `send` can
 
     async def send(self, request: HttpRequest, **how: Any) -> ExchangeReply:
         return await self._there(self._inner.send(request, **how))

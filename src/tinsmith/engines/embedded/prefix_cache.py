@@ -101,13 +101,13 @@ class PrefixCache:
 
     def add(self, prompt: ReadPrompt) -> None:
         """Keep a prompt."""
-        if len(self._prompts) >= MOST_PROMPTS:
-            unused = (one for one in self._prompts.values() if one.is_unused)
-            self.remove(next(unused, prompt))
         self._prompts[id(prompt)] = prompt
         self.count(prompt)
         for key in prompt.keys:
             self._found[key] = prompt
+        if len(self._prompts) > MOST_PROMPTS:
+            unused = (one for one in self._prompts.values() if one.is_unused)
+            self.remove(next(unused, prompt))
 
     def count(self, prompt: ReadPrompt) -> None:
         """Take note of what a prompt takes now."""

@@ -152,6 +152,26 @@ def test_many_prompts_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache.find(prompt_keys(0, _tokens(C, 6)), C) is not None
 
 
+def test_a_prompt_for_which_there_is_no_room_counts_and_is_not_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All others are in use: it goes as soon as it is not."""
+    monkeypatch.setattr(prefix_cache, "MOST_PROMPTS", 1)
+    cache = PrefixCache()
+    first, second = _prompt(_tokens(C, 1)), _prompt(_tokens(C, 2))
+    first.users = second.users = 1
+
+    cache.add(first)
+    cache.add(second)
+
+    assert cache.find(first.keys, C) is not None
+    assert cache.find(second.keys, C) is None
+    assert cache.bytes == first.bytes + second.bytes
+    second.users = 0
+    assert cache.shrink(10 * first.bytes)
+    assert cache.bytes == first.bytes
+
+
 def test_what_two_prompts_share_is_counted_in_chunks() -> None:
     """Or is the whole, of two that are the same."""
     tokens = _tokens(2 * C + 5)
