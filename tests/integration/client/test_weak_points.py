@@ -146,7 +146,7 @@ def test_w32_what_nobody_claims_is_kept_within_bounds(client: ServiceClient) -> 
     cancels = SampleCancels(client.holder.session)
 
     for number in range(MOST_UNCLAIMED + 10):
-        poller._deliver(FutureFailed(request_id=str(number)))
+        poller._deliver([FutureFailed(request_id=str(number))])
     for number in range(MOST_WAITING + 10):
         cancels._waiting.append(str(number))
 
