@@ -53,13 +53,15 @@ def main() -> None:
             found = [answer_logprob(one, lp) for one, lp in zip(data, logprobs, strict=True)]
             gains = torch.stack([value - old for value, old in zip(found, reference, strict=True)])
             margins = gains[0::2] - gains[1::2]
-            return -F.logsigmoid(BETA * margins).sum(), {"margin": margins.mean().item()}
+            losses = -F.logsigmoid(BETA * margins)
+            metrics = {"margin": margins.mean().item(), "of_a_pair": losses.mean().item()}
+            return losses.sum(), metrics
 
         for step in range(1, steps + 1):
             output = training.forward_backward_custom(data, preference).result()
             training.optim_step(tinsmith.AdamParams(learning_rate=5e-4)).result()
-            margin = output.metrics["margin"]
-            print(f"step {step}: loss {output.loss:.4f}, margin of the chosen {margin:.3f}")
+            margin, loss = output.metrics["margin"], output.metrics["of_a_pair"]
+            print(f"step {step}: loss of a pair {loss:.4f}, margin of the chosen {margin:.3f}")
         print(f"saved: {training.save_state('preferences').result().path}")
 
 

@@ -3,7 +3,7 @@
 Each question is answered several times. An answer's advantage is its reward less the mean of its
 group, and the model is trained on what it sampled, with the sampler's own log-probabilities.
 
-    python examples/reinforcement.py --steps 8
+    python examples/reinforcement.py --steps 24
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def datum(
 def main() -> None:
     """Sample, reward, train, some steps long."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=24)
     steps = parser.parse_args().steps
     chance = random.Random(0)
     with tinsmith.ServiceClient() as client:

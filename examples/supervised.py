@@ -58,7 +58,8 @@ def main() -> None:
             # Both calls return at once; the service runs them in order.
             output = training.forward_backward(data, "cross_entropy")
             training.optim_step(tinsmith.AdamParams(learning_rate=1e-3)).result()
-            print(f"step {step}: loss of a token {output.result().loss / weight:.3f}")
+            loss = output.result().metrics["loss:sum"]
+            print(f"step {step}: loss of a token {loss / weight:.3f}")
         print(f"after:  {ask(training.save_weights_and_get_sampling_client())}")
         print(f"saved:  {training.save_state('supervised').result().path}")
 

@@ -1,6 +1,6 @@
 """A tour of the wire: the types of the API, and the bytes they become and come back from.
 
-Runs with the core install alone. Nothing is trained or sampled: there is no engine yet. The
+Runs with the core install alone. Nothing is trained or sampled. The
 sampling result below is made up here, encoded as a server would, and decoded as a client will.
 """
 
@@ -16,12 +16,12 @@ from tinsmith.wire.limits import DecodeLimits
 
 def main() -> None:
     """Walk through the tour."""
-    print(f"tinsmith {tinsmith.__version__}: the types and their bytes; there is no engine yet\n")
+    print(f"tinsmith {tinsmith.__version__}: the types and their bytes\n")
     training_request()
     sample_request()
     sample_result()
     refusals()
-    print("Nothing was trained or sampled: this version has no engine to do it with.")
+    print("Nothing was trained or sampled; examples/supervised.py does that.")
 
 
 def training_request() -> None:

@@ -6,7 +6,9 @@ third asks the service.
 
 from __future__ import annotations
 
-from tinsmith.client.auth import static_key, stored_key
+import os
+
+from tinsmith.client.auth import address_of_login, static_key, stored_login
 from tinsmith.client.retry import NO_RETRIES
 from tinsmith.client.service import ServiceClient
 from tinsmith.client.settings import settings_from
@@ -25,7 +27,11 @@ def get_tinker_token() -> str | None:
     """
     try:
         settings = settings_from()
-        key = stored_key() if settings.api_key is None else static_key(settings)
+        if settings.api_key is None:
+            login = stored_login()
+            key = None if login is None else login.key
+        else:
+            key = static_key(settings)
     except (OSError, ValueError, TinkerError):
         return None
     return None if key is None else key.reveal()
@@ -37,7 +43,7 @@ def tinker_has_credentials() -> bool:
     A credential command counts, and is not run.
     """
     try:
-        settings = settings_from()
+        settings = settings_from(base_url=address_of_login(os.environ))
         return static_key(settings) is not None or settings.credential_command is not None
     except (OSError, ValueError, TinkerError):
         return False
@@ -56,7 +62,8 @@ def raise_if_tinker_not_accessible() -> None:
     """
     try:
         # An address is named, so that no service is started here for want of a credential.
-        with ServiceClient(base_url=settings_from().base_url, retry=NO_RETRIES) as client:
+        url = settings_from(base_url=address_of_login(os.environ)).base_url
+        with ServiceClient(base_url=url, retry=NO_RETRIES) as client:
             client.get_server_capabilities(timeout=PATIENCE_S)
     except TinkerError:
         raise

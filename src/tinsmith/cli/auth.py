@@ -44,11 +44,12 @@ def login(arguments: argparse.Namespace) -> None:
         raise CommandError(
             "you are signed in already", remedy="`tinsmith auth logout` forgets that key first"
         )
-    key = _asked_for_key()
+    url = _address(arguments)
+    key = _asked_for_key(url)
     owner: ApiKeyResponse = _call(arguments, "get_api_key", key)
     details = plain_of(owner.details)
     record = {"type": "manual", "key": key, "name": owner.name, "note": owner.note}
-    store.add_default(str(owner.key_id), {**record, "details": details})
+    store.add_default(str(owner.key_id), {**record, "details": details, "base_url": url})
     email, organisation = details["user_details"]["email"], details["org_details"]["name"]
     show(
         arguments.format,
@@ -57,7 +58,22 @@ def login(arguments: argparse.Namespace) -> None:
     )
 
 
-def _asked_for_key() -> str:
+def _address(arguments: argparse.Namespace) -> str:
+    from tinsmith.cli.connect import settings
+
+    return settings(arguments).base_url
+
+
+def _where_keys_are(url: str | None, key_id: str = "") -> str:
+    """Where whoever uses a service makes and deletes keys; the hosted one if it is not known."""
+    from tinsmith.client.settings import HOSTED_URL
+
+    if url in (None, HOSTED_URL):
+        return f"at {KEYS_PAGE}/{key_id}".rstrip("/")
+    return "with `tinsmith key` where the service runs"
+
+
+def _asked_for_key(url: str) -> str:
     """A key from the terminal, unseen, or from stdin.
 
     Raises:
@@ -69,7 +85,7 @@ def _asked_for_key() -> str:
     from tinsmith.cli.failures import UsageError
 
     if sys.stdin.isatty():
-        print(f"You can make a key at {KEYS_PAGE}", file=sys.stderr)
+        print(f"{url}: you can make a key {_where_keys_are(url)}", file=sys.stderr)
         key = getpass.getpass("API key: ", stream=sys.stderr).strip()
     else:
         key = sys.stdin.readline(MOST_KEY_CHARACTERS).strip()
@@ -89,6 +105,7 @@ def logout(arguments: argparse.Namespace) -> None:
     if kept is None:
         raise CommandError("no key is kept here", remedy="there is nothing to sign out of")
     key_id, record = kept
+    keys = _where_keys_are(record.get("base_url"), key_id)
     name, is_generated = str(record.get("name")), record.get("type") == "generated"
     problem: APIError | None = None
     if is_generated:
@@ -101,9 +118,9 @@ def logout(arguments: argparse.Namespace) -> None:
         raise CommandError(
             f"the key {name!r} is forgotten here, and could not be deleted on the server: "
             f"{in_short(problem)}",
-            remedy=f"delete it at {KEYS_PAGE}/{key_id}",
+            remedy=f"delete it {keys}",
         )
-    left = "" if is_generated else f" It still works; you can delete it at {KEYS_PAGE}/{key_id}"
+    left = "" if is_generated else f" It still works; you can delete it {keys}"
     show(
         arguments.format,
         {"key_name": name, "deleted_on_server": is_generated},

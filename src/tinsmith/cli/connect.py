@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sys
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -51,14 +52,17 @@ def service_client(arguments: argparse.Namespace) -> ServiceClient:
     from tinsmith.client.service import ServiceClient
 
     _listen_to_log(arguments)
-    url = settings_from(base_url=arguments.base_url).base_url  # embedded only where it is named
+    url = settings(arguments).base_url  # embedded only where it is named
     return ServiceClient(base_url=url, retry=_patience(arguments))
 
 
 def settings(arguments: argparse.Namespace, **fields: Any) -> ClientSettings:
     """The settings of a command's client."""
+    from tinsmith.client.auth import address_of_login
+
     _listen_to_log(arguments)
-    return settings_from(base_url=arguments.base_url, retry=_patience(arguments), **fields)
+    url = arguments.base_url or address_of_login(os.environ)
+    return settings_from(base_url=url, retry=_patience(arguments), **fields)
 
 
 def limit_s(arguments: argparse.Namespace, most_s: float = CALL_TIMEOUT_S) -> float:

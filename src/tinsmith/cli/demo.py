@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> None:
     from pathlib import Path
 
     from tinsmith.cli.local_models import model_cache, telling
-    from tinsmith.demo.program import DemoSettings, run_demo
+    from tinsmith.demo.program import DATA, DemoSettings, run_demo
     from tinsmith.model_files.find import find_model
     from tinsmith.model_files.sources import DEFAULT_MODEL
     from tinsmith.observe.progress import Progress
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> None:
     if Path(name).is_dir():
         name = folder.name  # a path cannot be what a service calls a model
     out = Path(arguments.out).absolute()
-    shutil.rmtree(out / "data", ignore_errors=True)  # of an earlier demo
+    shutil.rmtree(out / DATA, ignore_errors=True)  # of an earlier demo
     run_demo(
         DemoSettings(
             model=name,

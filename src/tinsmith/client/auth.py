@@ -74,10 +74,25 @@ def static_key(settings: ClientSettings, file: pathlib.Path = CREDENTIALS_FILE) 
         if settings.credential_command is not None and not _is_key(settings.api_key):
             return None
         return _checked(settings.api_key, "see api_key and TINKER_API_KEY")
-    return None if settings.credential_command is not None else stored_key(file)
+    if settings.credential_command is not None:
+        return None
+    login = stored_login(file)
+    return login.key if login is not None and login.is_for(settings.base_url) else None
 
 
-def stored_key(file: pathlib.Path = CREDENTIALS_FILE) -> Secret | None:
+class StoredLogin(msgspec.Struct, frozen=True):
+    """A key that was kept, and the service that took it."""
+
+    key: Secret
+    base_url: str | None
+    """None where that is not known: the official command line does not note it."""
+
+    def is_for(self, base_url: str) -> bool:
+        """Whether the key may be sent there."""
+        return self.base_url in (None, base_url)
+
+
+def stored_login(file: pathlib.Path = CREDENTIALS_FILE) -> StoredLogin | None:
     """The default key of the credentials file, if there is one that can be read.
 
     Raises:
@@ -87,21 +102,37 @@ def stored_key(file: pathlib.Path = CREDENTIALS_FILE) -> Secret | None:
 
     try:
         stored = json.loads(file.expanduser().read_text(encoding="utf-8"))
-        key = Secret(str(stored["keys"][stored["default"]]["key"]))
-    except (OSError, RuntimeError, ValueError, LookupError, TypeError):
+        record = stored["keys"][stored["default"]]
+        key, base_url = Secret(str(record["key"])), record.get("base_url")
+    except (OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError):
         return None  # RuntimeError: there is no home directory
-    return _checked(key, f"see {file}")
+    found = _checked(key, f"see {file}")
+    return StoredLogin(found, base_url if isinstance(base_url, str) else None)
 
 
 def has_credential(environment: Mapping[str, str]) -> bool:
     """Whether a client would find a credential here that was not given as an argument."""
-    names = ("TINKER_API_KEY", "TINKER_CREDENTIAL_CMD")
-    if any(environment.get(name) for name in names):
+    if _names_credential(environment):
         return True
     try:
-        return stored_key() is not None
+        return stored_login() is not None
     except TinkerError:  # there is something, which is told when it is used
         return True
+
+
+def address_of_login(environment: Mapping[str, str]) -> str | None:
+    """Where `tinsmith auth login` was done, for who names neither an address nor a credential."""
+    if environment.get("TINKER_BASE_URL") or _names_credential(environment):
+        return None
+    try:
+        login = stored_login()
+    except TinkerError:
+        return None
+    return None if login is None else login.base_url
+
+
+def _names_credential(environment: Mapping[str, str]) -> bool:
+    return any(environment.get(name) for name in ("TINKER_API_KEY", "TINKER_CREDENTIAL_CMD"))
 
 
 def _is_key(key: Secret) -> bool:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import msgspec
 
-from tinsmith.client.auth import has_credential
+from tinsmith.client.auth import address_of_login, has_credential
 from tinsmith.client.settings import EMBEDDED
 from tinsmith.errors import ClosedError, ValidationError
 
@@ -97,8 +97,8 @@ def chosen_url(
         environment: What stands for the environment; the process's own by default.
 
     Returns:
-        None where something is set, or where the service is not installed: then what was always
-        said of a missing credential holds.
+        The address of a login where nothing is set but that. None where something is set, or where
+        the service is not installed: then what was always said of a missing credential holds.
 
     Raises:
         ValidationError: It is named, and not installed.
@@ -110,8 +110,10 @@ def chosen_url(
         if not is_installed(NEEDED):
             raise ValidationError("the service in this process is not installed", remedy=INSTALL)
         _end_with_interpreter()
-    if named or api_key or has_credential(env):
+    if named or api_key:
         return base_url
+    if has_credential(env):
+        return address_of_login(env)
     if not is_installed(NEEDED_UNASKED):
         return None
     _end_with_interpreter()

@@ -164,8 +164,11 @@ def _checked_url(text: str) -> str:
 
 
 def proxy_of_environment(url: str) -> str | None:
-    """The proxy that the environment names for an address, as other programs would use it."""
-    if url == EMBEDDED:
+    """The proxy that the environment names for an address, as other programs would use it.
+
+    None for this machine itself, whose services no proxy can reach.
+    """
+    if url == EMBEDDED or _is_loopback(urlsplit(url).hostname or ""):
         return None
     has_system_settings = sys.platform in ("darwin", "win32")
     if not has_system_settings and not any(name.lower().endswith("_proxy") for name in os.environ):
@@ -176,6 +179,10 @@ def proxy_of_environment(url: str) -> str | None:
     if not parts.hostname or urllib.request.proxy_bypass(parts.netloc.rpartition("@")[2]):
         return None
     return urllib.request.getproxies().get(parts.scheme)
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or host == "::1" or host.startswith("127.")
 
 
 def _access_headers(env: Mapping[str, str]) -> dict[str, str]:

@@ -18,6 +18,8 @@ from tinsmith.demo.supervised import Learned, learn_json
 
 PAGE = "demo.html"
 PICTURE = "demo.png"
+DATA = "demo-data"
+"""The service's folder. Each demo deletes that of the one before, and so it is named for that."""
 SHOWN = 40
 """Letters of an answer on the screen."""
 
@@ -61,7 +63,7 @@ def run_demo(settings: DemoSettings) -> Path:
         TinkerError: The service could not be started, or something failed in it.
     """
     started = time.monotonic()
-    service = Service(settings.out / "data", f"{settings.model}={settings.folder}")
+    service = Service(settings.out / DATA, f"{settings.model}={settings.folder}")
     _say(f"Starting `tinsmith serve` with {settings.model} (its log: {service.log})")
     with service, ServiceClient(base_url=service.url, api_key="tml-demo") as client:
         _say(f"  ready after {time.monotonic() - started:.1f} s")

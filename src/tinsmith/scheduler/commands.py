@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -348,11 +349,11 @@ class Singles:
         return None, ()
 
     async def _autosave(self, command: Command) -> None:
-        """Save the state of a model whose client was lost."""
+        """Save the state of a model whose client was lost, or stopped by an error or a Ctrl-C."""
         session_id = command.session_id
         sessions = self._parts.ledger.entries(Session)
         session = await self._parts.ask(lambda: sessions.get(session_id))
-        if session is None or (session.ending or {}).get("type") == "client_finished":
+        if session is None or _is_success(session.ending or {}):
             return
         path = CheckpointPath(command.line, "weights", "autosave")
         try:
@@ -388,3 +389,9 @@ class Singles:
 def custom_loss_made(command: Command) -> Settlement:
     """The end of `create_custom_loss`, which was checked and kept when it came."""
     return success(command, CreateCustomLossResponse(loss_id=command.request_id))
+
+
+def _is_success(ending: Mapping[str, Any]) -> bool:
+    """Whether a client ended its session, and with it a program that did what it was to do."""
+    reason = ending.get("reason") or {}
+    return ending.get("type") == "client_finished" and reason.get("type", "success") == "success"

@@ -95,7 +95,12 @@ def base_model(call: Call, name: str, field: str = "base_model") -> BaseModel:
     found = call.parts.base_models.get(name)
     if found is None:
         known = ", ".join(sorted(call.parts.base_models)[:20])
-        raise refuse(field, name, f"this service has {known or 'no models'}")
+        raise refuse(
+            field,
+            name,
+            f"this service has {known or 'no models'}; it is given others with `tinsmith serve "
+            "--model NAME`, or in a program's own service with TINSMITH_SERVE_MODELS",
+        )
     return found
 
 

@@ -32,7 +32,7 @@ MOST_REMEMBERED = 1_000
 
 _NAMES = {
     Session: "session",
-    Model: "model",
+    Model: "training run",
     Sampler: "sampler",
     CheckpointEntry: "checkpoint",
     CustomLoss: "custom loss",

@@ -7,6 +7,8 @@ import os
 import pathlib
 import pty
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -60,6 +62,29 @@ def test_the_file_is_one_that_the_official_sdk_reads(
     assert store.get_default_key_id() == "1"
     assert record is not None
     assert (record.type, record.key, record.name) == ("manual", service.api_key, "test key")
+
+
+def test_after_a_login_commands_and_programs_go_where_it_was_done(
+    tinsmith: Commands, service: ScriptedService
+) -> None:
+    tinsmith.run("auth", "login", text=service.api_key)
+    del tinsmith.environment["TINKER_BASE_URL"]
+
+    listed = tinsmith.run("model", "list")
+    elsewhere = tinsmith.run("model", "list", "--base-url", "http://127.0.0.1:9")
+    lines = "import tinsmith; print(tinsmith.ServiceClient().get_server_capabilities())"
+    program = subprocess.run(
+        [sys.executable, "-c", lines],
+        env=tinsmith.environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert listed.status == 0, listed.err
+    assert "no credential" in elsewhere.err
+    assert program.returncode == 0, program.stderr
+    assert len(service.requests("get_server_capabilities")) == 2
 
 
 def test_a_key_that_the_service_refuses_is_not_kept(tinsmith: Commands) -> None:

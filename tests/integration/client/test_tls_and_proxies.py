@@ -354,6 +354,16 @@ def test_no_proxy_is_obeyed(monkeypatch: pytest.MonkeyPatch, no_proxy: str, is_u
     assert (settings.proxy is not None) is is_used
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "[::1]"])
+def test_no_proxy_is_asked_for_this_machine_itself(
+    monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://proxy:3128")
+    monkeypatch.delenv("no_proxy", raising=False)
+
+    assert settings_from(base_url=f"http://{host}:8000", api_key="tml-key").proxy is None
+
+
 def test_a_ca_file_that_is_not_there_is_named() -> None:
     with pytest.raises(ValidationError, match=r"missing\.pem"):
         TransportSettings(base_url="https://service", ca_file="/no/such/missing.pem")

@@ -237,9 +237,12 @@ async def _wait_released(b: Bench, released: RequestId) -> None:
 
 
 def test_a_lost_session_leaves_its_state_behind(tmp_path: Path) -> None:
-    """It is saved before the model is let go of; a finished one leaves nothing."""
+    """It is saved before the model is let go of.
 
-    async def run(ending: str, folder: Path) -> CheckpointEntry | None:
+    So is that of a program which an error or a Ctrl-C ended; one that ended well leaves nothing.
+    """
+
+    async def run(ending: dict[str, Any], folder: Path) -> CheckpointEntry | None:
         async with bench(folder) as b:
             await b.create(LINE)
             await _train(b, 1)
@@ -247,15 +250,20 @@ def test_a_lost_session_leaves_its_state_behind(tmp_path: Path) -> None:
                 model_id=LINE, seq_id=3, sampling_session_seq_id=5
             )
             await b.result(await b.submit(LINE, 3, "save_weights_for_sampler", ephemeral))
-            await _end(b, {"type": ending})
+            await _end(b, ending)
             assert not b.engine.capacity().adapters
             assert not b.store.exists(CheckpointPath.sampler("session-1:sample:5"))
             model = await b.ledger.entries(Model).get(LINE)
             assert model is not None and model.released_at is not None
             return await b.ledger.entries(CheckpointEntry).get(f"tinker://{LINE}/weights/autosave")
 
-    lost = asyncio.run(run("cancelled", tmp_path / "lost"))
-    finished = asyncio.run(run("client_finished", tmp_path / "finished"))
+    def finished(reason: str) -> CheckpointEntry | None:
+        ending = {"type": "client_finished", "reason": {"type": reason}}
+        return asyncio.run(run(ending, tmp_path / reason))
+
+    lost = asyncio.run(run({"type": "cancelled"}, tmp_path / "lost"))
 
     assert lost is not None and lost.expires_at is not None
-    assert finished is None
+    assert finished("errored") is not None
+    assert finished("interrupted") is not None
+    assert finished("success") is None

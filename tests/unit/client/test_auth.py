@@ -16,7 +16,7 @@ from tinsmith.client.auth import (
     NoIdentityError,
     command_output,
     static_key,
-    stored_key,
+    stored_login,
 )
 from tinsmith.client.settings import ClientSettings, Secret, settings_from
 from tinsmith.errors import AuthenticationError, InternalServerError, TinkerError, ValidationError
@@ -39,14 +39,14 @@ def some_settings(**environment: str) -> ClientSettings:
     return settings_from(base_url="http://127.0.0.1:1", environment=environment)
 
 
-def a_file(folder: pathlib.Path, key: str) -> pathlib.Path:
+def a_file(folder: pathlib.Path, key: str, **further: str) -> pathlib.Path:
     file = folder / "credentials.json"
     file.write_text(
         json.dumps(
             {
                 "version": 1,
                 "default": "k",
-                "keys": {"k": {"type": "manual", "key": key, "name": ""}},
+                "keys": {"k": {"type": "manual", "key": key, "name": "", **further}},
             }
         )
     )
@@ -79,6 +79,17 @@ def test_the_environment_s_key_counts_before_the_stored_one(tmp_path: pathlib.Pa
     assert static_key(some_settings(), file) == Secret("tml-stored")
 
 
+def test_a_stored_key_is_sent_to_no_service_but_the_one_that_took_it(
+    tmp_path: pathlib.Path,
+) -> None:
+    here = some_settings().base_url
+
+    mine = a_file(tmp_path, "tml-stored", base_url=here)
+    assert static_key(some_settings(), mine) == Secret("tml-stored")
+    other = a_file(tmp_path, "tml-stored", base_url="https://other")
+    assert static_key(some_settings(), other) is None
+
+
 def test_a_stored_key_does_not_stand_before_a_command(tmp_path: pathlib.Path) -> None:
     file = a_file(tmp_path, "tml-stored")
 
@@ -105,8 +116,8 @@ def test_a_file_that_names_no_default_key_holds_none(tmp_path: pathlib.Path, tex
     file = tmp_path / "credentials.json"
     file.write_text(text)
 
-    assert stored_key(file) is None
-    assert stored_key(tmp_path / "missing.json") is None
+    assert stored_login(file) is None
+    assert stored_login(tmp_path / "missing.json") is None
 
 
 def test_no_credential_at_all_says_what_to_do(
