@@ -12,7 +12,12 @@ from tinsmith.checkpoints.manifest import Manifest
 from tinsmith.checkpoints.paths import CheckpointPath
 from tinsmith.checkpoints.registry import open_store
 from tinsmith.checkpoints.url_store import UrlStore
-from tinsmith.errors import CheckpointExistsError, CheckpointNotFoundError, ValidationError
+from tinsmith.errors import (
+    CheckpointDamagedError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    ValidationError,
+)
 
 PATH = CheckpointPath.parse("tinker://s1:train:0/weights/first")
 OTHER = CheckpointPath.parse("tinker://s1:train:1/weights/second")
@@ -75,6 +80,20 @@ def test_what_was_committed_is_read_by_the_next_process(open_again: Open) -> Non
         ]
         assert weights(store) == b"0123456789"
         assert store.verify(PATH) == saved
+
+
+def test_what_is_to_be_computed_with_is_compared_with_what_was_written(
+    store: CheckpointStore,
+) -> None:
+    save(store, content=b"0123456789")
+    with store.open_whole(PATH) as reading:
+        file = reading.folder / "adapter_model.safetensors"
+        assert file.read_bytes() == b"0123456789"
+        file.chmod(0o600)
+        file.write_bytes(b"0123456780")  # as long as before
+
+    with pytest.raises(CheckpointDamagedError, match="adapter_model"):
+        store.open_whole(PATH)
 
 
 def test_what_was_not_committed_is_not_there(store: CheckpointStore) -> None:

@@ -30,6 +30,7 @@ from tinsmith.errors import (
     UnknownEntryError,
     ValidationError,
 )
+from tinsmith.ledger import keeping_steps
 from tinsmith.ledger.base import Ledger
 from tinsmith.ledger.records import (
     ApiKey,
@@ -280,6 +281,24 @@ def test_results_expire_and_then_their_commands(kept: Place) -> None:
             await ledger.sweep()
             assert await ledger.payload(pending) == LARGE
             assert (await ledger.statistics()).payload_bytes == len(LARGE)
+
+    asyncio.run(tell())
+
+
+def test_one_sweep_takes_all_that_is_due_however_much(
+    kept: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeping_steps, "SWEPT_AT_ONCE", 3)
+
+    async def tell() -> None:
+        async with await kept.open() as ledger:
+            requests = [(await ledger.append(sampling(number))).request_id for number in range(10)]
+            await ledger.settle([ended(one) for one in requests])
+            kept.clock.wait(10**6)
+
+            swept = await ledger.sweep()
+
+            assert (swept.results, swept.commands) == (10, 10)
 
     asyncio.run(tell())
 

@@ -35,6 +35,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from tinsmith.checkpoints.checks import check_digests
 from tinsmith.checkpoints.manifest import Manifest
 from tinsmith.checkpoints.paths import SNAPSHOTS, CheckpointPath
 from tinsmith.errors import CheckpointNotFoundError
@@ -140,6 +141,21 @@ class CheckpointStore(abc.ABC):
         Raises:
             CheckpointNotFoundError: There is none.
         """
+
+    def open_whole(self, path: CheckpointPath) -> Reading:
+        """As `open`, for what is to be computed with: every byte is one that was written.
+
+        Raises:
+            CheckpointNotFoundError: There is none.
+            CheckpointDamagedError: A file is missing or differs.
+        """
+        reading = self.open(path)
+        try:
+            check_digests(path, reading.folder, reading.manifest)
+        except BaseException:
+            reading.close()
+            raise
+        return reading
 
     @abc.abstractmethod
     def read(

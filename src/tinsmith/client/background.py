@@ -22,7 +22,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from tinsmith.client.forking import in_child
-from tinsmith.client.futures import APIFuture, within
+from tinsmith.client.futures import APIFuture, settle_on, within
 from tinsmith.client.waits import FUTURES, Waits
 
 T = TypeVar("T")
@@ -38,6 +38,7 @@ class Background:
 
     def __init__(self) -> None:
         self.loop = _new_loop()
+        settle_on(self.loop)
         self._queue: collections.deque[
             tuple[Coroutine[Any, Any, Any], APIFuture[Any], float | None]
         ] = collections.deque()

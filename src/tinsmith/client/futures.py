@@ -142,7 +142,10 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
             self._stop_work = None
 
     async def _settled(self) -> T:
-        if not self.done():
+        if self.done():
+            # As awaiting any other call does: tasks that were begun before have their turn first.
+            await asyncio.sleep(0)
+        else:
             loop = asyncio.get_running_loop()
             waiter = loop.create_future()
             inbox = _inboxes.of(loop)
@@ -220,12 +223,11 @@ class _Inbox:
         if self._is_woken:
             return
         self._is_woken = True
-        try:
-            here = asyncio.get_running_loop()
-        except RuntimeError:
-            self._wake()
-        else:
+        here = asyncio._get_running_loop()
+        if here is not None and here is _inboxes.settling_loop:
             here.call_soon(self._wake)  # whatever else is settled in this turn goes along
+        else:
+            self._wake()  # somebody else's loop may have no further turn
 
     def _wake(self) -> None:
         loop = self._loop()
@@ -253,6 +255,7 @@ class _Inboxes:
         in_child(self.begin_anew)
 
     def begin_anew(self) -> None:
+        self.settling_loop: asyncio.AbstractEventLoop | None = None
         self._of: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Inbox] = (
             weakref.WeakKeyDictionary()
         )
@@ -267,6 +270,11 @@ class _Inboxes:
 
 
 _inboxes = _Inboxes()
+
+
+def settle_on(loop: asyncio.AbstractEventLoop) -> None:
+    """Futures are settled on this loop, which goes on until all who wait have been woken."""
+    _inboxes.settling_loop = loop
 
 
 class _CallbackThread:

@@ -118,18 +118,27 @@ class SqlLedger(Ledger):
             )
         )
 
+    async def _sweep_all(self, some: Operation[int]) -> int:
+        """Some at a time, so that others' writes go in between."""
+        count = 0
+        while (swept := await self._write(some)) > 0:
+            count += swept
+            if swept < keeping_steps.SWEPT_AT_ONCE:
+                break
+        return count
+
     async def sweep(self) -> Swept:
         """`Ledger.sweep`."""
         now, keep = self.now(), self._retention
         steps = keeping_steps
-        results = await self._write(partial(steps.sweep_results, before=now - keep.result_s))
-        commands = await self._write(partial(steps.sweep_commands, before=now - keep.command_s))
+        results = await self._sweep_all(partial(steps.sweep_results, before=now - keep.result_s))
+        commands = await self._sweep_all(partial(steps.sweep_commands, before=now - keep.command_s))
         sessions = entries = 0
         for session in await self.entries(Session).due(now - keep.session_s):
             if session.ended_at is not None:
                 removed, is_gone = await self._write(partial(steps.sweep_session, session=session))
                 entries, sessions = entries + removed, sessions + is_gone
-        entries += await self._write(partial(steps.sweep_audit, before=now - keep.audit_s))
+        entries += await self._sweep_all(partial(steps.sweep_audit, before=now - keep.audit_s))
         await self._write(partial(steps.sweep_usage, before=now - keep.usage_s))
         files = await self._sweep_files()
         self._payloads.forget_all()

@@ -78,6 +78,7 @@ class SqliteLedger(SqlLedger):
         self._opened: list[sqlite3.Connection] = []
         self._writer = GroupWriter(self._connect_writer, self._follow)
         self._claimed: Remembered[Command] = Remembered()
+        self._is_open = False
         self._is_closed = False
         self._is_beside = False
 
@@ -131,6 +132,7 @@ class SqliteLedger(SqlLedger):
             await asyncio.to_thread(self._prepare)
             await self._writer.start()
             self._clock.start_after(await self._read(keeping_steps.latest_time))
+            self._is_open = True
         except BaseException:
             await self.close()
             raise
@@ -148,8 +150,18 @@ class SqliteLedger(SqlLedger):
         await asyncio.to_thread(self._readers.shutdown)
         for connection in self._opened:
             connection.close()
+        if self._is_open and not self._is_beside:
+            await asyncio.to_thread(self._merge_log)
         if self._lock is not None:
             self._lock.close()
+
+    def _merge_log(self) -> None:
+        """Put what is in the log into the database, for whoever copies that alone."""
+        with (
+            contextlib.suppress(sqlite3.Error),
+            contextlib.closing(sqlite3.connect(self._path, timeout=BUSY_S)) as last,
+        ):
+            last.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     # Writing and reading
 

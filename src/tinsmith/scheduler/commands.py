@@ -214,7 +214,7 @@ class Singles:
         """Load an adapter from the store."""
         try:
             reading = await saves.patiently(
-                str(path), lambda: asyncio.to_thread(self._parts.store.open, path)
+                str(path), lambda: asyncio.to_thread(self._parts.store.open_whole, path)
             )
         except CheckpointNotFoundError as exc:
             raise BadRequestError(f"there is no checkpoint {path}") from exc

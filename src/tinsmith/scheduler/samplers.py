@@ -111,7 +111,7 @@ class Samplers:
     async def _read(self, base_model: str, path: CheckpointPath, weights_id: WeightsId) -> None:
         try:
             reading = await saves.patiently(
-                str(path), lambda: asyncio.to_thread(self._parts.store.open, path)
+                str(path), lambda: asyncio.to_thread(self._parts.store.open_whole, path)
             )
         except CheckpointNotFoundError as exc:
             raise BadRequestError(f"there is no checkpoint {path}") from exc

@@ -34,6 +34,7 @@ from tinsmith.types.training import (
 LONGEST_TEXT = 1000
 MOST_TAGS = 100
 MOST_METADATA_BYTES = 64 * 1024
+MOST_METADATA_LEVELS = 50
 LARGEST_SENT = 2**62
 """The highest number that a client may give to a command. The service appends commands of its own
 behind those of its clients, and must find numbers for them."""
@@ -64,11 +65,20 @@ def check_metadata(name: str, metadata: dict[str, Any] | None) -> None:
     """Metadata is kept, so it is bounded."""
     if not metadata:
         return
+    if not _is_flat(metadata, MOST_METADATA_LEVELS):
+        raise BadRequestError(f"{name} is nested in more than {MOST_METADATA_LEVELS} levels")
     size = len(repr(metadata))
     if size > MOST_METADATA_BYTES:
         raise BadRequestError(f"{name} takes about {size} bytes; it may take {MOST_METADATA_BYTES}")
     if not _is_storable(metadata):
         raise BadRequestError(f"{name} may not hold NUL or halves of characters")
+
+
+def _is_flat(value: Any, levels: int) -> bool:
+    if not isinstance(value, dict | list):
+        return True
+    inner = value.values() if isinstance(value, dict) else value
+    return levels > 0 and all(_is_flat(one, levels - 1) for one in inner)
 
 
 def _is_storable(value: Any) -> bool:

@@ -14,6 +14,8 @@ from tinsmith.types.extensions import ResultsRetrieveRequest
 from tinsmith.types.requests import FuturesRetrieveRequest
 
 MOST_REMEMBERED = 10_000
+ACKNOWLEDGED_AT_ONCE = 1000
+"""Results in one transaction: others' submissions go in between."""
 
 
 class ToldHolds:
@@ -55,8 +57,8 @@ async def told_completions(
     sampler = await call.service.lookups.sampler(call.tenant_id, target.sampling_session_id)
     own = f"{sampler.id}:"
     retrieved = [known for known in request.retrieved_request_ids if known.startswith(own)]
-    if retrieved:
-        await call.ledger.acknowledge(retrieved)
+    for start in range(0, len(retrieved), ACKNOWLEDGED_AT_ONCE):
+        await call.ledger.acknowledge(retrieved[start : start + ACKNOWLEDGED_AT_ONCE])
     line, clone = LineId(sampler.id), target.cloned_sampler_id
     found = await call.ledger.completions(line, clone, after=cursor)
     if not found:

@@ -119,6 +119,8 @@ class Imports:
         self._store: CheckpointStore | None = parts.store
         self._largest = parts.settings.import_bytes if parts.store is not None else 0
         self._under_way: dict[str, Import] = {}
+        self._beginning = asyncio.Lock()
+        """Those that begin at the same moment are counted one after the other."""
 
     @property
     def largest_bytes(self) -> int:
@@ -134,27 +136,26 @@ class Imports:
             BadRequestError: What is announced is no adapter, or too large.
             RateLimitError: Too many are under way.
         """
-        await self._give_up_idle()
-        found = self._under_way.get(import_id)
-        if found is not None and found.tenant_id == tenant_id:
-            return found
         self._check(request)
-        of_tenant = sum(one.tenant_id == tenant_id for one in self._under_way.values())
-        if of_tenant >= MOST_OF_TENANT or len(self._under_way) >= MOST_UNDER_WAY:
-            raise RateLimitError(
-                f"{MOST_OF_TENANT} imports of a tenant, and {MOST_UNDER_WAY} of all, may be under "
-                "way",
-                retry_after_s=30.0,
-            )
-        assert self._store is not None
-        path = CheckpointPath(import_id, "weights", request.name)
-        scratch = await self._threads.run(self._store.begin, path)
-        made = Import(import_id, tenant_id, request, scratch)
-        made.heard_at = self._ledger.now()
-        kept = self._under_way.setdefault(import_id, made)
-        if kept is not made:  # a second try of the same was quicker
-            await self._threads.run(made.discard)
-        return kept
+        async with self._beginning:
+            await self._give_up_idle()
+            found = self._under_way.get(import_id)
+            if found is not None and found.tenant_id == tenant_id:
+                return found
+            of_tenant = sum(one.tenant_id == tenant_id for one in self._under_way.values())
+            if of_tenant >= MOST_OF_TENANT or len(self._under_way) >= MOST_UNDER_WAY:
+                raise RateLimitError(
+                    f"{MOST_OF_TENANT} imports of a tenant, and {MOST_UNDER_WAY} of all, may be "
+                    "under way",
+                    retry_after_s=30.0,
+                )
+            assert self._store is not None
+            path = CheckpointPath(import_id, "weights", request.name)
+            scratch = await self._threads.run(self._store.begin, path)
+            made = Import(import_id, tenant_id, request, scratch)
+            made.heard_at = self._ledger.now()
+            self._under_way[import_id] = made
+            return made
 
     def find(self, import_id: str, tenant_id: TenantId) -> Import:
         """A tenant's import; raises `NotFoundError`."""

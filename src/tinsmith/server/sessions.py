@@ -51,18 +51,21 @@ class Sessions:
         self, session_id: str, ending: dict[str, Any], *, unless_heard_since: float | None = None
     ) -> None:
         """End a session, unless it has ended, and have its models released."""
-        now = self._ledger.now()
+        now, is_first = self._ledger.now(), False
 
         def ended(kept: Session) -> Session:
+            nonlocal is_first
             has_beaten = unless_heard_since is not None and kept.heartbeat_at >= unless_heard_since
-            if kept.ended_at is not None or has_beaten:
+            is_first = kept.ended_at is None and not has_beaten
+            if not is_first:
                 return kept
             return msgspec.structs.replace(kept, ended_at=now, ending=ending)
 
         session = await self._ledger.entries(Session).change(session_id, ended)
         self._lookups.forget(session)
-        if session.ended_at == now:
-            await self._release_models(session)
+        if session.ended_at is not None:
+            # Again if it had ended before: that may have broken off before all were released.
+            await self._release_models(session, is_first=is_first)
 
     async def end_silent(self) -> int:
         """End the sessions that were silent for too long; returns how many.
@@ -102,28 +105,34 @@ class Sessions:
         while True:
             page = await self._ledger.entries(Model).all(limit=_PAGE, offset=offset)
             for model in page:
-                if model.released_at is None and await self._is_forgotten(model):
-                    await self._ledger.append(_release(model))
-                    count += 1
+                count += await self.release_if_ended(model)
             if len(page) < _PAGE:
                 return count
             offset += len(page)
 
-    async def _is_forgotten(self, model: Model) -> bool:
+    async def release_if_ended(self, model: Model) -> bool:
+        """Release a model whose session has ended, if nobody has; whether that was so."""
+        if model.released_at is not None:
+            return False
         session = await self._ledger.entries(Session).get(model.session_id)
         if session is not None and session.ended_at is None:
             return False
         commands = await self._ledger.replay(LineId(model.id))
-        return not any(command.kind == RELEASE for command in commands)
+        if any(command.kind == RELEASE for command in commands):
+            return False
+        await self._ledger.append(_release(model))
+        return True
 
-    async def _release_models(self, session: Session) -> None:
+    async def _release_models(self, session: Session, *, is_first: bool) -> None:
         offset = 0
         while True:
             page = await self._ledger.entries(Model).of_parent(
                 session.id, limit=_PAGE, offset=offset
             )
             for model in page:
-                if model.released_at is None:
+                if not is_first:
+                    await self.release_if_ended(model)
+                elif model.released_at is None:
                     await self._ledger.append(_release(model))
             if len(page) < _PAGE:
                 return

@@ -124,7 +124,7 @@ class Sweeper:
         )
         if not await self._ledger.entries(CheckpointEntry).remove(entry.id, due_before=now):
             return False
-        await forget_empty_copy(self._ledger, entry.run_id)
+        await forget_empty_run(self._ledger, entry.run_id)
         return True
 
     async def _delete_files(self, entry: CheckpointEntry) -> bool:
@@ -283,10 +283,15 @@ class _TurnTakenError(Exception):
     """Another server has counted meanwhile."""
 
 
-async def forget_empty_copy(ledger: Ledger, run_id: str) -> Model | None:
-    """Forget the run that was made to hold a copy, once that is gone; returns it if so."""
+async def forget_empty_run(ledger: Ledger, run_id: str) -> Model | None:
+    """Forget a run that is there for its checkpoints alone, once they are gone; returns it if so.
+
+    It was made to hold a copy, or its session has been forgotten.
+    """
     model = await ledger.entries(Model).get(run_id)
-    if model is None or model.session_id:
+    if model is None:
+        return None
+    if model.session_id and await ledger.entries(Session).get(model.session_id) is not None:
         return None
     if await ledger.entries(CheckpointEntry).of_parent(run_id, limit=1):
         return None

@@ -438,3 +438,18 @@ def test_an_address_names_its_ledger(tmp_path: Path) -> None:
             await raised(open_ledger(wrong), ValidationError)
 
     asyncio.run(tell())
+
+
+def test_a_ledger_that_is_closed_is_one_file(tmp_path: Path) -> None:
+    """Whoever copies the database then, and not its log, has everything."""
+
+    async def fill() -> None:
+        ledger = await opened(tmp_path)
+        for number in range(50):
+            await ledger.append(training(number))
+        await ledger.close()
+
+    asyncio.run(fill())
+
+    log = tmp_path / "ledger.sqlite3-wal"
+    assert not log.exists() or log.stat().st_size == 0

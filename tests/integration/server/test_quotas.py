@@ -116,3 +116,16 @@ def test_a_session_has_no_more_tags_than_anybody_needs() -> None:
 
         assert reply.status_code == 400
         assert "101" in reply.text
+
+
+def test_metadata_is_not_nested_deeper_than_anybody_needs() -> None:
+    with RunningServer() as server, server.http() as http:
+        body = {"sdk_version": "0.36.0", "tags": []}
+        for levels, status in ((40, 200), (60, 400), (900, 400)):
+            nested: object = 1
+            for _ in range(levels):
+                nested = {"a": nested}
+
+            reply = post(http, "create_session", {**body, "user_metadata": nested})
+
+            assert reply.status_code == status, reply.text

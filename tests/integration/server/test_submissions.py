@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import msgspec
 import pytest
@@ -269,3 +270,24 @@ def test_a_session_that_ended_is_not_given_out_again() -> None:
         server.run(server.app.service.sessions.end(first, {"type": "cancelled"}))
 
         assert ok(post(http, "create_session", body, headers=headers))["session_id"] != first
+
+
+def test_a_model_that_is_made_while_its_session_ends_is_let_go_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with RunningServer() as server, server.http() as http:
+        session = a_session(http)
+        service = server.app.service
+        found_open = service.lookups.open_session
+
+        async def and_ended(*asked: Any) -> Any:
+            found = await found_open(*asked)
+            await service.sessions.end(session, {"type": "client_finished"})
+            return found
+
+        monkeypatch.setattr(service.lookups, "open_session", and_ended)
+        body = {"session_id": session, "model_seq_id": 0, "base_model": MODEL}
+        model = ok(post(http, "create_model", body))["model_id"]
+
+        kinds = [one.kind for one in server.run(server.ledger.replay(LineId(model)))]
+        assert kinds == ["create_model", "release_model"]

@@ -396,3 +396,50 @@ def test_whoever_holds_one_future_holds_up_no_other() -> None:
         settling.join(30.0)
 
         assert other.done()
+
+
+def test_awaiting_a_settled_future_lets_tasks_go_first_that_were_begun_before() -> None:
+    """So does any await of the official SDK, and programs order their calls by it."""
+    order: list[str] = []
+
+    async def begun() -> None:
+        order.append("begun before")
+
+    async def scenario() -> None:
+        future: APIFuture[int] = APIFuture()
+        future.settle(1)
+        task = asyncio.create_task(begun())
+        assert await future == 1
+        order.append("awaited")
+        await task
+
+    asyncio.run(scenario())
+
+    assert order == ["begun before", "awaited"]
+
+
+def test_a_loop_is_woken_also_by_one_that_stops_just_then() -> None:
+    waiting = asyncio.new_event_loop()
+    thread = threading.Thread(target=waiting.run_forever)
+    thread.start()
+    first: APIFuture[int] = APIFuture()
+    second: APIFuture[int] = APIFuture()
+    told = [asyncio.run_coroutine_threadsafe(_awaited(one), waiting) for one in (first, second)]
+    stopping = asyncio.new_event_loop()
+
+    def last_words() -> None:
+        stopping.stop()
+        first.settle(1)
+
+    try:
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), waiting).result(10)  # both wait now
+        stopping.call_soon(last_words)
+        stopping.run_forever()
+        second.settle(2)
+
+        assert [one.result(10) for one in told] == [1, 2]
+    finally:
+        stopping.close()
+        waiting.call_soon_threadsafe(waiting.stop)
+        thread.join()
+        waiting.close()

@@ -6,10 +6,20 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import msgspec
+import pytest
 
+from tinsmith.errors import LedgerUnavailableError
 from tinsmith.ledger.clock import SteadyClock
 from tinsmith.ledger.memory import MemoryLedger
-from tinsmith.ledger.records import Command, Model, Session, SessionId, TenantId
+from tinsmith.ledger.records import (
+    Appended,
+    Command,
+    Model,
+    Session,
+    SessionId,
+    Submission,
+    TenantId,
+)
 from tinsmith.server.lookups import Lookups
 from tinsmith.server.sessions import Sessions
 
@@ -173,5 +183,29 @@ def test_an_ending_that_a_crash_cut_short_is_finished_at_the_next_start() -> Non
         assert await scene.sessions.finish_endings() == 0
 
         assert sorted(await scene.released()) == ["one:train:0", "one:train:1"]
+
+    play(work)
+
+
+def test_an_end_that_broke_off_is_completed_when_it_is_asked_for_again() -> None:
+    async def work(scene: Scene) -> None:
+        await scene.add("s", models=3)
+        append, tries = scene.ledger.append, 0
+
+        async def append_the_first(submission: Submission) -> Appended:
+            nonlocal tries
+            tries += 1
+            if tries == 2:
+                raise LedgerUnavailableError("the disk is full")
+            return await append(submission)
+
+        scene.ledger.append = append_the_first  # type: ignore[method-assign]
+        with pytest.raises(LedgerUnavailableError):
+            await scene.sessions.end("s", FINISHED)
+
+        await scene.sessions.end("s", FINISHED)
+        await scene.sessions.end("s", FINISHED)
+
+        assert sorted(await scene.released()) == [f"s:train:{number}" for number in range(3)]
 
     play(work)

@@ -180,11 +180,16 @@ async def test_a_checkpoint_that_was_saved_anew_is_kept(house: House) -> None:
 
 
 @in_a_loop
-async def test_the_run_of_a_copy_goes_with_it(house: House) -> None:
-    await house.add_model("copy-1", session_id=SessionId(""))
+async def test_a_run_that_is_there_for_its_checkpoints_alone_goes_with_the_last(
+    house: House,
+) -> None:
+    """One that was made to hold a copy, or whose session has been forgotten."""
+    await house.add_session()
     await house.add_model()
-    await house.save("c", house.ledger.now() - 1, run_id="copy-1")
     await house.save("c", house.ledger.now() - 1)
+    for run_id, session_id in (("copy-1", ""), ("old:train:0", "old")):
+        await house.add_model(run_id, session_id=SessionId(session_id))
+        await house.save("c", house.ledger.now() - 1, run_id=run_id)
 
     await house.sweeper.sweep()
 

@@ -2,7 +2,8 @@
 
 A stop is part of the sequence: the token that is the stop, or that completes the stop text, is its
 last one. Whatever the same token says after the stop text is part of it too, since tokens are not
-cut. `stop` None ends at the model's end-of-sequence tokens, `[]` at nothing.
+cut. A sequence also ends at the model's end-of-sequence tokens, but for `stop` `[]`, which ends it
+at nothing.
 
 Text is read as it comes. A character may be spread over several tokens, and then counts once it is
 whole; the decoders of some models take away a space at the beginning, so a token is read together
@@ -58,7 +59,7 @@ def stop_rule(
 
     Args:
         params: Those of the request.
-        eos_tokens: What ends a sequence of the model when nothing is asked for.
+        eos_tokens: What ends a sequence of the model, unless nothing is to end it.
         tokenizer_folder: Where the model's `tokenizer.json` is; None if it has none.
 
     Raises:
@@ -69,6 +70,8 @@ def stop_rule(
     stops = [params.stop] if isinstance(params.stop, str) else params.stop
     texts = tuple(stop for stop in stops if isinstance(stop, str) and stop)
     token_ids = frozenset(stop for stop in stops if isinstance(stop, int))
+    if stops:
+        token_ids |= frozenset(eos_tokens)
     return StopRule(token_ids, texts, _tokenizer(tokenizer_folder) if texts else None)
 
 

@@ -58,7 +58,7 @@ class Draws:
         counts = sizes[order].astype(np.int64)
         if params.top_k > 0:
             before = np.concatenate(([0], np.cumsum(counts)[:-1]))
-            counts = np.clip(params.top_k - before, 0, counts)
+            counts = np.clip(min(params.top_k, int(counts.sum())) - before, 0, counts)
         if params.top_p < 1:
             counts = _nucleus(shares, counts, params.top_p)
         kept = counts > 0
@@ -142,7 +142,7 @@ class RunningSample:
         self._most = room if params.max_tokens is None else min(params.max_tokens, room)
         stop: Sequence[str | int]
         stop = [params.stop] if isinstance(params.stop, str) else params.stop or []
-        stop = [EOS] if params.stop is None else stop
+        stop = [*stop, EOS] if params.stop is None or stop else []
         self._stop_ids = {item for item in stop if isinstance(item, int)}
         self._stop_texts = tuple(item for item in stop if isinstance(item, str))
 

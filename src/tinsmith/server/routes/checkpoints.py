@@ -34,7 +34,7 @@ from tinsmith.server.listings import (
     shown_checkpoint,
 )
 from tinsmith.server.lookups import unknown
-from tinsmith.server.sweeper import forget_empty_copy
+from tinsmith.server.sweeper import forget_empty_run
 from tinsmith.types.checkpoints import CheckpointsListResponse, CopyWeightsResponse, Cursor
 from tinsmith.types.requests import (
     CopyWeightsRequest,
@@ -134,7 +134,7 @@ async def delete_checkpoint(call: Call) -> None:
     await _note(call, entry, audit.CHECKPOINT_DELETED, change=change)
     await call.service.store_threads.run(call.store.delete, path)
     await call.ledger.entries(CheckpointEntry).remove(entry.id)
-    forgotten = await forget_empty_copy(call.ledger, entry.run_id)
+    forgotten = await forget_empty_run(call.ledger, entry.run_id)
     if forgotten is not None:
         call.service.lookups.forget(forgotten)
 

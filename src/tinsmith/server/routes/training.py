@@ -90,7 +90,10 @@ async def _create(
             if await call.ledger.entries(Model).get(line) is None:
                 await quotas.check_models(call.tenant_id)
             await call.ledger.entries(Model).add(model)
-        return accepted(await append(call, submitted), model)
+        answer = accepted(await append(call, submitted), model)
+        # If the session has ended meanwhile, whoever ended it may have looked before it was there.
+        await call.service.sessions.release_if_ended(model)
+        return answer
     except TinkerError:
         repeated = await find_repeated(call, submitted)
         if repeated is None:

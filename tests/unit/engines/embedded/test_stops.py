@@ -45,13 +45,13 @@ def _read_until(
     return -1
 
 
-def test_no_stops_are_those_of_the_model_and_an_empty_list_is_none() -> None:
-    """Absent and empty differ; ids are taken as they are, and nothing needs a tokenizer."""
+def test_the_model_s_own_ends_hold_beside_others_and_an_empty_list_is_none() -> None:
+    """Absent and empty differ, and nothing needs a tokenizer."""
     absent = stop_rule(SamplingParams(), (2, 5), None)
     empty = stop_rule(SamplingParams(stop=[]), (2, 5), None)
     given = stop_rule(SamplingParams(stop=[7]), (2, 5), None)
 
-    assert [rule.token_ids for rule in (absent, empty, given)] == [{2, 5}, set(), {7}]
+    assert [rule.token_ids for rule in (absent, empty, given)] == [{2, 5}, set(), {2, 5, 7}]
     assert absent.follow([1]) is empty.follow([1]) is given.follow([1]) is None
 
 
