@@ -15,13 +15,17 @@ from tinsmith.errors import (
     APIError,
     APIStatusError,
     APITimeoutError,
+    AuthenticationError,
     TinkerError,
 )
 
 FAILED = 1
 WRONG_USAGE = 2
 
-SIGN_IN = "run `tinsmith auth login`, or set TINKER_API_KEY"
+SIGN_IN = (
+    "run `tinsmith auth login`, or set TINKER_API_KEY; --base-url embedded needs none, and a "
+    "service without keys takes any that begins with tml-"
+)
 
 # What a status means in a word, and what to do about it where the error itself does not say.
 _STATUSES: dict[int, tuple[str, str | None]] = {
@@ -125,6 +129,8 @@ def _message(error: BaseException) -> str:
 
 
 def _remedy(error: BaseException) -> str | None:
+    if isinstance(error, AuthenticationError):
+        return SIGN_IN  # its own is for programs
     given = getattr(error, "remedy", None)
     if given or not isinstance(error, APIError):
         return str(given) if given else None

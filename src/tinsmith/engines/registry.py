@@ -26,6 +26,7 @@ from tinsmith.model_files.base import Tell
 from tinsmith.model_files.cache import ModelCache, tell_nobody
 from tinsmith.model_files.find import find_model
 from tinsmith.model_files.manifest import read_manifest
+from tinsmith.model_files.sources import known_name
 
 ENGINES = ("embedded", "fake")
 LONGEST_NAME = 200
@@ -61,6 +62,8 @@ def read_models(models: Sequence[str]) -> list[ModelSource]:
         name, is_given, path = text.partition("=")
         name = name.strip()
         path = path.strip() if is_given else name.partition(":")[0]
+        if not is_given:
+            name = known_name(name)  # as programs call it
         _check_model(name, path)
         if name in found:
             raise ValidationError(f"the model's name {name!r} is given twice")

@@ -31,6 +31,10 @@ class Source(Protocol):
     def kind(self) -> str:
         """What the source is called: in commands, in manifests, and for its folder of work."""
 
+    @property
+    def caution(self) -> str:
+        """What whoever takes the model from here instead of from elsewhere should know."""
+
     def fetch(self, work: Path, tell: Tell) -> tuple[Path, dict[str, str]]:
         """Fetch the model, check what came, and make a plain Hugging Face folder of it.
 

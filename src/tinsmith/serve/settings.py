@@ -103,6 +103,8 @@ class Limits(Section, frozen=True, kw_only=True):
     """Of one tenant."""
     models: Count = 256
     """Of one tenant."""
+    adapters: Count = 64
+    """That the engine holds at a time, of all tenants; models beyond it wait to be made."""
     rank: Count = 256
     import_bytes: Annotated[int, Meta(ge=0, le=2**62)] = 2 * 1024**3
     """Of an adapter that is sent; it is held in memory for a moment. 0: none is taken."""
@@ -195,6 +197,7 @@ class ServiceSettings(Section, frozen=True, kw_only=True):
             device=self.device,
             threads=self.threads,
             batch_tokens=self.limits.batch_tokens,
+            most_adapters=self.limits.adapters,
         )
 
     @property

@@ -6,7 +6,8 @@ weights; without one, the request's id takes the place of the seed. Log-probabil
 the model, whatever the temperature.
 
 A token reads as the character with its number, which is how stop texts are found. The token that
-completes a stop is part of the sequence. `stop` None ends at `eos_token`, `[]` at nothing.
+completes a stop is part of the sequence. A sequence also ends at `eos_token`; with `stop` `[]` it
+ends at nothing.
 """
 
 from __future__ import annotations
@@ -116,8 +117,8 @@ def _sequence(
 def _stop_test(params: SamplingParams, eos_token: int) -> IsStop:
     stop: list[str | int] | None
     stop = [params.stop] if isinstance(params.stop, str) else params.stop
-    if stop is None:
-        stop = [eos_token]
+    if stop is None or stop:
+        stop = [*(stop or []), eos_token]
     ids = {item for item in stop if isinstance(item, int)}
     texts = tuple(item for item in stop if isinstance(item, str))
     return lambda tokens, text: tokens[-1] in ids or (bool(texts) and text.endswith(texts))

