@@ -303,6 +303,23 @@ def test_one_sweep_takes_all_that_is_due_however_much(
     asyncio.run(tell())
 
 
+def test_a_line_whose_commands_were_all_swept_takes_further_ones(kept: Place) -> None:
+    async def tell() -> None:
+        async with await kept.open() as ledger:
+            for number in range(3):
+                await ledger.append(training(number))
+            await ledger.settle([ended(f"{MODEL}:{number}") for number in range(3)])
+            await ledger.record_snapshot(MODEL, 3, "snapshot")
+            kept.clock.wait(10**6)
+            await ledger.sweep()
+
+            appended = await ledger.append(training(None))
+
+            assert appended.request_id == f"{MODEL}:3"
+
+    asyncio.run(tell())
+
+
 def test_commands_that_a_replay_needs_are_kept(kept: Place) -> None:
     async def tell() -> None:
         async with await kept.open() as ledger:

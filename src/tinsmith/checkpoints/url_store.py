@@ -33,7 +33,7 @@ from typing import Any
 import msgspec
 
 from tinsmith.checkpoints import manifest as manifests
-from tinsmith.checkpoints.base import PIECE_BYTES, CheckpointStore, Staging
+from tinsmith.checkpoints.base import PIECE_BYTES, CheckpointStore, Reading, Staging
 from tinsmith.checkpoints.checks import (
     already_there,
     check_digests,
@@ -122,6 +122,27 @@ class UrlStore(CheckpointStore):
 
     def open(self, path: CheckpointPath) -> LockedReading:
         """`CheckpointStore.open`."""
+        try:
+            return self._open(path)
+        except CheckpointDamagedError:
+            if not self._forget_fetched(path):
+                raise
+            return self._open(path)
+
+    def open_whole(self, path: CheckpointPath) -> Reading:
+        """`CheckpointStore.open_whole`."""
+        try:
+            return super().open_whole(path)
+        except CheckpointDamagedError:
+            if not self._forget_fetched(path):
+                raise
+            return super().open_whole(path)
+
+    def _forget_fetched(self, path: CheckpointPath) -> bool:
+        """Have a checkpoint fetched again: what is here is half deleted, or the disk damaged it."""
+        return self._forget(self._fetched / self.info(path).version)
+
+    def _open(self, path: CheckpointPath) -> LockedReading:
         with _errors(f"{path} cannot be opened"):
             manifest = self.info(path)
             folder = self._fetched / manifest.version

@@ -137,7 +137,7 @@ def append_all(effects: Effects, members: Sequence[Waiting]) -> Steps[list[Outco
         submission, kept = member.submission, member.kept
         line, number = submission.line, submission.seq_id
         if number is None:
-            number = yield from _next_number(line, known[line])
+            number = yield from _next_number(line, known[line], positions[line])
         outcome = decide(submission, number, known[line].get(number), positions[line])
         outcomes.append(outcome)
         if not isinstance(outcome, Appended) or not outcome.is_new:
@@ -185,10 +185,10 @@ def _known(line: LineId, submissions: Sequence[Submission]) -> Steps[Known]:
     return found
 
 
-def _next_number(line: LineId, known: Known) -> Steps[int]:
-    """The number after all that the line has, those of this batch included."""
+def _next_number(line: LineId, known: Known, position: int) -> Steps[int]:
+    """The number after all that the line has or had, those of this batch included."""
     [(number,)] = yield "next_number", (line,)
-    return max(int(number), *(one + 1 for one in known), 0)
+    return max(int(number), position, *(one + 1 for one in known), 0)
 
 
 def decide(

@@ -128,6 +128,7 @@ class MemoryLedger(Ledger):
         line, number = submission.line, submission.seq_id
         if number is None:
             number = max((k.command.seq_id for k in self._commands.of_line(line)), default=-1) + 1
+            number = max(number, self._line(line).position)  # those before it may be swept
         request = request_id(line, number)
         known = self._commands.find(request)
         position = self._line(line).position if submission.is_ordered else 0

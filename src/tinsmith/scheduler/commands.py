@@ -127,7 +127,11 @@ class Singles:
         self._creating += is_creation
         task = asyncio.create_task(self._run(command, is_creation=is_creation))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._parts.wake()  # only now is there room: what it woke itself has counted it still
 
     def _has_place(self) -> bool:
         capacity = self._parts.engine.capacity()
@@ -346,9 +350,12 @@ class Singles:
         await self._snapshots.wait(line)
         ledger = parts.ledger
         old = await parts.ask(lambda: ledger.record_snapshot(line, LARGEST_NUMBER, None))
-        if old is not None:
-            await asyncio.to_thread(parts.store.delete, CheckpointPath.parse(old))
-        await saves.drop_samplers(parts, command.session_id)
+        try:
+            if old is not None:
+                await asyncio.to_thread(parts.store.delete, CheckpointPath.parse(old))
+            await saves.drop_samplers(parts, command.session_id)
+        except TinkerError as exc:  # the sweeper comes for what is left
+            _log.warning("files of %s could not be deleted: %s", line, exc)
         return None, ()
 
     async def _autosave(self, command: Command) -> None:

@@ -70,9 +70,9 @@ class EngineTurns:
                 self._active.add(kind)
                 other = _OTHER[kind]
                 if other in self._active:
-                    level = self._used_s[other]
-                    self._used_s[kind] = max(self._used_s[kind], level)
-                    self._used_s[other] = level
+                    # Time that either had alone is nothing that it owes the other.
+                    level = max(self._used_s.values())
+                    self._used_s[kind] = self._used_s[other] = level
             else:
                 self._active.discard(kind)
             self._changed.notify_all()

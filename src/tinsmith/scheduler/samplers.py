@@ -37,6 +37,7 @@ class Samplers:
         self._parts = parts
         self._sources: OrderedDict[str, Source] = OrderedDict()
         self._loading: dict[WeightsId, asyncio.Task[None]] = {}
+        self._dropping: dict[WeightsId, asyncio.Task[None]] = {}
         self._recent: OrderedDict[WeightsId, None] = OrderedDict()
         self._users: Counter[WeightsId] = Counter()
 
@@ -81,7 +82,11 @@ class Samplers:
             raise
         self._recent[weights_id] = None
         self._recent.move_to_end(weights_id)
-        await self._drop_old()
+        try:
+            await self._drop_old()
+        except BaseException:
+            self.release(source)
+            raise
 
     def release(self, source: Source) -> None:
         """A sample that used the weights has ended."""
@@ -92,12 +97,15 @@ class Samplers:
 
     async def stop(self) -> None:
         """Give up what is being loaded."""
-        tasks = list(self._loading.values())
+        tasks = [*self._loading.values(), *self._dropping.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _load(self, base_model: str, path: CheckpointPath, weights_id: WeightsId) -> None:
+        dropping = self._dropping.get(weights_id)
+        if dropping is not None:
+            await asyncio.wait([dropping])
         if self._parts.engine.has_weights(weights_id):
             return
         task = self._loading.get(weights_id)
@@ -123,10 +131,18 @@ class Samplers:
         self._parts.statistics.count("loaded_weights")
 
     async def _drop_old(self) -> None:
-        surplus = len(self._recent) - self._parts.settings.most_sampler_weights
-        if surplus <= 0:
-            return
-        for weights_id in [one for one in self._recent if not self._users[one]][:surplus]:
+        # Looked for anew each time: others take and drop weights while the engine drops these.
+        while len(self._recent) > self._parts.settings.most_sampler_weights:
+            weights_id = next((one for one in self._recent if one not in self._users), None)
+            if weights_id is None:
+                return
             del self._recent[weights_id]
+            task = self._dropping[weights_id] = asyncio.create_task(self._drop(weights_id))
+            await asyncio.shield(task)
+
+    async def _drop(self, weights_id: WeightsId) -> None:
+        try:
             with self._parts.silence.call(f"the release of {weights_id}"):
                 await self._parts.engine.drop_weights(weights_id)
+        finally:
+            del self._dropping[weights_id]

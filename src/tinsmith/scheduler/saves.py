@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -163,8 +164,10 @@ async def keep_sampler(
 
 async def drop_samplers(parts: Parts, session_id: str) -> None:
     """Delete the files of a session's samplers that have no name."""
-    entries = parts.ledger.entries(Sampler)
-    for sampler in await parts.ask(lambda: entries.of_parent(session_id)):
-        path = CheckpointPath.sampler(sampler.id)
-        if sampler.model_path == str(path):
-            await asyncio.to_thread(parts.store.delete, path)
+    entries, offset = parts.ledger.entries(Sampler), 0
+    while page := await parts.ask(partial(entries.of_parent, session_id, offset=offset)):
+        offset += len(page)
+        for sampler in page:
+            path = CheckpointPath.sampler(sampler.id)
+            if sampler.model_path == str(path):
+                await asyncio.to_thread(parts.store.delete, path)

@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -46,6 +47,9 @@ REAP_S = 5.0
 SWEEP_S = 60.0
 """How often what nobody needs any more is taken away."""
 SECRET_BYTES = 32
+IO_THREADS = 64
+"""More than the scheduler's commands that may be at the store at once: bodies and payloads are
+written and read on these threads too, and do not wait behind a slow store."""
 
 
 def _tell_nobody(_: str) -> None:
@@ -101,7 +105,9 @@ class Service:
         self.metrics.long_polls.read_with(lambda: len(self.app.service.waits))
         self.metrics.engine_losses.read_with(lambda: self._working.losses)
         self._tasks: list[asyncio.Task[None]] = []
-        self._lost: asyncio.Future[EngineLostError] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(IO_THREADS, "tinsmith-io"))
+        self._lost: asyncio.Future[EngineLostError] = loop.create_future()
         self._is_closed = False
 
     @classmethod

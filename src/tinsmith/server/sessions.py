@@ -130,10 +130,10 @@ class Sessions:
                 session.id, limit=_PAGE, offset=offset
             )
             for model in page:
-                if not is_first:
-                    await self.release_if_ended(model)
-                elif model.released_at is None:
+                if is_first:  # also one that was unloaded: its line is forgotten by that
                     await self._ledger.append(_release(model))
+                else:
+                    await self.release_if_ended(model)
             if len(page) < _PAGE:
                 return
             offset += len(page)

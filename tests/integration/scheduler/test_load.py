@@ -9,6 +9,7 @@ from pathlib import Path
 from tests.integration.scheduler.bench import Bench
 from tinsmith.ledger.sqlite import SqliteLedger
 from tinsmith.types.futures import RequestFailedResponse
+from tinsmith.types.requests import UnloadModelRequest
 
 STALL_S = 0.5
 """Far above what is seen, and less than a heartbeat may take."""
@@ -53,3 +54,29 @@ def test_a_burst_of_samples_and_training_does_not_hold_up_the_event_loop(tmp_pat
         return await watching
 
     assert asyncio.run(run()) < STALL_S
+
+
+def test_many_commands_that_end_in_one_turn_make_room_for_all_others(tmp_path: Path) -> None:
+    """More than run at a time, settled by one commit: nobody else wakes the scheduler."""
+
+    async def run() -> int:
+        ledger = await SqliteLedger.open(tmp_path / "ledger")
+        b = Bench(tmp_path, ledger)
+        await b.open()
+        lines = [f"session-0:train:{n}" for n in range(40)]
+        for line in lines:
+            await b.create(line)
+        ids = await asyncio.gather(
+            *(
+                b.submit(line, 1, "unload_model", UnloadModelRequest(model_id=line))
+                for line in lines
+            )
+        )
+        for request_id in ids:
+            assert not isinstance(await b.result(request_id), RequestFailedResponse)
+        left = b.engine.capacity().adapters
+        await b.close()
+        await ledger.close()
+        return left
+
+    assert asyncio.run(run()) == 0

@@ -121,3 +121,33 @@ def test_a_turn_that_fails_is_given_back() -> None:
             pass
 
     asyncio.run(run())
+
+
+def test_time_that_one_had_alone_is_not_owed_to_the_other() -> None:
+    now = 0.0
+
+    async def run() -> int:
+        nonlocal now
+        turns = EngineTurns(clock=lambda: now)
+        await turns.set_active("training", True)
+        async with turns.turn("training"):
+            now += 1000.0
+        await turns.set_active("training", False)
+        await turns.set_active("sampling", True)
+        await turns.set_active("training", True)
+        training = asyncio.create_task(_trained(turns))
+        steps = 0
+        while not training.done() and steps < 100:
+            async with turns.turn("sampling"):
+                now += 0.01
+            steps += 1
+            await asyncio.sleep(0)
+        await training
+        return steps
+
+    assert asyncio.run(run()) < 10
+
+
+async def _trained(turns: EngineTurns) -> None:
+    async with turns.turn("training"):
+        pass

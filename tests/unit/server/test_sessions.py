@@ -209,3 +209,17 @@ def test_an_end_that_broke_off_is_completed_when_it_is_asked_for_again() -> None
         assert sorted(await scene.released()) == [f"s:train:{number}" for number in range(3)]
 
     play(work)
+
+
+def test_the_line_of_a_model_that_was_unloaded_is_forgotten_with_its_session() -> None:
+    async def work(scene: Scene) -> None:
+        await scene.add("s", models=2)
+        await scene.ledger.entries(Model).change(
+            "s:train:0", lambda kept: msgspec.structs.replace(kept, released_at=scene.time)
+        )
+
+        await scene.sessions.end("s", FINISHED)
+
+        assert sorted(await scene.released()) == ["s:train:0", "s:train:1"]
+
+    play(work)
