@@ -135,6 +135,9 @@ def test_many_texts_at_once_are_the_same(pair: Pair) -> None:
         {"truncation": True, "max_length": 5},
         {"truncation": True, "max_length": 7, "padding": "max_length"},
         {"truncation": True, "max_length": 5, "add_special_tokens": False},
+        {"max_length": 3},
+        {"truncation": True},  # to a length that may not be known
+        {"truncation": True, "max_length": 0, "add_special_tokens": False},
     ):
         got, expected = ours(TEXTS, **options), theirs(TEXTS, **options)
         assert got["input_ids"] == expected["input_ids"]

@@ -419,6 +419,30 @@ def test_what_is_kept_for_the_slopes_is_bounded() -> None:
         run(graph, 2000).datum_slopes(0, some_logprobs(2000))
 
 
+def test_a_number_for_the_whole_datum_needs_no_shape() -> None:
+    """The wire gives one back as it gives a list of one."""
+    declared = [CustomLossInput(name="logprobs", rank=1), CustomLossInput(name="beta", rank=0)]
+    graph = a_graph(
+        node("beta", "placeholder", "beta"),
+        node("whole", "call_method", "sum", REF),
+        node("loss", "call_function", "operator.mul", {"ref": "whole"}, {"ref": "beta"}),
+    )
+    loss = CustomLoss(declared, graph, [inputs(target_tokens=[1, 2], beta=torch.tensor([0.5]))])
+
+    slopes = loss.datum_slopes(0, some_logprobs(2))
+
+    assert torch.equal(slopes, torch.tensor([0.5, 0.5]))
+
+
+def test_empty_tensors_are_bounded_too() -> None:
+    """Each is an object of hundreds of bytes, though it has no numbers."""
+    many = [node(f"s{i}", "call_function", "torch.tensor_split", REF, 60_000) for i in range(4)]
+    graph = a_graph(*many, node("loss", "call_method", "sum", REF))
+
+    with pytest.raises(ValidationError, match="too many numbers"):
+        run(graph, T).datum_slopes(0, some_logprobs(T))
+
+
 def test_work_is_bounded_where_results_are_small() -> None:
     square = [
         node("column", "call_method", "view", REF, -1, 1),

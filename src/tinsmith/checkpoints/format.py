@@ -221,6 +221,8 @@ def _peft_config(adapter: Adapter) -> dict[str, Any]:
 def _pairs(arrays: dict[str, Array], rank: int) -> dict[str, LoraPair]:
     factors: dict[str, dict[Factor, Array]] = {}
     for name, array in arrays.items():
+        if name.endswith(".base_layer.weight"):
+            continue  # `peft` saves the frozen weights of an adapted output layer along
         module, factor = layer_of(name)
         if array.dtype.kind != "f" or array.ndim != 2 or 0 in array.shape:
             raise CheckpointFormatError(

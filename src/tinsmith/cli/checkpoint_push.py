@@ -95,6 +95,15 @@ def _hub_errors() -> tuple[type[Exception], ...]:
     return (OSError, ValueError, own, *family)
 
 
+def _not_found_errors() -> tuple[type[Exception], ...]:
+    """What the hub's package raises for a file, a branch or a repository that is not there."""
+    errors = importlib.import_module("huggingface_hub.errors")
+    return (
+        *(errors.EntryNotFoundError, errors.RevisionNotFoundError),
+        errors.RepositoryNotFoundError,
+    )
+
+
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
@@ -151,8 +160,13 @@ def _check_same(hub: Any, path: str, repository: str, revision: str | None) -> N
     """Refuse a repository that holds another checkpoint."""
     try:
         file = hub.hf_hub_download(repo_id=repository, filename=CARD, revision=revision)
-    except _hub_errors():  # there is none yet
+    except _not_found_errors():
         return
+    except _hub_errors() as exc:
+        raise CommandError(
+            f"what {repository} holds could not be looked at: {_first_line(exc)}",
+            remedy="try again; nothing was uploaded",
+        ) from exc
     text = pathlib.Path(file).read_text(encoding="utf-8", errors="replace")
     named = re.search(r"tinker://[^\s`]+", text)
     if named is not None and named[0] != path:

@@ -64,8 +64,14 @@ class Addresses:
     def __init__(self, sign: Sign) -> None:
         self._sign = sign
         self._lock = threading.Lock()
-        self._urls, self._expires = sign()
+        self._urls, self._expires = self._signed()
         self.names = sorted(self._urls)
+
+    def _signed(self) -> tuple[dict[str, str], datetime.datetime | None]:
+        urls, expires = self._sign()
+        if expires is not None and expires.tzinfo is None:
+            expires = expires.replace(tzinfo=datetime.UTC)
+        return urls, expires
 
     def url(self, name: str, refused: str | None = None) -> str:
         """A file's address now; another one than `refused`, if that can be."""
@@ -73,7 +79,7 @@ class Addresses:
             now = datetime.datetime.now(datetime.UTC)
             is_old = self._expires is not None and now >= self._expires - SIGN_BEFORE
             if is_old or self._urls.get(name) == refused:
-                self._urls, self._expires = self._sign()
+                self._urls, self._expires = self._signed()
             if name not in self._urls:
                 raise DownloadError(f"the service no longer has an address for {name}")
             return self._urls[name]
@@ -306,7 +312,7 @@ class Fetch:
                 and int(found[1]) == piece.start + piece.done
                 and int(found[3]) == file.size
             )
-        if not is_right:
+        if not is_right or reply.headers.get("ETag") not in (None, file.tag):
             raise DownloadError(
                 f"{file.name} is another file now than when its download began",
                 remedy="run the command again with --no-resume",
@@ -360,8 +366,8 @@ def _resumed(
 ) -> list[Piece] | None:
     """The pieces that an earlier run left, if they are of the same file and `here` is enough."""
     try:
-        if noted["size"] != size or noted["tag"] != tag:
-            return None
+        if tag is None or noted["size"] != size or noted["tag"] != tag:
+            return None  # without a tag nobody knows whether it is the same file
         pieces = [Piece(name, start, stop, done) for start, stop, done in noted["pieces"]]
         ends = [0, *(piece.stop for piece in pieces)]
         fits = [piece.start for piece in pieces] == ends[:-1] and ends[-1] == size

@@ -43,6 +43,7 @@ NOUNS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line, `sys.argv` unless given, and return its exit status."""
     if arguments is None:  # we are the process, and not a part of somebody else's
+        _open_closed_streams()
         signal.signal(signal.SIGTERM, _stop)
         if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that knows few letters
             sys.stdout.reconfigure(errors="backslashreplace")
@@ -74,6 +75,13 @@ def root_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"tinsmith {__version__}")
     return parser
+
+
+def _open_closed_streams() -> None:
+    """Streams that the shell has closed (`>&-`) lead nowhere; Python has none in their place."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
 
 
 def _run(words: list[str]) -> int:

@@ -41,7 +41,10 @@ def export_trace(arguments: argparse.Namespace) -> None:
     from tinsmith.observe.sizes import size_text
 
     session_id: str = arguments.session_id
-    target = pathlib.Path(arguments.output or f"{'_'.join(safe_parts(session_id))}.pftrace")
+    name = f"{'_'.join(safe_parts(session_id))}.pftrace"
+    target = pathlib.Path(arguments.output or name)
+    if target.is_dir():
+        target /= name
     with Progress("Exporting the trace", None, format_=arguments.format):
         rest = rest_client(arguments)
         url = wait(rest.export_session_trace(session_id), arguments, EXPORT_TIMEOUT_S)

@@ -17,6 +17,7 @@ def configure(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Write the folder."""
+    import shlex
     from pathlib import Path
 
     from tinsmith.cli.failures import require_numpy
@@ -27,7 +28,7 @@ def run(arguments: argparse.Namespace) -> None:
     folder = Path(arguments.folder)
     make_workshop(folder)
     variables = {"TINKER_BASE_URL": "http://127.0.0.1:8000", "TINKER_API_KEY": "tml-workshop"}
-    serve = f"tinsmith serve --config {folder / 'tinsmith.toml'}"
+    serve = f"tinsmith serve --config {shlex.quote(str(folder / 'tinsmith.toml'))}"
     show(
         arguments.format,
         {"folder": str(folder), "models": list(NAMES), "serve": serve, "environment": variables},

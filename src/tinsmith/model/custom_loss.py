@@ -37,6 +37,8 @@ from tinsmith.types.loss_operations import DEVICE, METRIC_NAME
 from tinsmith.types.training import CustomLossGraph, CustomLossInput, CustomLossNode
 
 MOST_NODES = 1000
+TENSOR_NUMBERS = 256
+"""What a tensor takes besides its numbers, as so many of them: empty ones take memory too."""
 MOST_KEPT = 1 << 25
 """Numbers of all tensors that a loss makes of one datum; they are all kept, for the slopes."""
 MOST_WORK = 1 << 30
@@ -138,6 +140,10 @@ def _read(declared: Sequence[CustomLossInput], inputs: Inputs, index: int) -> li
         if tensor is None:
             raise ValidationError(f"datum {index} has no {name!r}, which the loss reads")
         dense = dense_tensor(tensor)
+        if one.rank == 0 and dense.numel() == 1:
+            dense = dense.reshape(
+                ()
+            )  # on the wire a number has no shape, as a list of one has none
         if dense.ndim != one.rank:
             raise ValidationError(
                 f"datum {index}: {name} has {dense.ndim} dimensions; the loss takes {one.name} "
@@ -220,7 +226,7 @@ class _Run:
             raise ValidationError(
                 f"the loss cannot compute {node.target} ({node.name}): {_told(exc)}"
             ) from exc
-        self._kept += sum(one.numel() for one in tensors_in([result]))
+        self._kept += sum(one.numel() + TENSOR_NUMBERS for one in tensors_in([result]))
         self._work += work_of(name, args)
         is_long = isinstance(result, int) and result.bit_length() > MOST_BITS
         if is_long or self._kept > MOST_KEPT or self._work > MOST_WORK:

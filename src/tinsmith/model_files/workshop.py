@@ -125,13 +125,15 @@ def served_names(folder: Path) -> list[str]:
 
 
 def _settings(folder: Path) -> str:
-    models = "".join(f"    {json.dumps(text)},\n" for text in served_names(folder))
+    models = "".join(
+        f"    {json.dumps(text, ensure_ascii=False)},\n" for text in served_names(folder)
+    )
     return f"""\
 # The service of this workshop: `tinsmith serve --config tinsmith.toml`
 engine = "embedded"
 dtype = "float32"
 threads = 1
-data = {json.dumps(str(folder / "data"))}
+data = {json.dumps(str(folder / "data"), ensure_ascii=False)}
 models = [
 {models}]
 """

@@ -68,6 +68,9 @@ class EncodedTextChunk(FrozenModel):
         """How many tokens this chunk takes."""
         return len(self._numbers)
 
+    def _arguments(self) -> dict[str, Any]:
+        return {"tokens": self._numbers}
+
     def _parts(self) -> tuple[Any, ...]:
         return (self._numbers,)
 
@@ -233,6 +236,9 @@ class ModelInput(FrozenModel):
 
     def _parts(self) -> tuple[Any, ...]:
         return (self.chunks,)
+
+    def _arguments(self) -> dict[str, Any]:
+        return {"chunks": self.chunks}
 
     def __hash__(self) -> int:
         return hash(tuple(self.chunks))

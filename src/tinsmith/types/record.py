@@ -18,7 +18,7 @@ import functools
 import math
 import types as python_types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import (
     Any,
     ClassVar,
@@ -277,6 +277,23 @@ class FrozenModel(Frozen):
         """The fields as JSON text."""
         del exclude_none
         return msgspec.json.encode(self.model_dump(), enc_hook=foreign_to_plain).decode()
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Another one, with some fields replaced. It never changes, and so is its own deep copy."""
+        del deep
+        return type(self)(**{**self._arguments(), **(update or {})})
+
+    def _arguments(self) -> dict[str, Any]:
+        """What its constructor makes it from."""
+        raise NotImplementedError
+
+    @classmethod
+    def model_validate_json(cls, text: str | bytes) -> Self:
+        """As `model_validate`, from JSON text."""
+        try:
+            return cls.model_validate(msgspec.json.decode(text))
+        except msgspec.DecodeError as exc:
+            raise ValidationError(f"{cls.__name__}: {exc}") from exc
 
     @classmethod
     def model_validate(cls, value: Any) -> Self:

@@ -311,6 +311,9 @@ class OptimStepRequest(FrozenModel):
     def _parts(self) -> tuple[Any, ...]:
         return self.model_id, self.optim_params, self.seq_id
 
+    def _arguments(self) -> dict[str, Any]:
+        return dict(zip(("model_id", "optim_params", "seq_id"), self._parts(), strict=True))
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, OptimStepRequest):
             return NotImplemented

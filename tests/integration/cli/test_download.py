@@ -317,6 +317,8 @@ def test_a_trace_is_written_to_a_file(
 
     plain = tinsmith.run("session", "export-trace", session_id, "-f", "json")
     named = tinsmith.run("session", "export-trace", session_id, "-o", "trace.bin")
+    (tinsmith.folder / "traces").mkdir()
+    within = tinsmith.run("session", "export-trace", session_id, "-o", "traces/")
     address = tinsmith.run("session", "export-trace", session_id, "--url-only")
 
     assert plain.status == 0, plain.err
@@ -326,7 +328,8 @@ def test_a_trace_is_written_to_a_file(
         "destination": trace.name,
         "file_size_bytes": trace.stat().st_size,
     }
-    assert named.status == 0
+    assert named.status == within.status == 0
+    assert (tinsmith.folder / "traces" / trace.name).read_bytes() == trace.read_bytes()
     assert (tinsmith.folder / "trace.bin").read_bytes() == trace.read_bytes()
     assert address.out.strip().startswith(service.base_url)
     assert not list(tinsmith.folder.glob("*.partial"))

@@ -261,6 +261,16 @@ def test_a_file_that_changes_under_way_is_refused(
         fetched(where, tmp_path / "target", connections=1)
 
 
+def test_a_part_of_another_file_of_the_same_size_is_refused(
+    service: ScriptedService, tmp_path: pathlib.Path
+) -> None:
+    where = addresses(service.downloads.put("f", CONTENT))
+    service.faults.add(on="download", nth=3, delay_s=0.001, headers={"ETag": '"another"'})
+
+    with pytest.raises(DownloadError, match="another file now"):
+        fetched(where, tmp_path / "target", connections=1)
+
+
 @pytest.mark.parametrize("size", [len(CONTENT) - 1, len(CONTENT) + 1])
 def test_w43_a_size_that_is_not_true_is_refused(
     size: int, service: ScriptedService, tmp_path: pathlib.Path

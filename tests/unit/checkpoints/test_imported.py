@@ -48,6 +48,20 @@ def test_an_adapter_is_written_in_our_form(source: Path, target: Path) -> None:
     same_layers(read, an_adapter())
 
 
+def test_the_frozen_output_layer_that_peft_saves_along_is_left_out(
+    source: Path, target: Path
+) -> None:
+    tensors = {
+        name: torch.from_numpy(a) for name, a in read_tensors(source / ADAPTER_MODEL).items()
+    }
+    tensors["base_model.model.lm_head.base_layer.weight"] = torch.ones(8, 4)
+    safetensors.torch.save_file(tensors, source / ADAPTER_MODEL)
+
+    import_adapter(source, target)
+
+    same_layers(read_adapter(target), an_adapter())
+
+
 def test_half_precision_becomes_float32(source: Path, target: Path) -> None:
     kinds = [torch.bfloat16, torch.float16, torch.float64]
     tensors = {

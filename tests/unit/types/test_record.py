@@ -347,3 +347,25 @@ def test_models_that_are_no_structs_have_the_methods_of_models(value: Any) -> No
     assert type(value).model_validate(value.model_dump()) == value
     assert type(value).model_validate(value) is value
     assert json.loads(value.model_dump_json()) == value.model_dump()
+
+
+@pytest.mark.parametrize(
+    ("made", "update"),
+    [
+        (t.ModelInput.from_ints([1, 2]), {"chunks": [t.EncodedTextChunk(tokens=[3])]}),
+        (t.EncodedTextChunk(tokens=[1, 2]), {"tokens": [3]}),
+        (t.OptimStepRequest(model_id="m", adam_params=t.AdamParams(), seq_id=1), {"seq_id": 2}),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_what_holds_arrays_is_copied_and_read_as_other_models_are(
+    made: Any, update: dict[str, Any]
+) -> None:
+    assert made.model_copy() == made
+    changed = made.model_copy(update=update)
+    assert changed != made
+    ((name, value),) = update.items()
+    assert getattr(changed, name) == value
+    assert type(made).model_validate_json(made.model_dump_json()) == made
+    with pytest.raises(ValidationError):
+        type(made).model_validate_json("{")

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
 
+UNKNOWN_LENGTH = 1 << 31
+"""A length that is no less is none: configurations write 1e30 where they know none."""
+
+
 class Tokenizer(TokenizerHandle):
     """A tokenizer: `encode`, `decode`, `apply_chat_template` and the calls around them."""
 
@@ -48,7 +52,7 @@ class Tokenizer(TokenizerHandle):
         *,
         add_special_tokens: bool = True,
         padding: bool | str = False,
-        truncation: bool = False,
+        truncation: bool | None = None,
         max_length: int | None = None,
         return_tensors: str | None = None,
         return_offsets_mapping: bool = False,
@@ -57,7 +61,8 @@ class Tokenizer(TokenizerHandle):
 
         Args:
             padding: `True` or `"longest"` for the length of the longest, `"max_length"` for that.
-            truncation: Cut to `max_length`, special tokens included.
+            truncation: Cut to `max_length`, special tokens included; None does so if that is given
+                and nothing is padded.
             max_length: The model's own length unless given.
             return_tensors: `"np"` or `"pt"`, for arrays of many rows instead of lists.
             return_offsets_mapping: Add `offset_mapping`: where in the text each token stands.
@@ -68,9 +73,13 @@ class Tokenizer(TokenizerHandle):
         texts = [text] if isinstance(text, str) else list(text)
         for each in texts:
             _check_text(each)
-        limit = (max_length or self.model_max_length) if truncation else None
+        own = self.model_max_length if self.model_max_length < UNKNOWN_LENGTH else None
+        length = own if max_length is None else max_length
+        if truncation is None:
+            truncation = max_length is not None and padding is False
+        limit = length if truncation else None
         rows = self._encode_all(texts, limit, add_special_tokens=add_special_tokens)
-        self._pad(rows, padding, max_length or self.model_max_length)
+        self._pad(rows, padding, length)
         found: dict[str, list[Any]] = {
             "input_ids": [row.ids for row in rows],
             "attention_mask": [row.attention_mask for row in rows],
@@ -228,8 +237,9 @@ class Tokenizer(TokenizerHandle):
             return [native.encode(texts[0], add_special_tokens=add_special_tokens)]
         return native.encode_batch(texts, add_special_tokens=add_special_tokens)
 
-    def _pad(self, rows: list[Encoding], padding: bool | str, max_length: int) -> None:
-        if padding is False or padding == "do_not_pad" or not rows:
+    def _pad(self, rows: list[Encoding], padding: bool | str, max_length: int | None) -> None:
+        is_endless = padding == "max_length" and max_length is None
+        if padding is False or padding == "do_not_pad" or not rows or is_endless:
             return
         number = self.pad_token_id
         if number is None or self.pad_token is None:
@@ -237,7 +247,8 @@ class Tokenizer(TokenizerHandle):
                 "the tokenizer has no token to pad with",
                 remedy="set tokenizer.pad_token = tokenizer.eos_token",
             )
-        length = max_length if padding == "max_length" else max(len(row) for row in rows)
+        longest = max(len(row) for row in rows)
+        length = max_length if padding == "max_length" and max_length is not None else longest
         for row in rows:
             row.pad(length, direction=self.padding_side, pad_id=number, pad_token=self.pad_token)
 
