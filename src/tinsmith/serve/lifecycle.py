@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import resource
 import signal
 import socket
 import ssl
@@ -42,6 +43,7 @@ def serve(settings: ServiceSettings) -> int:
         TinkerError: It cannot be started; the message says why and what to do.
     """
     restore = configure_logging(level=settings.log.level, format_=settings.log.format)
+    _allow_connections()
     thresholds = gc.get_threshold()
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
@@ -50,6 +52,14 @@ def serve(settings: ServiceSettings) -> int:
         gc.unfreeze()
         gc.set_threshold(*thresholds)
         restore()
+
+
+def _allow_connections() -> None:
+    """Have as many descriptors as the system allows: each connection takes one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):  # a system may allow fewer than it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _spare_collector() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
+from collections import Counter
 
+from tinsmith.ledger.records import TenantId
 from tinsmith.server.admission import Admission
 from tinsmith.server.auth import Credentials
 from tinsmith.server.feeds import ToldHolds
@@ -34,6 +36,8 @@ class Service:
         self.told_holds = ToldHolds()
         self.whole_streams: set[str] = set()
         """Samples whose tokens were watched from the first on."""
+        self.streams_of: Counter[TenantId] = Counter()
+        """How many streams each tenant has."""
         self.waits = Waits()
         self.store_threads = StoreThreads()
         self.imports = Imports(parts, self.store_threads)

@@ -6,10 +6,12 @@ import json
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.integration.server.calls import a_sample, a_sampler, ok, post, result
 from tests.integration.server.running import RunningServer
 from tinsmith.ledger.board import QueueReport, TokenPiece
+from tinsmith.server.routes import streams
 from tinsmith.wire.endpoints import ENDPOINTS
 from tinsmith.wire.sse import Event, EventDecoder
 
@@ -273,3 +275,27 @@ def test_whoever_comes_late_to_a_stream_gets_its_tokens_from_the_result() -> Non
 
 async def _is_watched(server: RunningServer, request_id: str) -> bool:
     return server.ledger.board.is_watched(request_id)
+
+
+def test_one_tenant_cannot_have_all_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "MOST_OF_TENANT", 1)
+    with (
+        RunningServer(with_keys=True) as server,
+        server.http("alice") as alice,
+        server.http("bob") as bob,
+    ):
+        server.held = {"asample"}
+        mine, theirs = a_sampler(alice), a_sampler(bob)
+        with alice.stream("POST", PATH, json=a_sample(mine, 0)) as reply:
+            first = Reader(reply)
+            first.next()
+            refused = alice.post(PATH, json=a_sample(mine, 1))
+            with bob.stream("POST", PATH, json=a_sample(theirs, 0)) as reply:
+                other = Reader(reply)
+                assert other.next()[0] == "open"
+                server.release()
+                other.rest()
+            first.rest()
+        later = alice.post(PATH, json=a_sample(mine, 2))
+
+        assert (refused.status_code, later.status_code) == (429, 200)

@@ -112,7 +112,7 @@ def resolve(
     rule = _Rule(id=asked)
     if directory_of(asked) is None:
         own = {**_environment_table(), **(table or {})}
-        rule = _looked_up(asked, own, is_servers_word=bool(tokenizer_id))
+        rule = _looked_up(asked, own, revision, is_servers_word=bool(tokenizer_id))
     return _source(rule, revision, kind)
 
 
@@ -128,7 +128,7 @@ def without_suffix(name: str) -> str:
     return name.partition(":")[0]
 
 
-def _looked_up(asked: str, own: Table, *, is_servers_word: bool) -> _Rule:
+def _looked_up(asked: str, own: Table, revision: str | None, *, is_servers_word: bool) -> _Rule:
     name = without_suffix(asked)
     chosen = _match(own, asked) or _match(own, name) or _Rule()
     target = chosen.id or name
@@ -136,6 +136,9 @@ def _looked_up(asked: str, own: Table, *, is_servers_word: bool) -> _Rule:
         renamed = None if is_servers_word else _match(DEFAULT_TABLE, name)
         target = _without_variant((renamed and renamed.id) or name)
     pinned = _match(DEFAULT_TABLE, target) or _Rule()
+    is_other = (revision or chosen.revision) not in (None, pinned.revision)
+    if pinned.trust_remote_code and (is_other or directory_of(target) is not None):
+        pinned = _Rule()  # code of another revision, or of a folder, runs if the user says so
     # The server's word, or a user's entry, is final: of our own entry only the pins are taken.
     return _filled(msgspec.structs.replace(chosen, id=target), pinned)
 

@@ -36,6 +36,8 @@ from tinsmith.wire.sse import Event, encode_comment, encode_event
 from tinsmith.wire.stored import read_failure, read_result
 
 KEEP_ALIVE_S = 15.0
+MOST_OF_TENANT = 1024
+"""Streams of one tenant, those that linger included: one alone cannot take all there may be."""
 LINGER_S = 30.0
 """How long a stream is watched after its client left."""
 _WAIT_S = 3600.0
@@ -50,8 +52,10 @@ async def asample_stream(call: Call) -> StreamedReply:
     position = _position(call.headers.get("last-event-id"), request.num_samples)
     board = call.ledger.board
     known = request_id(LineId(request.sampling_session_id or ""), request.seq_id or 0)
-    if not board.watch(known):
+    of_tenant = call.service.streams_of
+    if of_tenant[call.tenant_id] >= MOST_OF_TENANT or not board.watch(known):
         raise RateLimitError("too many samples are being streamed", retry_after_s=1.0)
+    of_tenant[call.tenant_id] += 1
     try:
         # Watched before it is there, so that not even its first token is missed.
         is_new = not await _is_known(call, known)
@@ -165,6 +169,9 @@ async def _news(board: Board, known: str, told: int, *, is_live: bool) -> list[T
 def _let_go(call: Call, known: str) -> None:
     board = call.ledger.board
     board.unwatch(known)
+    call.service.streams_of[call.tenant_id] -= 1
+    if call.service.streams_of[call.tenant_id] <= 0:
+        del call.service.streams_of[call.tenant_id]
     if not board.is_watched(known):
         call.service.whole_streams.discard(known)
 

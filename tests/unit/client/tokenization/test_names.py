@@ -141,3 +141,26 @@ def test_a_directory_without_a_tokenizer_does_not_count(tmp_path: Path) -> None:
     (tmp_path / "Qwen" / "Qwen3-8B").mkdir(parents=True)
 
     assert resolve("Qwen/Qwen3-8B").id == "Qwen/Qwen3-8B"
+
+
+def test_code_of_a_tokenizer_runs_at_the_pinned_revision_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "moonshotai/Kimi-K2.6"
+    pinned = resolve(name)
+    assert pinned.trust_remote_code
+    assert resolve(name, revision=pinned.revision) == pinned
+
+    elsewhere = [
+        resolve(name, revision="main"),
+        resolve(name, table={name: {"revision": "main"}}),
+    ]
+    by_hand = {name: {"revision": "main", "trust_remote_code": True}}
+    assert resolve(name, table=by_hand).trust_remote_code
+    folder = tmp_path / name
+    folder.mkdir(parents=True)
+    (folder / "tokenizer.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    elsewhere.append(resolve(f"{name}:peft:131072"))
+
+    assert [one.trust_remote_code for one in elsewhere] == [False] * 3
