@@ -148,6 +148,13 @@ class Ledger(abc.ABC):
     ) -> None:
         await self.close()
 
+    async def take_work(self) -> None:  # noqa: B027 - most are alone anyway
+        """Be the one server whose scheduler claims commands; to be called before it does.
+
+        Raises:
+            LedgerUnavailableError: Another one is, and does not end.
+        """
+
     @abc.abstractmethod
     async def close(self) -> None:
         """Finish what is being written, wake all who wait, and let go of the database.

@@ -1,4 +1,4 @@
-"""The ledger in PostgreSQL, for several servers at once.
+"""The ledger in PostgreSQL, which several processes may use at once; one of them works from it.
 
 Writers take turns: every transaction begins with one advisory lock, so changes happen one after
 another whichever server makes them, and the steps mean what they mean in SQLite. Within a server,
@@ -6,7 +6,8 @@ whatever was asked for while the last transaction ran goes into the next one. Ne
 by NOTIFY, sent with the commit. All payloads are in the database: servers need no folder in common.
 
 If the database goes away, calls wait for it to come back, for as long as `patience_s`. A change
-whose commit was not confirmed is then made again, which every operation allows.
+whose commit was not confirmed is then made again, which most operations allow: commands that were
+claimed by such a commit are run after the next start, and uses may be counted twice.
 
 The only module that imports asyncpg.
 """
@@ -46,12 +47,17 @@ ANSWER_S = 10.0
 CHANNEL = "tinsmith_ledger"
 TURN = 0x74696E73
 """The advisory lock of those who write."""
+WORK = 0x74696E74
+"""The advisory lock of the one server whose scheduler works from the ledger."""
+WORK_WAIT_S = 20.0
+"""How long a server that starts waits for one that is ending, or was killed just now."""
 LONGEST_NOTICE = 7000
 """In bytes; PostgreSQL allows 8,000."""
 EVERYBODY = "*"
 """The notice that wakes all, where a topic cannot be sent."""
 
 _TAKE_TURN = f"SELECT pg_advisory_xact_lock({TURN})"
+_TRY_WORK = f"SELECT pg_try_advisory_lock({WORK})"
 _NOTIFY = f"SELECT pg_notify('{CHANNEL}', $1)"
 _SIZE = "SELECT pg_database_size(current_database())"
 _LOST = (
@@ -93,6 +99,7 @@ class PostgresLedger(SqlLedger):
         self._listener: Any = None
         self._pool: Any = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._has_work = False
         self._commits = 0
         self._writes = 0
 
@@ -264,9 +271,24 @@ class PostgresLedger(SqlLedger):
 
     # News from other processes
 
+    async def take_work(self) -> None:
+        """`Ledger.take_work`."""
+        ends_at = asyncio.get_running_loop().time() + WORK_WAIT_S
+        while not await self._patiently(lambda: self._listener.fetchval(_TRY_WORK)):
+            if asyncio.get_running_loop().time() >= ends_at:
+                raise LedgerUnavailableError(
+                    "another server works from this database",
+                    remedy="stop it, or give this one a database of its own",
+                )
+            await asyncio.sleep(RETRY_S)
+        self._has_work = True
+
     async def _listen(self) -> None:
         self._listener = await self._connect()
         await self._listener.add_listener(CHANNEL, self._hear)
+        # The lock was the lost connection's.
+        if self._has_work and not await self._listener.fetchval(_TRY_WORK):
+            _log.error("another server works from this database too; stop one of the two")
 
     def _hear(self, _connection: object, _process: int, _channel: str, notice: object) -> None:
         if notice == EVERYBODY:

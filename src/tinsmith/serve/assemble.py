@@ -136,6 +136,7 @@ class Service:
             ledger = await opened.enter_async_context(
                 await open_ledger(settings.database, retention=settings.retention)
             )
+            await ledger.take_work()
             if not is_private:
                 await _check_reach(settings, ledger)
             store = await asyncio.to_thread(

@@ -54,6 +54,27 @@ def test_servers_share_identity_claims_and_results() -> None:
     asyncio.run(tell())
 
 
+def test_one_server_at_a_time_works_from_a_database(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one may as soon as the first has ended; one whose connection was lost stays."""
+    monkeypatch.setattr(postgres, "WORK_WAIT_S", 0.5)
+    dsn = new_database()
+
+    async def tell() -> None:
+        one, other = await two(dsn)
+        async with other:
+            async with one:
+                await one.take_work()
+                await raised(other.take_work(), LedgerUnavailableError)
+                lost = one._listener
+                await lost.close()
+                await asyncio.sleep(1.0)
+                assert one._listener is not lost
+                await raised(other.take_work(), LedgerUnavailableError)
+            await other.take_work()
+
+    asyncio.run(tell())
+
+
 def test_news_cross_from_one_server_to_another() -> None:
     dsn = new_database()
 

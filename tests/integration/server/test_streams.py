@@ -290,8 +290,8 @@ def test_one_tenant_cannot_have_all_streams(monkeypatch: pytest.MonkeyPatch) -> 
             first = Reader(reply)
             first.next()
             refused = alice.post(PATH, json=a_sample(mine, 1))
-            with bob.stream("POST", PATH, json=a_sample(theirs, 0)) as reply:
-                other = Reader(reply)
+            with bob.stream("POST", PATH, json=a_sample(theirs, 0)) as another:
+                other = Reader(another)
                 assert other.next()[0] == "open"
                 server.release()
                 other.rest()
