@@ -42,6 +42,7 @@ from tinsmith.server.incoming import (
     Receive,
     Send,
 )
+from tinsmith.server.intake import NUMBERED, spend_unread
 from tinsmith.server.local_only import check_local
 from tinsmith.server.parts import Parts
 from tinsmith.server.routes import collect
@@ -151,7 +152,11 @@ class App:
             bind(request=report.call_id, endpoint=endpoint.name, tenant=tenant_id or None)
             raw = await held.read(incoming.receive, headers, incoming.body)
             report.body_bytes = len(raw)
-            request, body = await self._decode(endpoint, fields, incoming, raw, held)
+            try:
+                request, body = await self._decode(endpoint, fields, incoming, raw, held)
+            except TinkerError:
+                await self._spend_unread(endpoint, tenant_id, incoming, raw)
+                raise
             if endpoint.name in _POLLS:  # it waits for long, and needs nothing of its body
                 raw = body = b""
                 held.release()
@@ -235,6 +240,16 @@ class App:
             read = functools.partial(self._read, endpoint, fields, query, headers, body)
             return await asyncio.to_thread(read), body
         return self._read(endpoint, fields, query, headers, body), body
+
+    async def _spend_unread(
+        self, endpoint: Endpoint, tenant_id: TenantId, incoming: Incoming, raw: Memory
+    ) -> None:
+        """A command that cannot be read: what comes after it need not wait for its number."""
+        if endpoint.name in NUMBERED:
+            with contextlib.suppress(TinkerError):
+                encoding = incoming.headers.get("content-encoding")
+                body = decompress(raw, encoding, _DECODED_HERE)
+                await spend_unread(self.service.lookups, self.service.parts.ledger, tenant_id, body)
 
     async def _unpack_aside(self, raw: Memory, encoding: str | None) -> Memory:
         if not encoding:

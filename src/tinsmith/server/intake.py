@@ -12,6 +12,7 @@ import asyncio
 import msgspec
 
 from tinsmith.errors import CommandConflictError, TinkerError, UnknownEntryError
+from tinsmith.ledger.base import Ledger
 from tinsmith.ledger.records import (
     LARGEST_NUMBER,
     Appended,
@@ -19,15 +20,23 @@ from tinsmith.ledger.records import (
     Model,
     SessionId,
     Submission,
+    TenantId,
     request_id,
 )
 from tinsmith.observe.log_fields import bind
 from tinsmith.server.call import Call
+from tinsmith.server.lookups import Lookups
+from tinsmith.types.buffers import Memory
 from tinsmith.types.futures import UntypedAPIFuture
 from tinsmith.types.requests import LoadWeightsRequest, SampleRequest
 from tinsmith.wire.failures import is_retried, status_of
 from tinsmith.wire.stored import fingerprint, stored_body, stored_request, stored_sample
 
+NUMBERED = frozenset(
+    {"forward_backward", "forward", "optim_step", "load_weights"}
+    | {"save_weights", "save_weights_for_sampler", "save_weights_external"}
+)
+"""Commands that have a number in the line of their model."""
 _ASIDE_BYTES = 512 * 1024
 """Larger bodies are written and digested on a thread."""
 
@@ -111,6 +120,28 @@ async def spend(call: Call, submitted: Submission, error: TinkerError) -> None:
     is_final = not is_retried(status_of(error)) and not isinstance(error, CommandConflictError)
     if is_final and number is not None and 0 < number <= LARGEST_NUMBER:
         await call.ledger.spend(submitted.line, number)
+
+
+class _Numbered(msgspec.Struct):
+    """As much of a command as says whose it is."""
+
+    model_id: str
+    seq_id: int
+
+
+async def spend_unread(lookups: Lookups, ledger: Ledger, tenant_id: TenantId, body: Memory) -> None:
+    """As `spend`, for a body that is JSON and no such command: a NaN is sent as null, say.
+
+    Raises:
+        NotFoundError: The model is none of the tenant's.
+    """
+    try:
+        told = msgspec.json.decode(body, type=_Numbered)
+    except msgspec.DecodeError:
+        return
+    if 0 < told.seq_id <= LARGEST_NUMBER:
+        model = await lookups.model(tenant_id, told.model_id)
+        await ledger.spend(LineId(model.id), told.seq_id)
 
 
 def accepted(appended: Appended | str, model: Model | None = None) -> UntypedAPIFuture:

@@ -291,3 +291,16 @@ def test_a_model_that_is_made_while_its_session_ends_is_let_go_of(
 
         kinds = [one.kind for one in server.run(server.ledger.replay(LineId(model)))]
         assert kinds == ["create_model", "release_model"]
+
+
+def test_a_command_that_cannot_be_read_holds_up_nothing_behind_it() -> None:
+    """The official SDK writes a learning rate that is NaN as null."""
+    with RunningServer() as server, server.http() as http:
+        model = a_model(http)
+        body = {**a_step(model, 1), "adam_params": {"learning_rate": None}}
+
+        refused = post(http, "optim_step", body)
+        ok(post(http, "optim_step", a_step(model, 2)))
+
+        assert refused.status_code == 400
+        assert server.run(server.ledger.spent(LineId(model))) == [1]
