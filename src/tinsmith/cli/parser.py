@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 TYPE_CHECKING = False  # loading `typing` takes longer than all of a help
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from typing import Any
 
 Run = Callable[[argparse.Namespace], int | None]
@@ -91,7 +91,12 @@ class Parser(argparse.ArgumentParser):
     ) -> tuple[Any, list[str]]:
         """As the library's; called for a noun when it is chosen."""
         self.fill()
-        return super().parse_known_args(args, namespace)
+        found, left = super().parse_known_args(args, namespace)
+        flag = next((word for word in left if word.startswith("--")), "").partition("=")[0]
+        near = _nearest(flag, self._option_string_actions) if flag else ""
+        if near:  # else whoever called us says what is left
+            self.error(f"unrecognized arguments: {' '.join(left)}{near}")
+        return found, left
 
     def error(self, message: str) -> Any:
         """Say what is wrong with the line.
@@ -99,9 +104,22 @@ class Parser(argparse.ArgumentParser):
         Raises:
             UsageError: Always.
         """
+        import re
+
         from tinsmith.cli.failures import UsageError
 
+        chosen = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)$", message)
+        if chosen is not None:
+            message += _nearest(chosen[1], re.findall(r"[\w-]+", chosen[2]))
         raise UsageError(message, usage=self.format_usage())
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    """A question for who has mistyped a word; empty if none is like it."""
+    import difflib  # no help needs it
+
+    near = difflib.get_close_matches(word, list(known), 1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):

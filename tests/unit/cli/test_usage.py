@@ -65,3 +65,19 @@ def test_the_paths_that_we_take_are_those_of_the_types(kind: str) -> None:
     path = f"tinker://r/{kind}/a"
 
     assert checkpoint_path(path) == ParsedCheckpointTinkerPath.from_tinker_path(path).tinker_path
+
+
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        ("serve --prot 80", "--port"),
+        ("run list --formt=json", "--format"),
+        ("chekpoint list", "checkpoint"),
+        ("run lst", "list"),
+    ],
+)
+def test_the_nearest_word_to_a_mistyped_one_is_named(
+    line: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(line.split()) == 2
+    assert f"did you mean {meant}?" in capsys.readouterr().err
