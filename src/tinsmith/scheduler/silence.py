@@ -46,11 +46,11 @@ class Silence:
         return 0.0 if since is None else self._clock() - since
 
     def problem(self) -> str | None:
-        """What everybody may know of it, if that is too long; the log says once for whom it is."""
+        """What is to be told of it, if that is too long; the log has it once."""
         if not self._most_s or self.longest_s() < self._most_s:
             return None
         number, (since, what) = min(self._calls.items(), key=lambda item: item[1][0])
         if self._told != number:
             self._told = number
             _log.error("the engine has not come back for %g s from %s", self._most_s, what)
-        return f"the engine has not come back for {self._clock() - since:.0f} s"
+        return f"the engine has not come back for {self._clock() - since:.0f} s from {what}"

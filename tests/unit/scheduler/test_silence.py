@@ -32,7 +32,7 @@ def test_a_call_that_does_not_come_back_is_told_of_and_logged_once(
             told = [silence.problem(), silence.problem()]
             assert silence.longest_s() == 10.0
 
-    assert told == ["the engine has not come back for 10 s"] * 2
+    assert told == ["the engine has not come back for 10 s from training"] * 2
     assert len(caplog.records) == 1
     assert silence.problem() is None
     assert silence.longest_s() == 0.0
