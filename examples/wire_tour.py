@@ -1,7 +1,7 @@
 """A tour of the wire: the types of the API, and the bytes they become and come back from.
 
-Runs with the core install alone. Nothing is trained or sampled. The
-sampling result below is made up here, encoded as a server would, and decoded as a client will.
+Runs with the core install alone. Nothing is trained or sampled: the result below is made up here,
+encoded as a server would, and decoded as a client will.
 """
 
 from __future__ import annotations

@@ -51,7 +51,6 @@ def service_client(arguments: argparse.Namespace) -> ServiceClient:
     """A client that trains and samples; use it with `with`, so that its session is finished."""
     from tinsmith.client.service import ServiceClient
 
-    _listen_to_log(arguments)
     url = settings(arguments).base_url  # embedded only where it is named
     return ServiceClient(base_url=url, retry=_patience(arguments))
 

@@ -98,6 +98,33 @@ step(training)
     )
 
 
+@pytest.mark.parametrize(("ending", "saved"), [("raise KeyError('oops')", 1), ("", 0)])
+def test_a_program_that_ends_with_an_error_leaves_what_it_trained(
+    tmp_path: Path, ending: str, saved: int
+) -> None:
+    """One that ended well has saved what it wanted."""
+    program = f"""
+training = tinsmith.ServiceClient().create_lora_training_client(MODEL, rank=8, seed=1)
+step(training)
+say(training.model_id)
+{ending}
+"""
+    with running(program, tmp_path) as ended:
+        model_id = ended.hears()
+        ended.ends()
+
+    left = run(
+        f"""
+rest = tinsmith.ServiceClient().create_rest_client()
+found = rest.list_checkpoints({model_id!r}).result().checkpoints
+say([one.checkpoint_id for one in found])
+""",
+        tmp_path,
+    )
+
+    assert left.stdout.strip() == str(["weights/autosave"] * saved)
+
+
 def test_it_works_where_an_event_loop_runs_and_leaves_that_alone(tmp_path: Path) -> None:
     """As in a notebook: blocking calls in a running loop, and coroutines beside them."""
     run(

@@ -6,7 +6,7 @@ import asyncio
 import time
 from pathlib import Path
 
-from tests.integration.scheduler.bench import Bench
+from tests.integration.scheduler.bench import Bench, bench
 from tinsmith.ledger.sqlite import SqliteLedger
 from tinsmith.types.futures import RequestFailedResponse
 from tinsmith.types.requests import UnloadModelRequest
@@ -60,23 +60,19 @@ def test_many_commands_that_end_in_one_turn_make_room_for_all_others(tmp_path: P
     """More than run at a time, settled by one commit: nobody else wakes the scheduler."""
 
     async def run() -> int:
-        ledger = await SqliteLedger.open(tmp_path / "ledger")
-        b = Bench(tmp_path, ledger)
-        await b.open()
-        lines = [f"session-0:train:{n}" for n in range(40)]
-        for line in lines:
-            await b.create(line)
-        ids = await asyncio.gather(
-            *(
-                b.submit(line, 1, "unload_model", UnloadModelRequest(model_id=line))
-                for line in lines
+        async with (
+            await SqliteLedger.open(tmp_path / "ledger") as ledger,
+            bench(tmp_path, ledger) as b,
+        ):
+            lines = [f"session-0:train:{n}" for n in range(40)]
+            for line in lines:
+                await b.create(line)
+            requests = {line: UnloadModelRequest(model_id=line) for line in lines}
+            ids = await asyncio.gather(
+                *(b.submit(line, 1, "unload_model", request) for line, request in requests.items())
             )
-        )
-        for request_id in ids:
-            assert not isinstance(await b.result(request_id), RequestFailedResponse)
-        left = b.engine.capacity().adapters
-        await b.close()
-        await ledger.close()
-        return left
+            for request_id in ids:
+                assert not isinstance(await b.result(request_id), RequestFailedResponse)
+            return b.engine.capacity().adapters
 
     assert asyncio.run(run()) == 0

@@ -59,6 +59,14 @@ def test_sample_without_a_stop_ends_at_the_end_token() -> None:
     assert response.sequences[0].stop_reason == "stop"
 
 
+@pytest.mark.parametrize("stop", [[7], ["never"], "never"])
+def test_the_end_token_ends_a_sample_beside_other_stops(stop: Any) -> None:
+    response = drawn(weights((40, 3), (3, 3)), params={"stop": stop})
+
+    assert response == drawn(weights((40, 3), (3, 3)))
+    assert response.sequences[0].stop_reason == "stop"
+
+
 def test_empty_stop_runs_past_the_end_token() -> None:
     response = drawn(weights((40, 3), (3, 3)), params={"stop": []})
 

@@ -54,7 +54,7 @@ class ResultFeed(SharedPoll[x.ResultCompletion]):
         """Make one.
 
         Args:
-            session: As in `SharedPoll`, and so is what is not named here.
+            session: What carries the polls.
             sampling_session_id: Whose samples.
             clone_id: Under which clone's numbers.
             observer: Is told the state of the queue.
