@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -79,6 +79,9 @@ class _Target(msgspec.Struct):
     versions: list[str]
 
 
+R = TypeVar("R", bound=Reading)
+
+
 class UrlStore(CheckpointStore):
     """A store at a URL.
 
@@ -122,25 +125,20 @@ class UrlStore(CheckpointStore):
 
     def open(self, path: CheckpointPath) -> LockedReading:
         """`CheckpointStore.open`."""
-        try:
-            return self._open(path)
-        except CheckpointDamagedError:
-            if not self._forget_fetched(path):
-                raise
-            return self._open(path)
+        return self._or_fetched_again(self._open, path)
 
     def open_whole(self, path: CheckpointPath) -> Reading:
         """`CheckpointStore.open_whole`."""
-        try:
-            return super().open_whole(path)
-        except CheckpointDamagedError:
-            if not self._forget_fetched(path):
-                raise
-            return super().open_whole(path)
+        return self._or_fetched_again(super().open_whole, path)
 
-    def _forget_fetched(self, path: CheckpointPath) -> bool:
-        """Have a checkpoint fetched again: what is here is half deleted, or the disk damaged it."""
-        return self._forget(self._fetched / self.info(path).version)
+    def _or_fetched_again(self, open_it: Callable[[CheckpointPath], R], path: CheckpointPath) -> R:
+        """What was fetched may be half deleted, or the disk has damaged it."""
+        try:
+            return open_it(path)
+        except CheckpointDamagedError:
+            if not self._forget(self._fetched / self.info(path).version):
+                raise
+            return open_it(path)
 
     def _open(self, path: CheckpointPath) -> LockedReading:
         with _errors(f"{path} cannot be opened"):

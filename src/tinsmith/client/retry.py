@@ -172,7 +172,7 @@ def _server_s_word(error: APIStatusError) -> bool | None:
     return {"true": True, "false": False}.get(said)
 
 
-class Contact:
+class _Contact:
     """Whether a server was ever reached."""
 
     was_made = False
@@ -193,7 +193,7 @@ class Retrier:
         self._clock = clock
         self._sleep = sleep
         self._chance = chance
-        self._contact = Contact()
+        self._contact = _Contact()
         self._unanswered = Waits(ANSWERS)
         self._told_at: dict[str, float] = {}
 

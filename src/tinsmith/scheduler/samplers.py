@@ -77,12 +77,8 @@ class Samplers:
         self._users[weights_id] += 1
         try:
             await self._load(source.base_model, source.path, weights_id)
-        except BaseException:
-            self.release(source)
-            raise
-        self._recent[weights_id] = None
-        self._recent.move_to_end(weights_id)
-        try:
+            self._recent[weights_id] = None
+            self._recent.move_to_end(weights_id)
             await self._drop_old()
         except BaseException:
             self.release(source)

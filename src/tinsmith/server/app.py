@@ -25,6 +25,7 @@ from tinsmith.errors import (
     APIStatusError,
     BadRequestError,
     BodyTooLargeError,
+    DecodeError,
     LedgerUnavailableError,
     NotFoundError,
     TinkerError,
@@ -246,7 +247,7 @@ class App:
     ) -> None:
         """A command that cannot be read: what comes after it need not wait for its number."""
         if endpoint.name in NUMBERED:
-            with contextlib.suppress(TinkerError):
+            with contextlib.suppress(BodyTooLargeError, DecodeError, NotFoundError):
                 encoding = incoming.headers.get("content-encoding")
                 body = decompress(raw, encoding, _DECODED_HERE)
                 await spend_unread(self.service.lookups, self.service.parts.ledger, tenant_id, body)

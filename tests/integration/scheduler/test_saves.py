@@ -12,7 +12,7 @@ import pytest
 from tests.integration.scheduler.bench import BASE, Bench, bench, until
 from tinsmith.checkpoints.paths import CheckpointPath
 from tinsmith.engines.fake.engine import FakeSettings
-from tinsmith.errors import RequestErrorCategory
+from tinsmith.errors import CheckpointUnavailableError, RequestErrorCategory
 from tinsmith.ledger.model_config import write_config
 from tinsmith.ledger.records import (
     CheckpointEntry,
@@ -267,3 +267,26 @@ def test_a_lost_session_leaves_its_state_behind(tmp_path: Path) -> None:
     assert finished("errored") is not None
     assert finished("interrupted") is not None
     assert finished("success") is None
+
+
+def test_files_that_cannot_be_deleted_do_not_keep_a_model_from_being_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: CheckpointPath) -> None:
+        raise CheckpointUnavailableError("the store is away")
+
+    async def run() -> None:
+        async with bench(tmp_path) as b:
+            await b.create(LINE)
+            await _train(b, 1)
+            ephemeral = SaveWeightsForSamplerRequest(
+                model_id=LINE, seq_id=3, sampling_session_seq_id=5
+            )
+            await b.result(await b.submit(LINE, 3, "save_weights_for_sampler", ephemeral))
+            monkeypatch.setattr(b.store, "delete", refuse)
+
+            await _end(b, {"type": "client_finished", "reason": {"type": "success"}})
+
+            assert not b.engine.capacity().adapters
+
+    asyncio.run(run())
