@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.numerics.small_models import FAMILIES, VOCABULARY, change_config, make_model
 from tinsmith.errors import BaseModelFormatError
-from tinsmith.model.cached_attention import CachedAttention, CachedStretch
-from tinsmith.model.kv_cache import Run, SequenceKeys
+from tinsmith.model.cached_attention import CachedAttention
+from tinsmith.model.kv_cache import CachedStretch, Run, SequenceKeys
 from tinsmith.model.load_weights import load_transformer
 from tinsmith.model.masked_attention import masked_attention
 from tinsmith.model.pack_attention import PackAttention, Stretch

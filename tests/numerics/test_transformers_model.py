@@ -28,8 +28,8 @@ from tinsmith.engines.base import (
 from tinsmith.engines.embedded.engine import EmbeddedEngine
 from tinsmith.engines.embedded.settings import EmbeddedModel, EmbeddedSettings
 from tinsmith.errors import BaseModelFormatError
-from tinsmith.model.cached_attention import CachedAttention, CachedStretch
-from tinsmith.model.kv_cache import Run, SequenceKeys
+from tinsmith.model.cached_attention import CachedAttention
+from tinsmith.model.kv_cache import CachedStretch, Run, SequenceKeys
 from tinsmith.model.load_weights import load_transformer
 from tinsmith.model.lora import LoraLayout, LoraSpan
 from tinsmith.model.pack_attention import PackAttention, Stretch

@@ -19,36 +19,12 @@ from tinsmith.model.attention import (
     reach_of,
     rows_first,
 )
-from tinsmith.model.kv_cache import LayerKeys, Run, SequenceKeys
+from tinsmith.model.kernel_attention import KernelAttention, attention_kernels
+from tinsmith.model.kv_cache import CachedStretch, LayerKeys, Run
 from tinsmith.model.masked_attention import masked_attention
 
 FEWEST_QUERIES = 4
 """With fewer the kernel computes a row in another way than it would among others."""
-
-
-class CachedStretch(NamedTuple):
-    """Rows that are added to `keys.own` at a place, and see what is before them in `keys`.
-
-    Several stretches may be of one sequence, one behind the other: each row is then computed as it
-    is when it comes alone, which is not to the last bit how it is among others.
-    """
-
-    start: int
-    end: int
-    keys: SequenceKeys
-    place: int
-    """How many tokens of `keys.own` are before it."""
-
-    @property
-    def own_end(self) -> int:
-        """How many there are with it."""
-        return self.place + self.end - self.start
-
-    @property
-    def sequence_length(self) -> int:
-        """Of the sequence up to its end."""
-        shared = self.keys.shared
-        return self.own_end + (0 if shared is None else shared.length)
 
 
 class _Singles:
@@ -158,9 +134,8 @@ class CachedAttention:
         for one in stretches:
             one.keys.own.reserve(one.own_end)
         # Only now: a run that has grown lies elsewhere.
-        places = (one.keys.own.places(one.place, one.own_end) for one in stretches)
-        self._places = list(zip(*places, strict=True))
-        self._sizes = [one.end - one.start for one in stretches]
+        self._by_kernel: KernelAttention | None = None
+        self._places: list[tuple[Tensor, ...]] = []
         self._parted: dict[int, _Parted] = {}
         """By how long a sequence may be for the flash kernel."""
 
@@ -168,8 +143,13 @@ class CachedAttention:
         self, layer: int, rule: AttentionRule, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor
     ) -> Tensor:
         """`Attention.attend`."""
-        kept_TGD = torch.cat((k_TGD, v_TGD), 1)
-        torch._foreach_copy_(self._places[layer], kept_TGD.split_with_sizes(self._sizes))
+        kernels = attention_kernels(rule, q_THD, k_TGD.shape[1])
+        if kernels is not None:
+            if self._by_kernel is None:
+                group = q_THD.shape[1] // k_TGD.shape[1]
+                self._by_kernel = KernelAttention(self._stretches, group)
+            return self._by_kernel.attend(kernels, layer, rule, q_THD, k_TGD, v_TGD)
+        self._keep(layer, k_TGD, v_TGD)
         reach = reach_of(rule, q_THD.device)
         if reach not in self._parted:
             self._parted[reach] = _parted(self._stretches, reach)
@@ -183,6 +163,14 @@ class CachedAttention:
             rows = slice(one.start, one.end)
             out_THD[rows] = _masked_step(layer, rule, q_THD[rows], one)
         return out_THD
+
+    def _keep(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> None:
+        if not self._places:
+            places = (one.keys.own.places(one.place, one.own_end) for one in self._stretches)
+            self._places = list(zip(*places, strict=True))
+        sizes = [one.end - one.start for one in self._stretches]
+        kept_TGD = torch.cat((k_TGD, v_TGD), 1)
+        torch._foreach_copy_(self._places[layer], kept_TGD.split_with_sizes(sizes))
 
     def done(self) -> None:
         """The rows now count as read."""

@@ -51,7 +51,10 @@ class Head:
 
     @torch.no_grad()
     def logits(self, hidden_RD: Tensor, loras: Sequence[LoraSpan] = ()) -> Tensor:
-        """All logits of the rows, float32. The caller sees to it that they are few."""
+        """All logits of the rows, in float32 or the type that is computed in.
+
+        The caller sees to it that they are few.
+        """
         return self._logits(hidden_RD, spans_of(loras, -1, "head"))
 
     @torch.no_grad()
@@ -62,7 +65,7 @@ class Head:
         spans = spans_of(loras, -1, "head")
         found_RK = torch.empty(targets_RK.shape, device=targets_RK.device)
         for start, end in self._slices(hidden_RD.shape[0], spans):
-            logits_RV = self._logits(hidden_RD[start:end], _cut(spans, start, end))
+            logits_RV = self._logits(hidden_RD[start:end], _cut(spans, start, end)).float()
             found_RK[start:end] = _weigh(logits_RV, targets_RK[start:end])[0]
         return found_RK
 
@@ -84,7 +87,7 @@ class Head:
         gradient_RD = torch.zeros_like(hidden_RD)
         for start, end in self._slices(hidden_RD.shape[0], spans):
             here = slice(start, end)
-            logits_RV = self._logits(hidden_RD[here], _cut(spans, start, end))
+            logits_RV = self._logits(hidden_RD[here], _cut(spans, start, end)).float()
             bent_RV = self._bent(logits_RV)
             found_RK[here], sums_R1 = _weigh(logits_RV, targets_RK[here])
             slopes_RK = slopes_of(start, end, found_RK[here])
@@ -113,7 +116,7 @@ class Head:
             here = slice(start, end)
             if not slopes_RK[here].any():
                 continue
-            logits_RV = self._logits(hidden_RD[here], _cut(spans, start, end))
+            logits_RV = self._logits(hidden_RD[here], _cut(spans, start, end)).float()
             bent_RV = self._bent(logits_RV)
             _, sums_R1 = _weigh(logits_RV, targets_RK[here])
             self._back(
@@ -145,9 +148,8 @@ class Head:
         logits_RV = self._linear(hidden_RD)
         for start, end, factors in spans:
             factors.add_to(logits_RV[start:end], hidden_RD[start:end])
-        logits_RV = logits_RV.float()
         if self._softcap is not None:
-            logits_RV.div_(self._softcap).tanh_().mul_(self._softcap)
+            logits_RV = logits_RV.float().div_(self._softcap).tanh_().mul_(self._softcap)
         return logits_RV
 
     def _bent(self, logits_RV: Tensor) -> Tensor | None:

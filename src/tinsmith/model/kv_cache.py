@@ -15,7 +15,7 @@ attention itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -88,6 +88,10 @@ class Run:
         views = self._views_L1GPD.narrow(3, start, end - start).unbind(0)
         return views[::2], views[1::2]
 
+    def address(self) -> tuple[int, int]:
+        """Where it is in memory, for kernels, and how many bytes from one head to the next."""
+        return self._kept_L2GPD.data_ptr(), self._kept_L2GPD.stride(2) * self._kept_L2GPD.itemsize
+
     def copy(self, length: int, room: int) -> Run:
         """Its first tokens, in memory of its own, with room for so many."""
         made = object.__new__(Run)
@@ -112,3 +116,28 @@ class SequenceKeys:
     def length(self) -> int:
         """How many tokens it has."""
         return self.own.length + (self.shared.length if self.shared is not None else 0)
+
+
+class CachedStretch(NamedTuple):
+    """Rows that are added to `keys.own` at a place, and see what is before them in `keys`.
+
+    Several stretches may be of one sequence, one behind the other: each row is then computed as it
+    is when it comes alone, which is not to the last bit how it is among others.
+    """
+
+    start: int
+    end: int
+    keys: SequenceKeys
+    place: int
+    """How many tokens of `keys.own` are before it."""
+
+    @property
+    def own_end(self) -> int:
+        """How many there are with it."""
+        return self.place + self.end - self.start
+
+    @property
+    def sequence_length(self) -> int:
+        """Of the sequence up to its end."""
+        shared = self.keys.shared
+        return self.own_end + (0 if shared is None else shared.length)

@@ -2,7 +2,8 @@
 
 Norms, turned positions and gated activations are written as functions with gradients of their own:
 what they keep for the way back is what came in, where a graph of single operations would keep
-several times as much.
+several times as much. Where there are compiled kernels (`kernels/library.py`) these compute them;
+elsewhere it is done by operations on whole tensors, each of which goes over the memory once more.
 """
 
 # T row of the pack, D feature or dimension of a head, H head, F inner feature
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinsmith.model.architecture import Activation
+from tinsmith.model.kernels.library import kernels_for
 
 LONE_NUMBERS = 16_384
 """On so many numbers PyTorch has one thread do any activation."""
@@ -31,13 +33,33 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float, dtype: torch.dtype)
     Any shape before the last.
     """
     if not torch.is_grad_enabled():
-        return _normed(x_TD, _scales(x_TD, epsilon), weight_D, dtype)
+        return _normed(x_TD, weight_D, epsilon, dtype)
     made: Tensor = _RmsNorm.apply(x_TD, weight_D, epsilon, dtype)  # type: ignore[no-untyped-call]
     return made
 
 
-def _normed(x_TD: Tensor, scales_T1: Tensor, weight_D: Tensor, dtype: torch.dtype) -> Tensor:
-    return (x_TD * scales_T1).to(dtype).mul_(weight_D)
+def added_and_normed(
+    x_TD: Tensor, added_TD: Tensor, weight_D: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """The sum of both, float32 as the first is, and its norm, in the other's and the weight's type.
+
+    Without gradients the sum takes the place of the first.
+    """
+    if torch.is_grad_enabled():
+        x_TD = x_TD + added_TD
+        return x_TD, rms_norm(x_TD, weight_D, epsilon, added_TD.dtype)
+    kernels = kernels_for(x_TD, added_TD, weight_D)
+    if kernels is not None and added_TD.dtype == weight_D.dtype:
+        return x_TD, kernels.norm(x_TD, weight_D, epsilon, added_TD=added_TD)
+    x_TD += added_TD
+    return x_TD, _normed(x_TD, weight_D, epsilon, added_TD.dtype)
+
+
+def _normed(x_TD: Tensor, weight_D: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
+    kernels = kernels_for(x_TD, weight_D)
+    if kernels is not None and weight_D.dtype == dtype:
+        return kernels.norm(x_TD, weight_D, epsilon)
+    return (x_TD * _scales(x_TD, epsilon)).to(dtype).mul_(weight_D)
 
 
 def _scales(x_TD: Tensor, epsilon: float) -> Tensor:
@@ -60,13 +82,17 @@ class _RmsNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x_TD: Tensor, weight_D: Tensor, epsilon: float, dtype: torch.dtype
     ) -> Tensor:
-        scales_T1 = _scales(x_TD, epsilon)
-        ctx.save_for_backward(x_TD, weight_D, scales_T1)
-        return _normed(x_TD, scales_T1, weight_D, dtype)
+        ctx.save_for_backward(x_TD, weight_D)
+        ctx.epsilon = epsilon
+        return _normed(x_TD, weight_D, epsilon, dtype)
 
     @staticmethod
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, None, None, None]:
-        x_TD, weight_D, scales_T1 = ctx.saved_tensors
+        x_TD, weight_D = ctx.saved_tensors
+        kernels = kernels_for(x_TD, weight_D, dy_TD)
+        if kernels is not None and weight_D.dtype == dy_TD.dtype:
+            return kernels.norm_back(x_TD, weight_D, ctx.epsilon, dy_TD), None, None, None
+        scales_T1 = _scales(x_TD, ctx.epsilon)
         dtype = x_TD.dtype
         dy_TD = (dy_TD * weight_D).float()
         x_TD = x_TD.float()
@@ -81,7 +107,7 @@ def turned(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
 
     Args:
         x_THD: Any number of heads.
-        cos_T1D: For each dimension; of all heads.
+        cos_T1D: For each dimension; of all heads; float32.
         sin_T1D: Likewise, negative in the first half.
     """
     if not torch.is_grad_enabled():
@@ -103,17 +129,27 @@ class _Turned(torch.autograd.Function):
 
 
 def _turn(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
+    kernels = kernels_for(x_THD, cos_T1D, sin_T1D)
+    if kernels is not None:
+        return kernels.turn(x_THD, cos_T1D, sin_T1D)
     swapped_THD = x_THD.roll(x_THD.shape[-1] // 2, -1)
-    return (x_THD * cos_T1D).addcmul_(swapped_THD, sin_T1D)
+    return (x_THD * cos_T1D).addcmul_(swapped_THD, sin_T1D).to(x_THD.dtype)
 
 
 def gated(gate_up_TF: Tensor, activation: Activation) -> Tensor:
     """The activation of the first half of the columns, times the second half."""
     if not torch.is_grad_enabled():
-        gate_TF, up_TF = gate_up_TF.chunk(2, -1)
-        return _activated(gate_TF, activation).mul_(up_TF)
+        return _gate(gate_up_TF, activation)
     made: Tensor = _Gated.apply(gate_up_TF, activation)  # type: ignore[no-untyped-call]
     return made
+
+
+def _gate(gate_up_TF: Tensor, activation: Activation) -> Tensor:
+    kernels = kernels_for(gate_up_TF)
+    if kernels is not None:
+        return kernels.gate(gate_up_TF, is_gelu=activation == "gelu_tanh")
+    gate_TF, up_TF = gate_up_TF.chunk(2, -1)
+    return _activated(gate_TF, activation).mul_(up_TF)
 
 
 class _Gated(torch.autograd.Function):
@@ -121,12 +157,15 @@ class _Gated(torch.autograd.Function):
     def forward(ctx: Any, gate_up_TF: Tensor, activation: Activation) -> Tensor:
         ctx.save_for_backward(gate_up_TF)
         ctx.activation = activation
-        gate_TF, up_TF = gate_up_TF.chunk(2, -1)
-        return _activated(gate_TF, activation).mul_(up_TF)
+        return _gate(gate_up_TF, activation)
 
     @staticmethod
     def backward(ctx: Any, dy_TF: Tensor) -> tuple[Tensor, None]:
         (gate_up_TF,) = ctx.saved_tensors
+        kernels = kernels_for(gate_up_TF, dy_TF)
+        if kernels is not None:
+            is_gelu = ctx.activation == "gelu_tanh"
+            return kernels.gate_back(gate_up_TF, dy_TF, is_gelu=is_gelu), None
         gate_TF, up_TF = gate_up_TF.chunk(2, -1)
         d_TF = torch.empty_like(gate_up_TF)
         inner = gate_TF.shape[-1]

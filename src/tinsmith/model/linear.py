@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinsmith.model.half_weights import HalfWeights, try_halve
+from tinsmith.model.kernels.library import Kernels, product_kernels
 
 FEWEST_ROWS = 4
 _PACKED_FOR_ROWS = 64
@@ -75,12 +76,17 @@ class Linear:
         self.bias_O = bias_O
         self._half: HalfWeights | None = None
         self._packed: Tensor | None = None
+        self._own: tuple[Kernels, Tensor] | None = None
+        """Kernels that multiply, and the weights as they want them."""
         self._blocks: tuple[Tensor, ...] = ()
         if weight_OI.dtype != self.dtype:
             self._blocks = weight_OI.tensor_split(_block_count(weight_OI.shape, self.dtype))
         elif is_packed and weight_OI.numel() > SMALL_NUMBERS and weight_OI.shape[1] >= HALF_INPUTS:
             self._half = try_halve(weight_OI)
-        if is_packed and not self._blocks and self._half is None and can_pack(weight_OI):
+        kernels = product_kernels(weight_OI) if is_packed and not self._blocks else None
+        if kernels is not None:
+            self._own = kernels, kernels.pack(weight_OI)
+        elif is_packed and not self._blocks and self._half is None and can_pack(weight_OI):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _PACKED_FOR_ROWS)
 
     def __call__(self, x_TI: Tensor) -> Tensor:
@@ -88,6 +94,10 @@ class Linear:
         if self._half is not None:
             half_TO = self._half(x_TI)
             return half_TO if self.bias_O is None else half_TO.add_(self.bias_O)
+        if self._own is not None:
+            kernels, packed = self._own
+            x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
+            return kernels.product(x_TI, packed, self.weight_OI.shape[0], self.bias_O)
         if self._packed is not None:
             return self._packed_outputs(x_TI, self._packed)
         return self._unpacked(x_TI)

@@ -29,10 +29,10 @@ from torch import Tensor, nn
 
 from tinsmith.errors import BaseModelFormatError
 from tinsmith.model.architecture import Architecture, Group, LayerShape, LinearShape
-from tinsmith.model.cached_attention import CachedAttention, CachedStretch
+from tinsmith.model.cached_attention import CachedAttention
 from tinsmith.model.families import architecture_name, token_ids
 from tinsmith.model.head import Head
-from tinsmith.model.kv_cache import Run, SequenceKeys
+from tinsmith.model.kv_cache import CachedStretch, Run, SequenceKeys
 from tinsmith.model.linear import Linear
 from tinsmith.model.pack_attention import PackAttention, Stretch
 from tinsmith.model.transformers_model import (

@@ -19,12 +19,16 @@ Knows no requests and no sequences.
 from __future__ import annotations
 
 import hashlib
+import math
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from tinsmith.model.kernels.library import kernels_for
 
 # R row, V vocabulary (W with the padding of the last block), B block, K draw or best token
 
@@ -119,7 +123,7 @@ def draw(logits_RV: Tensor, settings: Sequence[DrawSettings], chances_R: Tensor)
     """One token for each row, by the row's settings and its chance.
 
     Args:
-        logits_RV: float32.
+        logits_RV: float32, or the narrower type that they were computed in.
         settings: One for each row.
         chances_R: From `chances`; a greedy row's is not looked at.
     """
@@ -174,24 +178,37 @@ def _by_kind(settings: Sequence[DrawSettings]) -> dict[tuple[int, float] | None,
 
 
 class _Shares:
-    """What share each token has, before division by the row's total, and the sums over blocks."""
+    """What share each token has, before division by the row's total, and the sums over blocks.
+
+    They are in memory of this thread, which its next shares of the same kind take: fresh memory for
+    a vocabulary costs more than to compute what is in it.
+    """
 
     def __init__(self, logits_RV: Tensor, temperatures: Sequence[float] | None = None) -> None:
         rows, self.vocabulary = logits_RV.shape
         width = -(-self.vocabulary // BLOCK) * BLOCK
-        most_R1 = logits_RV.amax(dim=-1, keepdim=True)
         # Rows begin at whole blocks in memory: what a vector instruction takes together, and so how
         # a number is rounded, is then the same in each row.
-        shares_RW = logits_RV.new_empty(rows, width)
-        shares_RW[:, self.vocabulary :] = -torch.inf
-        torch.sub(logits_RV, most_R1, out=shares_RW[:, : self.vocabulary])
-        if temperatures is not None:
-            bounded = [min(max(one, COLDEST), HOTTEST) for one in temperatures]
-            shares_RW /= shares_RW.new_tensor(bounded).unsqueeze(-1)
-        self.shares_RW = shares_RW.exp_()
+        self.shares_RW = _room(logits_RV.device, rows, width, is_tempered=temperatures is not None)
+        bounded = [min(max(one, COLDEST), HOTTEST) for one in temperatures or [1.0] * rows]
+        kernels = kernels_for(logits_RV[:, :0])
+        if kernels is not None:
+            colder_R = 1.0 / torch.tensor(bounded)
+            self.sums_RB, most_R = kernels.shares(logits_RV, colder_R, BLOCK, self.shares_RW)
+        else:
+            most_R = logits_RV.amax(dim=-1).float()
+            self.sums_RB = self._compute(logits_RV, most_R, bounded)
+        self.log_totals_R = self.sums_RB[:, -1].log() + most_R
+
+    def _compute(self, logits_RV: Tensor, most_R: Tensor, temperatures: list[float]) -> Tensor:
+        shares_RW = self.shares_RW
+        shares_RW[:, self.vocabulary :] = -math.inf
+        torch.sub(logits_RV, most_R.unsqueeze(-1), out=shares_RW[:, : self.vocabulary])
+        if any(one != 1.0 for one in temperatures):
+            shares_RW /= shares_RW.new_tensor(temperatures).unsqueeze(-1)
+        shares_RW.exp_()
         # Sums of blocks in float32 err by some 1e-7 of a block, and these add up in float64.
-        self.sums_RB = self.shares_RW.view(rows, -1, BLOCK).sum(dim=-1).double().cumsum(dim=-1)
-        self.log_totals_R = self.sums_RB[:, -1].log() + most_R1.squeeze(-1)
+        return shares_RW.view(len(shares_RW), -1, BLOCK).sum(dim=-1).double().cumsum(dim=-1)
 
     def rows(self, place: Tensor | slice) -> _Shares:
         """Some of the rows."""
@@ -217,6 +234,27 @@ class _Shares:
         points_RK = _below(points_RK, sums_RKB[..., -1])
         found_RK1 = torch.searchsorted(sums_RKB, points_RK.unsqueeze(-1), right=True)
         return (starts_RK1 + found_RK1).squeeze(-1).clamp_(max=self.vocabulary - 1)
+
+
+class _RoomOfThread(threading.local):
+    plain: Tensor | None = None
+    tempered: Tensor | None = None
+
+
+_OF_THREAD = _RoomOfThread()
+
+
+def _room(device: torch.device, rows: int, width: int, *, is_tempered: bool) -> Tensor:
+    kept = _OF_THREAD.tempered if is_tempered else _OF_THREAD.plain
+    if kept is None or kept.device != device or len(kept) < rows * width:
+        # What is made in a sampler's step could else be written in such steps alone.
+        with torch.inference_mode(mode=False):
+            kept = torch.empty(rows * width, device=device)
+        if is_tempered:
+            _OF_THREAD.tempered = kept
+        else:
+            _OF_THREAD.plain = kept
+    return kept[: rows * width].view(rows, width)
 
 
 def _below(points: Tensor, limits: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from tinsmith.model.architecture import Architecture, LayerShape
 from tinsmith.model.attention import Attention, AttentionRule
 from tinsmith.model.experts import ExpertWeights, mix_experts
 from tinsmith.model.head import Head
-from tinsmith.model.layers import gated, rms_norm, turned
+from tinsmith.model.layers import added_and_normed, gated, rms_norm, turned
 from tinsmith.model.linear import Linear
 from tinsmith.model.lora import LoraSpan
 from tinsmith.model.lora_linear import lora_linear, spans_of
@@ -129,7 +129,7 @@ class Transformer:
             angles_T1D = positions_T11 * frequencies_D
             cos_T1D, sin_T1D = angles_T1D.cos() * rope.factor, angles_T1D.sin() * rope.factor
             cos_T1D, sin_T1D = torch.cat((cos_T1D, cos_T1D), 2), torch.cat((-sin_T1D, sin_T1D), 2)
-            turns.append((cos_T1D.to(self.dtype), sin_T1D.to(self.dtype)))
+            turns.append((cos_T1D, sin_T1D))
         return turns
 
     def _layer(
@@ -145,8 +145,9 @@ class Transformer:
         added_TD = self._attention(index, seen_TD, turns, attention, loras)
         if weights.attention_out_norm_D is not None:
             added_TD = self._normed(added_TD, weights.attention_out_norm_D)
-        x_TD = x_TD + added_TD
-        added_TD = self._mlp(index, self._normed(x_TD, weights.mlp_norm_D), loras)
+        epsilon = self.architecture.norm_epsilon
+        x_TD, seen_TD = added_and_normed(x_TD, added_TD, weights.mlp_norm_D, epsilon)
+        added_TD = self._mlp(index, seen_TD, loras)
         if weights.mlp_out_norm_D is not None:
             added_TD = self._normed(added_TD, weights.mlp_out_norm_D)
         return x_TD + added_TD

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from tinsmith.engines.embedded.samples import RunningSequence, Sample, Weights
-from tinsmith.model.cached_attention import CachedAttention, CachedStretch
-from tinsmith.model.kv_cache import SequenceKeys
+from tinsmith.model.cached_attention import CachedAttention
+from tinsmith.model.kv_cache import CachedStretch, SequenceKeys
 from tinsmith.model.lora import LoraSpan
 from tinsmith.model.transformer import Transformer
 

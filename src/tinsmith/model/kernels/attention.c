@@ -1,0 +1,370 @@
+/* Attention to kept keys and values, without a way back: `native_attention.py` says what it is of.
+ *
+ * Queries come in the order of the sequence and see what is not after them, in blocks of keys at
+ * fixed places. A query's numbers go through the same operations in the same order whatever
+ * queries are computed beside it, so its bits are its own. Sums, weights and their products with
+ * values are float32; so are scores, of products that lose nothing.
+ *
+ * Keys of a block are turned so that those of one dimension lie beside each other: scores of many
+ * keys are then sums of whole vectors.
+ */
+
+#include "numbers.h"
+#include "rows.h"
+
+#define BLOCK 64                    /* keys that are looked at together */
+#define PARTS (BLOCK / LANES)       /* vectors of a block's scores */
+#define TOGETHER (LANES == 16 ? 4 : 2) /* queries whose sums fit into registers */
+#define MOST_SIZE 256               /* of a head */
+#define MOST_QUERIES 96             /* that a thread takes at a time */
+
+/* Rows that are added to a run of keys and see it and, before it, a run that they share. */
+typedef struct {
+    int64_t row, rows;
+    int64_t place;            /* how many tokens of its own run are before it */
+    char *own;                /* keys and values of all layers: layer, 2, head, place, dimension */
+    int64_t own_head_bytes;   /* from one head to the next */
+    char *shared;             /* NULL if there is none */
+    int64_t shared_head_bytes, shared_length;
+} stretch;
+
+/* What the layers' calls have in common. */
+typedef struct {
+    int64_t heads, key_heads, size, is_half, threads;
+    int64_t window; /* how many tokens a query sees at most, its own included; 0 for all */
+    float scale;
+} shape;
+
+/* Rows of keys and of values of one head. */
+typedef struct {
+    const char *keys, *values;
+} pair;
+
+/* Keys of a block are float32, or two numbers of sixteen bits in each of 32 where the machine
+ * multiplies these: dimension or two of them, key. */
+typedef struct {
+    uint32_t turned[MOST_SIZE][BLOCK];
+    float values[BLOCK * MOST_SIZE]; /* key, dimension; a head's size from one to the next */
+} block;
+
+#if defined(__AVX512BF16__)
+#define HAS_PAIRS 1
+#else
+#define HAS_PAIRS 0
+#endif
+
+/* What queries of one key head have gathered so far. */
+typedef struct {
+    int64_t seen[MOST_QUERIES];      /* how many tokens of the sequence each sees */
+    uint32_t query[MOST_QUERIES * MOST_SIZE]; /* query, dimension; as those of keys */
+    float found[MOST_QUERIES * MOST_SIZE];
+    float most[MOST_QUERIES], sum[MOST_QUERIES];
+} queries;
+
+#if LANES == 16
+#define FIRST_PLACES ((vec){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15})
+#else
+#define FIRST_PLACES ((vec){0, 1, 2, 3, 4, 5, 6, 7})
+#endif
+
+INLINE void transpose(uvec rows[LANES]) {
+    for (int stage = 1; stage < LANES; stage *= 2) {
+        uvec made[LANES];
+        for (int i = 0; i < LANES / 2; i++) {
+            made[2 * i] = LOW(rows[i], rows[i + LANES / 2]);
+            made[2 * i + 1] = HIGH(rows[i], rows[i + LANES / 2]);
+        }
+        memcpy(rows, made, sizeof made);
+    }
+}
+
+/* LANES keys from a dimension on, turned; those from `count` on are 0. Two numbers of sixteen bits
+ * are turned as one of 32. */
+INLINE void turn_keys(block *to, int first, int d, const char *keys, int count, int size, int is_half) {
+    const int64_t width = is_half ? 2 : 4;
+    uvec rows[LANES];
+    for (int key = 0; key < LANES; key++) {
+        if (key < count) memcpy(&rows[key], keys + (key * (int64_t)size + d) * width, sizeof(uvec));
+        else rows[key] = (uvec){0};
+    }
+    transpose(rows);
+    for (int i = 0; i < LANES; i++) {
+        if (is_half && HAS_PAIRS) {
+            memcpy(&to->turned[d / 2 + i][first], &rows[i], sizeof rows[i]);
+        } else if (is_half) {
+            uvec even = rows[i] << 16, odd = rows[i] & 0xffff0000u;
+            memcpy(&to->turned[d + 2 * i][first], &even, sizeof even);
+            memcpy(&to->turned[d + 2 * i + 1][first], &odd, sizeof odd);
+        } else {
+            memcpy(&to->turned[d + i][first], &rows[i], sizeof rows[i]);
+        }
+    }
+}
+
+/* A block of keys and values; keys that are missing are 0. */
+INLINE void take_block(block *to, pair from, int count, int size, int is_half) {
+    const int64_t bytes = (int64_t)size * (is_half ? 2 : 4);
+    const int step = is_half ? 2 * LANES : LANES;
+    for (int first = 0; first < BLOCK; first += LANES) {
+        const char *keys = from.keys + first * bytes;
+        for (int d = 0; d < size; d += step) {
+            if (count >= first + LANES) turn_keys(to, first, d, keys, LANES, size, is_half);
+            else turn_keys(to, first, d, keys, count - first, size, is_half);
+        }
+    }
+    for (int key = 0; key < count; key++)
+        for (int d = 0; d < size; d += LANES)
+            write(to->values, key * size + d, read(from.values + key * bytes, d, is_half), 0);
+}
+
+/* Memory is slow to answer: it is asked for the block after this one while this one is computed
+ * with, a few lines at a time. They come to the second cache: the first one is full of what is
+ * computed with. `line_bytes` is 0 if it was asked already. */
+typedef struct {
+    pair next;
+    int64_t line_bytes;
+} ahead;
+
+INLINE void ask(const char *rows, int64_t line, int lines, int64_t line_bytes) {
+    for (int i = 0; i < lines; i++) __builtin_prefetch(rows + (line + i) * line_bytes, 0, 2);
+}
+
+/* Products of one number of the query, or two, with those of keys, added to sums. */
+INLINE vec add_products(vec sums, uint32_t factor, const uint32_t *keys, int in_pairs) {
+#if HAS_PAIRS
+    if (in_pairs) {
+        __m512bh pairs;
+        memcpy(&pairs, keys, sizeof pairs);
+        return _mm512_dpbf16_ps(sums, (__m512bh)_mm512_set1_epi32((int)factor), pairs);
+    }
+#endif
+    (void)in_pairs;
+    float number;
+    memcpy(&number, &factor, sizeof number);
+    return sums + all(number) * read(keys, 0, 0);
+}
+
+/* Scores of a block's keys for some queries beside each other. */
+INLINE void score(
+    const queries *q, const int *which, int count, const block *keys, int size, float scale, ahead after, int is_half,
+    vec scores[][PARTS]
+) {
+    const int in_pairs = is_half && HAS_PAIRS, numbers = in_pairs ? size / 2 : size;
+    const int lines = in_pairs || !is_half ? 4 : 2; /* for each number of a query */
+    for (int part = 0; part < PARTS; part += 4) {
+        vec sums[4][4] = {{{0}}};
+        for (int d = 0; d < numbers; d++) {
+            ask(after.next.keys, d * lines, lines, after.line_bytes);
+            for (int i = 0; i < count; i++)
+                for (int p = 0; p < 4; p++)
+                    sums[i][p] = add_products(
+                        sums[i][p], q->query[which[i] * numbers + d], &keys->turned[d][(part + p) * LANES], in_pairs
+                    );
+        }
+        for (int i = 0; i < count; i++)
+            for (int p = 0; p < 4; p++) scores[i][part + p] = sums[i][p] * scale;
+    }
+}
+
+/* Scores become weights; what was found before is scaled down to them. `least` and `end` are the
+ * keys of the block that the query sees. */
+INLINE float weigh(queries *q, int which, vec scores[PARTS], int least, int end) {
+    const float nothing = -INFINITY;
+    vec most = all(nothing);
+    for (int p = 0; p < PARTS; p++) {
+        const vec place = FIRST_PLACES + (float)(p * LANES);
+        if (end < (p + 1) * LANES) scores[p] = choose(is_below(place, all((float)end)), scores[p], all(nothing));
+        if (least > p * LANES) scores[p] = choose(is_below(place, all((float)least)), all(nothing), scores[p]);
+        most = larger(most, scores[p]);
+    }
+    float largest = largest_of(most);
+    if (q->most[which] > largest) largest = q->most[which];
+    vec sum = {0};
+    for (int p = 0; p < PARTS; p++) {
+        scores[p] = power_of_e(scores[p] - largest);
+        sum += scores[p];
+    }
+    float scale = power_of_e(all(q->most[which] - largest))[0];
+    q->most[which] = largest;
+    q->sum[which] = q->sum[which] * scale + sum_of(sum);
+    return scale;
+}
+
+/* Add the values, by their weights, to what was found; `parts` vectors of each from `d` on. */
+INLINE void add_values(
+    queries *q, const int *which, int count, const block *keys, int keys_count, int size, int d, int parts,
+    float weights[][BLOCK], const float *scales, ahead after, int is_half
+) {
+    const int lines = parts * LANES * (is_half ? 2 : 4) / 64; /* for each key */
+    vec sums[4][4];
+    for (int i = 0; i < count; i++)
+        for (int p = 0; p < parts; p++)
+            sums[i][p] = read(q->found, which[i] * size + d + p * LANES, 0) * scales[i];
+    for (int key = 0; key < keys_count; key++) {
+        ask(after.next.values, (d * (is_half ? 2 : 4) / 64) * BLOCK + key * lines, lines, after.line_bytes);
+        for (int i = 0; i < count; i++) {
+            vec weight = all(weights[i][key]);
+            for (int p = 0; p < parts; p++)
+                sums[i][p] += weight * read(keys->values, key * size + d + p * LANES, 0);
+        }
+    }
+    for (int i = 0; i < count; i++)
+        for (int p = 0; p < parts; p++) write(q->found, which[i] * size + d + p * LANES, sums[i][p], 0);
+}
+
+INLINE void look_together(
+    queries *q, const int *which, int count, const block *keys, int size, float scale, const int *least, const int *end,
+    int keys_count, ahead after, int is_half
+) {
+    vec scores[4][PARTS];
+    float weights[4][BLOCK], scales[4];
+    score(q, which, count, keys, size, scale, after, is_half, scores);
+    for (int i = 0; i < count; i++) {
+        scales[i] = weigh(q, which[i], scores[i], least[i], end[i]);
+        memcpy(weights[i], scores[i], sizeof weights[i]);
+    }
+    int d = 0;
+    for (; d + 4 * LANES <= size; d += 4 * LANES)
+        add_values(q, which, count, keys, keys_count, size, d, 4, weights, scales, after, is_half);
+    for (; d < size; d += LANES) add_values(q, which, count, keys, keys_count, size, d, 1, weights, scales, after, is_half);
+}
+
+INLINE pair pair_of(const char *run, int64_t head_bytes, int64_t layer, int64_t head, const shape *of) {
+    const char *keys = run + (layer * 2 * of->key_heads + head) * head_bytes;
+    return (pair){keys, keys + of->key_heads * head_bytes};
+}
+
+/* Some queries look at the first `length` keys of a run, before which the sequence has `before`. */
+INLINE void look(
+    queries *q, int first, int last, block *keys, pair run, int64_t length, int64_t before, pair next, const shape *of,
+    int is_half
+) {
+    const int size = (int)of->size;
+    const int64_t bytes = (int64_t)size * (is_half ? 2 : 4);
+    int64_t oldest = 0; /* that any of them sees */
+    if (of->window) {
+        oldest = INT64_MAX;
+        for (int i = first; i < last; i++)
+            if (q->seen[i] - of->window < oldest) oldest = q->seen[i] - of->window;
+    }
+    for (int64_t start = 0; start < length; start += BLOCK) {
+        const int count = length - start < BLOCK ? (int)(length - start) : BLOCK;
+        if (before + start + count <= oldest) continue;
+        const pair here = {run.keys + start * bytes, run.values + start * bytes};
+        const pair behind = {here.keys + BLOCK * bytes, here.values + BLOCK * bytes};
+        take_block(keys, here, count, size, is_half);
+        ahead after = {start + BLOCK < length ? behind : next, 64};
+        int which[4], least[4], end[4], some = 0;
+        for (int i = first; i < last; i++) {
+            const int64_t seen = q->seen[i] - before - start, from = of->window ? seen - of->window : 0;
+            if (seen > 0 && from < count) {
+                which[some] = i;
+                least[some] = from > 0 ? (int)from : 0;
+                end[some] = seen < count ? (int)seen : count;
+                some++;
+            }
+            if (some == TOGETHER || (some && i + 1 == last)) {
+                if (some == 1) look_together(q, which, 1, keys, size, of->scale, least, end, count, after, is_half);
+                else if (some == 2) look_together(q, which, 2, keys, size, of->scale, least, end, count, after, is_half);
+                else if (some == 3) look_together(q, which, 3, keys, size, of->scale, least, end, count, after, is_half);
+                else look_together(q, which, 4, keys, size, of->scale, least, end, count, after, is_half);
+                some = 0;
+                after.line_bytes = 0;
+            }
+        }
+    }
+}
+
+INLINE void take_query(queries *q, int which, const char *asked, int64_t from, int size, int is_half) {
+    for (int d = 0; d < size; d += LANES) {
+        if (!(is_half && HAS_PAIRS)) write(q->query, which * size + d, read(asked, from + d, is_half), 0);
+        write(q->found, which * size + d, (vec){0}, 0);
+    }
+    if (is_half && HAS_PAIRS) memcpy(&q->query[which * (size / 2)], asked + from * 2, size * 2);
+}
+
+/* Stretches that share a run, or have none, for one key head. */
+INLINE void attend_unit(
+    const stretch *first, int64_t stretches, int64_t head, int64_t layer, pair next, const shape *of, rows_of asked,
+    rows_of found, int is_half
+) {
+    const int group = (int)(of->heads / of->key_heads), size = (int)of->size;
+    queries q;
+    block keys;
+    int count = 0;
+    for (const stretch *s = first; s < first + stretches; s++)
+        for (int64_t row = 0; row < s->rows; row++)
+            for (int h = 0; h < group; h++, count++) {
+                int64_t from = (s->row + row) * asked.step + (head * group + h) * size;
+                take_query(&q, count, asked.at, from, size, is_half);
+                q.seen[count] = s->shared_length + s->place + row + 1;
+                q.most[count] = -INFINITY;
+                q.sum[count] = 0.0f;
+            }
+    pair own = pair_of(first->own, first->own_head_bytes, layer, head, of);
+    if (first->shared) {
+        const pair shared = pair_of(first->shared, first->shared_head_bytes, layer, head, of);
+        look(&q, 0, count, &keys, shared, first->shared_length, 0, own, of, is_half);
+    }
+    int at = 0;
+    for (const stretch *s = first; s < first + stretches; s++) {
+        const int end = at + (int)s->rows * group, is_last = s + 1 == first + stretches;
+        const pair after = is_last ? next : pair_of(s[1].own, s[1].own_head_bytes, layer, head, of);
+        look(&q, at, end, &keys, own, s->place + s->rows, s->shared_length, after, of, is_half);
+        at = end;
+        own = after;
+    }
+    at = 0;
+    for (const stretch *s = first; s < first + stretches; s++)
+        for (int64_t row = 0; row < s->rows; row++)
+            for (int h = 0; h < group; h++, at++) {
+                int64_t to = (s->row + row) * found.step + (head * group + h) * size;
+                for (int d = 0; d < size; d += LANES)
+                    write(found.at, to + d, read(q.found, at * size + d, 0) / q.sum[at], is_half);
+            }
+}
+
+/* Copy the rows of new keys and values to their places in the run. */
+INLINE void keep(const stretch *s, rows_of keys, rows_of values, int64_t layer, const shape *of) {
+    const int64_t width = of->is_half ? 2 : 4, bytes = of->size * width;
+    for (int64_t head = 0; head < of->key_heads; head++) {
+        const pair run = pair_of(s->own, s->own_head_bytes, layer, head, of);
+        for (int64_t row = 0; row < s->rows; row++) {
+            const int64_t to = (s->place + row) * bytes;
+            memcpy((char *)run.keys + to, keys.at + ((s->row + row) * keys.step + head * of->size) * width, bytes);
+            memcpy((char *)run.values + to, values.at + ((s->row + row) * values.step + head * of->size) * width, bytes);
+        }
+    }
+}
+
+/* What is looked at first in the i-th place: units by key heads. */
+INLINE pair first_of(const stretch *stretches, const int64_t *starts, int64_t i, int64_t layer, const shape *of) {
+    const stretch *first = stretches + starts[i / of->key_heads];
+    const int64_t head = i % of->key_heads;
+    if (first->shared) return pair_of(first->shared, first->shared_head_bytes, layer, head, of);
+    return pair_of(first->own, first->own_head_bytes, layer, head, of);
+}
+
+/* Keep the keys and values of new rows, then let each row attend to what it sees.
+ *
+ * `starts` has the first stretch of each unit, and behind the last the number of all stretches: a
+ * unit's stretches have one shared run or none, and it has no more than MOST_QUERIES queries of a
+ * key head. */
+void tinsmith_attend(
+    const shape *of, int64_t layer, const stretch *stretches, const int64_t *starts, int64_t units, rows_of asked,
+    rows_of keys, rows_of values, rows_of found
+) {
+    const int64_t all_stretches = starts[units], all_units = units * of->key_heads;
+    const int threads = (int)of->threads;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t i = 0; i < all_stretches; i++) keep(stretches + i, keys, values, layer, of);
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
+    for (int64_t i = 0; i < all_units; i++) {
+        const int64_t unit = i / of->key_heads, head = i % of->key_heads;
+        const stretch *first = stretches + starts[unit];
+        const int64_t count = starts[unit + 1] - starts[unit];
+        const pair next = first_of(stretches, starts, i + 1 < all_units ? i + 1 : i, layer, of);
+        if (of->is_half) attend_unit(first, count, head, layer, next, of, asked, found, 1);
+        else attend_unit(first, count, head, layer, next, of, asked, found, 0);
+    }
+}

@@ -1,0 +1,300 @@
+"""The compiled kernels, as functions of tensors.
+
+The libraries beside this file are compiled when tinsmith is installed (`hatch_build.py`), one for
+each kind of machine; the one for this machine is loaded on first use. `kernels_for` says who may
+use them: tensors on a CPU, of float32 or bfloat16, whose rows are whole vectors. Others, and
+everybody where nothing was compiled, compute with PyTorch.
+
+Kernels compute in float32 and round once, at the end. Each row comes out the same, bit for bit,
+whatever rows are beside it and however many threads there are.
+"""
+
+# T row, H part of a row that is treated by itself, D feature, R row of logits, V vocabulary, W and
+# what fills its last block
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROW_STEP = 32
+"""Rows of any multiple of it can be computed, and halves of them: no vector is only half full."""
+OUTPUT_STEP = 16
+"""Likewise of the outputs of products."""
+MOST_HEAD_SIZE = 256
+MOST_QUERIES = 96
+"""Of one key head, that a thread takes at a time; as in `attention.c`."""
+SWITCH = "TINSMITH_KERNELS"
+"""Set to `off`, the environment's variable of this name has everything computed by PyTorch."""
+
+_Number = ctypes.c_int64
+_Pointer = ctypes.c_void_p
+
+
+class Rows(ctypes.Structure):
+    """`rows_of` of `rows.h`."""
+
+    _fields_ = [("at", _Pointer), ("step", _Number)]
+
+
+class _NormShape(ctypes.Structure):
+    """`norm_shape` of `rows.h`."""
+
+    _fields_ = [
+        *((name, _Number) for name in ("parts", "size", "x_half", "out_half", "threads")),
+        ("epsilon", ctypes.c_float),
+    ]
+
+
+class AttentionShape(ctypes.Structure):
+    """`shape` of `attention.c`."""
+
+    _fields_ = [
+        *(
+            (name, _Number)
+            for name in ("heads", "key_heads", "size", "is_half", "threads", "window")
+        ),
+        ("scale", ctypes.c_float),
+    ]
+
+
+_ARGUMENTS: dict[str, list[Any]] = {
+    "norm": [ctypes.POINTER(_NormShape), _Number, Rows, Rows, _Pointer, Rows],
+    "norm_back": [ctypes.POINTER(_NormShape), _Number, Rows, _Pointer, Rows, Rows],
+    "turn": [*[_Number] * 5, Rows, _Pointer, _Pointer, Rows],
+    "gate": [*[_Number] * 5, Rows, Rows],
+    "gate_back": [*[_Number] * 5, Rows, Rows, Rows],
+    "shares": [*[_Number] * 5, Rows, _Pointer, Rows, _Pointer, _Pointer],
+    "attend": [
+        *(ctypes.POINTER(AttentionShape), _Number, _Pointer, _Pointer, _Number),
+        *[Rows] * 4,
+    ],
+    "pack": [_Number, _Number, Rows, _Pointer],
+    "product": [*[_Number] * 4, Rows, _Pointer, _Pointer, Rows],
+}
+_OF_SOME = {"pack", "product"}
+"""What only some libraries have: those of machines that multiply bfloat16."""
+_NO_ROWS = Rows(None, 0)
+
+
+class Kernels:
+    """The functions of one library. Tensors are as `kernels_for` wants them."""
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        self.multiplies = hasattr(library, "tinsmith_product")
+        """Whether there are `pack` and `product`."""
+        for name, arguments in _ARGUMENTS.items():
+            if name in _OF_SOME and not self.multiplies:
+                continue
+            function = library[f"tinsmith_{name}"]
+            function.argtypes, function.restype = arguments, None
+            setattr(self, f"_{name}", function)
+        self._norm: Any
+        self._norm_back: Any
+        self._turn: Any
+        self._gate: Any
+        self._gate_back: Any
+        self._shares: Any
+        self._attend: Any
+        self._pack: Any
+        self._product: Any
+
+    def norm(
+        self,
+        x_THD: Tensor,
+        weight_D: Tensor,
+        epsilon: float,
+        *,
+        added_TD: Tensor | None = None,
+    ) -> Tensor:
+        """Rows over the root of their mean square, times the weight, in the weight's type.
+
+        Args:
+            x_THD: Rows, or rows of parts that are normed each by itself.
+            weight_D: Of one part.
+            epsilon: Added to the mean square.
+            added_TD: Is first added to the rows, in their place; of the weight's type.
+        """
+        shape = _norm_shape(x_THD, weight_D, epsilon)
+        out = torch.empty(x_THD.shape, dtype=weight_D.dtype)
+        added = _NO_ROWS if added_TD is None else rows_of(added_TD)
+        self._norm(shape, len(x_THD), rows_of(x_THD), added, weight_D.data_ptr(), rows_of(out))
+        return out
+
+    def norm_back(self, x_THD: Tensor, weight_D: Tensor, epsilon: float, dy_THD: Tensor) -> Tensor:
+        """The slopes of what was normed, given those of what came of it."""
+        shape = _norm_shape(x_THD, weight_D, epsilon)
+        dx = torch.empty(x_THD.shape, dtype=x_THD.dtype)
+        self._norm_back(
+            *(shape, len(x_THD), rows_of(x_THD), weight_D.data_ptr()),
+            *(rows_of(dy_THD), rows_of(dx)),
+        )
+        return dx
+
+    def turn(self, x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
+        """Heads times the cosines, plus their other halves times the sines, both float32."""
+        out = torch.empty(x_THD.shape, dtype=x_THD.dtype)
+        self._turn(
+            *(*x_THD.shape, is_half(x_THD), torch.get_num_threads()),
+            *(rows_of(x_THD), cos_T1D.data_ptr(), sin_T1D.data_ptr(), rows_of(out)),
+        )
+        return out
+
+    def gate(self, x_TF: Tensor, *, is_gelu: bool) -> Tensor:
+        """SiLU, or GELU by tanh, of the first half of each row, times its second half."""
+        rows, columns = x_TF.shape
+        out = torch.empty((rows, columns // 2), dtype=x_TF.dtype)
+        self._gate(
+            *(rows, columns // 2, is_gelu, is_half(x_TF), torch.get_num_threads()),
+            *(rows_of(x_TF), rows_of(out)),
+        )
+        return out
+
+    def gate_back(self, x_TF: Tensor, dy_TF: Tensor, *, is_gelu: bool) -> Tensor:
+        """The slopes of both halves, given those of what came of them."""
+        rows, columns = x_TF.shape
+        dx = torch.empty(x_TF.shape, dtype=x_TF.dtype)
+        self._gate_back(
+            *(rows, columns // 2, is_gelu, is_half(x_TF), torch.get_num_threads()),
+            *(rows_of(x_TF), rows_of(dy_TF), rows_of(dx)),
+        )
+        return dx
+
+    def shares(
+        self, logits_RV: Tensor, colder_R: Tensor, block: int, shares_RW: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """E to the power of how far each logit is below its row's largest, times `colder_R`.
+
+        Args:
+            logits_RV: Of a vocabulary.
+            colder_R: float32.
+            block: How many shares are added up together: the width is a multiple of it.
+            shares_RW: Where they are put, float32.
+
+        Returns:
+            The sum of each block and all before it, in float64; and the largest logits, float32.
+        """
+        rows, vocabulary = logits_RV.shape
+        sums_RB = torch.empty((rows, shares_RW.shape[1] // block), dtype=torch.float64)
+        most_R = torch.empty(rows)
+        self._shares(
+            *(rows, vocabulary, block, is_half(logits_RV), torch.get_num_threads()),
+            *(rows_of(logits_RV), colder_R.data_ptr(), rows_of(shares_RW)),
+            *(sums_RB.data_ptr(), most_R.data_ptr()),
+        )
+        return sums_RB, most_R
+
+    def attend(
+        self,
+        shape: AttentionShape,
+        layer: int,
+        stretches: int,
+        starts: int,
+        units: int,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+    ) -> Tensor:
+        """`tinsmith_attend` of `attention.c`; stretches and starts by their addresses."""
+        out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
+        self._attend(
+            *(shape, layer, stretches, starts, units, rows_of(q_THD)),
+            *(rows_of(k_TGD), rows_of(v_TGD), rows_of(out_THD)),
+        )
+        return out_THD
+
+    def pack(self, weight_OI: Tensor) -> Tensor:
+        """Weights in bfloat16 as `product` reads them."""
+        outputs, inputs = weight_OI.shape
+        packed = torch.empty(outputs * inputs // 2, dtype=torch.int32)
+        self._pack(outputs, inputs, rows_of(weight_OI), packed.data_ptr())
+        return packed
+
+    def product(self, x_TI: Tensor, packed: Tensor, outputs: int, bias_O: Tensor | None) -> Tensor:
+        """x·Wᵀ and a bias, with a W that was packed; all in bfloat16."""
+        rows, inputs = x_TI.shape
+        y_TO = torch.empty((rows, outputs), dtype=torch.bfloat16)
+        bias = None if bias_O is None else bias_O.data_ptr()
+        self._product(
+            *(rows, outputs, inputs, torch.get_num_threads()),
+            *(rows_of(x_TI), packed.data_ptr(), bias, rows_of(y_TO)),
+        )
+        return y_TO
+
+
+def product_kernels(weight_OI: Tensor) -> Kernels | None:
+    """The kernels, if products with such weights are faster by them.
+
+    Not where a processor multiplies whole tiles of bfloat16: PyTorch's products use these.
+    """
+    found = kernels_for(weight_OI)
+    is_half_row = weight_OI.shape[0] % OUTPUT_STEP == 0 and is_half(weight_OI)
+    if found is None or not found.multiplies or not is_half_row:
+        return None
+    return None if torch.cpu._is_amx_tile_supported() else found
+
+
+def rows_of(tensor: Tensor) -> Rows:
+    """Where its rows are."""
+    return Rows(tensor.data_ptr(), tensor.stride(0))
+
+
+def is_half(tensor: Tensor) -> bool:
+    """Whether its numbers have sixteen bits."""
+    return tensor.dtype == torch.bfloat16
+
+
+def _norm_shape(x_THD: Tensor, weight_D: Tensor, epsilon: float) -> _NormShape:
+    parts = x_THD.shape[1] if x_THD.dim() == 3 else 1
+    return _kept_shape(
+        *(parts, weight_D.shape[0], is_half(x_THD), is_half(weight_D)),
+        *(torch.get_num_threads(), epsilon),
+    )
+
+
+@functools.lru_cache(64)
+def _kept_shape(*fields: float) -> _NormShape:
+    return _NormShape(*fields)
+
+
+def kernels_for(*tensors: Tensor) -> Kernels | None:
+    """The kernels, if they can compute with all of these; None if PyTorch is to do it."""
+    found = kernels()
+    if found is None or not all(map(_fits, tensors)):
+        return None
+    return found
+
+
+def _fits(x: Tensor) -> bool:
+    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
+        return False
+    *_, size = x.shape
+    is_dense = x.dim() <= 3 and x.stride(-1) == 1 and (x.dim() < 3 or x.stride(1) == size)
+    return is_dense and size % ROW_STEP == 0
+
+
+def kernels() -> Kernels | None:
+    """The kernels of this machine; None if there are none, or they are switched off."""
+    return None if os.environ.get(SWITCH, "").lower() in ("off", "0") else _loaded()
+
+
+@functools.cache
+def _loaded() -> Kernels | None:
+    path = Path(__file__).with_name(f"{_kind_of_machine()}.so")
+    return Kernels(path) if path.exists() else None
+
+
+def _kind_of_machine() -> str:
+    """As the build names it; of its vector instructions PyTorch knows whether they are there."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability == "AVX512":
+        return "x86-64-v4-bf16" if torch.cpu._is_avx512_bf16_supported() else "x86-64-v4"
+    return "x86-64-v3" if capability == "AVX2" else platform.machine()

@@ -1,0 +1,380 @@
+"""The compiled kernels beside the plain formulas, in every library that this machine can run."""
+
+from __future__ import annotations
+
+import functools
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tinsmith.model import layers
+from tinsmith.model.architecture import Architecture, LayerShape
+from tinsmith.model.attention import AttentionRule
+from tinsmith.model.cached_attention import CachedAttention
+from tinsmith.model.kernels import library
+from tinsmith.model.kernels.library import Kernels
+from tinsmith.model.kv_cache import CachedStretch, Run, SequenceKeys
+
+FOLDER = Path(library.__file__).parent
+DTYPES = [torch.float32, torch.bfloat16]
+NEAR = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
+"""Of the largest number: one rounding, at the end."""
+
+
+def _usable() -> list[str]:
+    """The libraries whose instructions this machine has."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    names = {"AVX512": ["x86-64-v3", "x86-64-v4"], "AVX2": ["x86-64-v3"]}.get(capability, [])
+    return sorted({*names, library._kind_of_machine()})
+
+
+@pytest.fixture(scope="module", params=_usable())
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    path = FOLDER / f"{request.param}.so"
+    if not path.exists():
+        pytest.skip("there was no C compiler when tinsmith was installed")
+    return Kernels(path)
+
+
+def _close(found: Tensor, wanted: Tensor) -> None:
+    largest = float(wanted.abs().max())
+    error = float((found.double() - wanted.double()).abs().max())
+    assert error <= NEAR[found.dtype] * max(largest, 1.0), error
+
+
+def _rows(*shape: int, dtype: torch.dtype, seed: int = 0, size: float = 1.0) -> Tensor:
+    chance = torch.Generator().manual_seed(seed)
+    return (size * torch.randn(*shape, generator=chance)).to(dtype)
+
+
+def test_a_machine_with_a_compiler_has_kernels() -> None:
+    """Otherwise everything below would be skipped, and nobody would see it."""
+    if shutil.which("cc") is None:
+        pytest.skip("this machine has no C compiler")
+
+    assert library.kernels() is not None
+
+
+def test_kernels_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`TINSMITH_KERNELS=off` has PyTorch compute everything."""
+    monkeypatch.setenv(library.SWITCH, "off")
+
+    assert library.kernels() is None
+    assert library.kernels_for(torch.zeros(4, 64)) is None
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.zeros(4, 65), torch.zeros(64, 4).T, torch.zeros(2, 64).double()]
+)
+def test_what_kernels_do_not_fit_is_left_to_pytorch(tensor: Tensor) -> None:
+    """Rows that are no whole vectors, that do not lie one behind the other, or of other types."""
+    assert library.kernels_for(tensor) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("x_dtype", DTYPES)
+def test_norms_are_the_formula(kernels: Kernels, dtype: torch.dtype, x_dtype: torch.dtype) -> None:
+    x_TD, weight_D = _rows(7, 96, dtype=x_dtype), _rows(96, dtype=dtype, seed=1)
+
+    found_TD = kernels.norm(x_TD, weight_D, 1e-5)
+
+    assert found_TD.dtype == dtype
+    _close(found_TD, F.rms_norm(x_TD.double(), (96,), weight_D.double(), 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_head_has_a_norm_of_its_own(kernels: Kernels, dtype: torch.dtype) -> None:
+    qkv_THD, weight_D = _rows(5, 6, 64, dtype=dtype), _rows(64, dtype=dtype, seed=1)
+
+    found_THD = kernels.norm(qkv_THD[:, 1:4], weight_D, 1e-6)
+
+    _close(found_THD, F.rms_norm(qkv_THD[:, 1:4].double(), (64,), weight_D.double(), 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_added_stays_in_the_rows(kernels: Kernels, dtype: torch.dtype) -> None:
+    x_TD, added_TD = _rows(7, 96, dtype=torch.float32), _rows(7, 96, dtype=dtype, seed=2)
+    weight_D = _rows(96, dtype=dtype, seed=1)
+    sum_TD = x_TD + added_TD
+
+    found_TD = kernels.norm(x_TD, weight_D, 1e-5, added_TD=added_TD)
+
+    assert torch.equal(x_TD, sum_TD)
+    assert torch.equal(found_TD, kernels.norm(sum_TD, weight_D, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_go_back_as_autograd_does(kernels: Kernels, dtype: torch.dtype) -> None:
+    x_TD, weight_D = _rows(7, 96, dtype=torch.float32), _rows(96, dtype=dtype, seed=1)
+    dy_TD = _rows(7, 96, dtype=dtype, seed=3)
+    wanted_TD = x_TD.double().requires_grad_()
+    F.rms_norm(wanted_TD, (96,), weight_D.double(), 1e-5).backward(dy_TD.double())
+
+    found_TD = kernels.norm_back(x_TD, weight_D, 1e-5, dy_TD)
+
+    assert wanted_TD.grad is not None
+    _close(found_TD, wanted_TD.grad)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_are_turned_by_the_formula(kernels: Kernels, dtype: torch.dtype) -> None:
+    x_THD = _rows(6, 5, 64, dtype=dtype)[:, 1:4]
+    cos_T1D, sin_T1D = (_rows(6, 1, 64, dtype=torch.float32, seed=seed) for seed in (1, 2))
+    swapped_THD = x_THD.double().roll(32, -1)
+
+    found_THD = kernels.turn(x_THD, cos_T1D, sin_T1D)
+
+    _close(found_THD, x_THD.double() * cos_T1D.double() + swapped_THD * sin_T1D.double())
+
+
+def _gated(x_TF: Tensor, *, is_gelu: bool) -> Tensor:
+    gate_TF, up_TF = x_TF.chunk(2, -1)
+    return (F.gelu(gate_TF, approximate="tanh") if is_gelu else F.silu(gate_TF)) * up_TF
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_gelu", [False, True])
+def test_gates_are_the_formula_and_go_back(
+    kernels: Kernels, dtype: torch.dtype, is_gelu: bool
+) -> None:
+    x_TF, dy_TF = _rows(9, 192, dtype=dtype, size=3.0), _rows(9, 96, dtype=dtype, seed=1)
+    wanted_TF = x_TF.double().requires_grad_()
+    made_TF = _gated(wanted_TF, is_gelu=is_gelu)
+    made_TF.backward(dy_TF.double())
+
+    assert wanted_TF.grad is not None
+    _close(kernels.gate(x_TF, is_gelu=is_gelu), made_TF.detach())
+    _close(kernels.gate_back(x_TF, dy_TF, is_gelu=is_gelu), wanted_TF.grad)
+
+
+@pytest.mark.parametrize("is_gelu", [False, True])
+def test_gates_of_large_numbers_stay_numbers(kernels: Kernels, is_gelu: bool) -> None:
+    gate_TF = torch.tensor([[-3e4, -200.0, -89.0, 89.0, 200.0, 3e4] * 16])
+    x_TF = torch.cat((gate_TF, torch.ones_like(gate_TF)), -1)
+
+    _close(kernels.gate(x_TF, is_gelu=is_gelu), _gated(x_TF.double(), is_gelu=is_gelu))
+    assert kernels.gate_back(x_TF, gate_TF, is_gelu=is_gelu).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocabulary", [256, 257, 1000])
+def test_shares_are_those_of_a_softmax(
+    kernels: Kernels, dtype: torch.dtype, vocabulary: int
+) -> None:
+    logits_RV = _rows(5, vocabulary, dtype=dtype, size=5.0)
+    colder_R = torch.tensor([1.0, 1.0, 2.0, 0.5, 1.0])
+    shares_RW = torch.full((5, -(-vocabulary // 256) * 256), math.nan)
+    wanted_RV = (logits_RV.double() * colder_R.double()[:, None]).softmax(-1)
+
+    sums_RB, most_R = kernels.shares(logits_RV, colder_R, 256, shares_RW)
+
+    totals_R1 = sums_RB[:, -1:]
+    _close((shares_RW[:, :vocabulary] / totals_R1).float(), wanted_RV)
+    assert not shares_RW[:, vocabulary:].any()
+    assert torch.equal(most_R, logits_RV.float().amax(-1))
+    blocks_RB = shares_RW.view(5, -1, 256).double().sum(-1).cumsum(-1)
+    assert torch.allclose(sums_RB, blocks_RB, rtol=1e-6)
+
+
+def test_shares_of_what_is_no_number_are_none(kernels: Kernels) -> None:
+    """A NaN anywhere, and nothing finite; tokens that cannot be drawn have a share of 0."""
+    logits_RV = _rows(4, 100, dtype=torch.float32)
+    logits_RV[0, 99] = math.nan
+    logits_RV[1, 3] = math.nan
+    logits_RV[2] = -math.inf
+    logits_RV[3, 5] = -math.inf
+    shares_RW = torch.empty(4, 256)
+
+    sums_RB, _ = kernels.shares(logits_RV, torch.ones(4), 256, shares_RW)
+
+    assert sums_RB[:, -1].isfinite().tolist() == [False, False, False, True]
+    assert shares_RW[3, 5] == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs"),
+    [(1, 16, 32), (3, 112, 64), (8, 48, 96), (33, 80, 2080), (130, 64, 4128), (261, 192, 64)],
+)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_products_are_those_of_the_weights(
+    kernels: Kernels, rows: int, outputs: int, inputs: int, has_bias: bool
+) -> None:
+    """One row and more than a block, panels of one to three vectors, inputs of several strips."""
+    if not kernels.multiplies:
+        pytest.skip("products are for machines that multiply bfloat16")
+    weight_OI = _rows(outputs, inputs, dtype=torch.bfloat16, size=inputs**-0.5)
+    x_TI, bias_O = (
+        _rows(*shape, dtype=torch.bfloat16, seed=2) for shape in ((rows, inputs), (outputs,))
+    )
+    wanted_TO = x_TI.double() @ weight_OI.double().T + (bias_O.double() if has_bias else 0.0)
+
+    packed = kernels.pack(weight_OI)
+    found_TO = kernels.product(x_TI, packed, outputs, bias_O if has_bias else None)
+
+    _close(found_TO, wanted_TO)
+    for row in range(rows):
+        alone_TO = kernels.product(
+            x_TI[row : row + 1], packed, outputs, bias_O if has_bias else None
+        )
+        assert torch.equal(alone_TO[0], found_TO[row])
+
+
+# Attention
+
+
+def _run(
+    dtype: torch.dtype, length: int, *, heads: int, key_heads: int, size: int, seed: int
+) -> Run:
+    """One of a single layer that holds so many tokens."""
+    shape = Architecture(
+        name="test",
+        vocabulary=8,
+        hidden=heads * size,
+        inner=32,
+        heads=heads,
+        kv_heads=key_heads,
+        head_size=size,
+        max_context=4096,
+        layers=(LayerShape(),),
+        ropes=(),
+        norm_epsilon=1e-5,
+    )
+    run = Run(shape, dtype, torch.device("cpu"))
+    run.reserve(length)
+    if length:
+        (place_PGD,) = run.places(0, length)
+        place_PGD.copy_(_rows(*place_PGD.shape, dtype=dtype, seed=100 + seed))
+    run.length = length
+    return run
+
+
+def _wanted(stretch: CachedStretch, q_LHD: Tensor, window: int | None) -> Tensor:
+    """By the formula, for each query by itself, in float64."""
+    own, shared = stretch.keys.own, stretch.keys.shared
+    runs = [
+        *([] if shared is None else [shared.read(0, shared.length)]),
+        own.read(0, stretch.own_end),
+    ]
+    keys, values = (torch.cat([one[which][0][0] for one in runs], 1).double() for which in (0, 1))
+    group = q_LHD.shape[1] // keys.shape[0]
+    keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
+    found = []
+    for row, q_HD in enumerate(q_LHD.double()):
+        seen = stretch.sequence_length - len(q_LHD) + row + 1
+        first = 0 if window is None else max(0, seen - window)
+        scores_HS = (keys[:, first:seen] @ q_HD.unsqueeze(-1)).squeeze(-1) * q_HD.shape[-1] ** -0.5
+        found.append((scores_HS.softmax(-1).unsqueeze(1) @ values[:, first:seen]).squeeze(1))
+    return torch.stack(found)
+
+
+@pytest.fixture
+def by_kernels(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_loaded", lambda: kernels)
+
+
+@pytest.mark.usefixtures("by_kernels", "threads")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "size"), [(9, 3, 64), (4, 4, 32), (8, 1, 128), (2, 2, 256)]
+)
+@pytest.mark.parametrize("window", [None, 5, 100])
+def test_attention_is_the_formula_and_each_row_its_own(
+    dtype: torch.dtype, heads: int, key_heads: int, size: int, window: int | None
+) -> None:
+    """Single rows and several, at the start and later, beside a run that they share and without."""
+    a_run = functools.partial(_run, dtype, heads=heads, key_heads=key_heads, size=size)
+    shared = a_run(70, seed=9)
+    parts: list[tuple[Run | None, int, int]] = [
+        *((None, 0, 40), (None, 63, 1), (None, 64, 1), (None, 130, 70), (shared, 0, 1)),
+        *((shared, 0, 33), (shared, 20, 1), (None, 0, 1), (shared, 100, 3)),
+    ]
+    rows = sum(count for _, _, count in parts)
+    q_THD, k_TGD, v_TGD = (
+        _rows(rows, some, size, dtype=dtype, seed=seed)
+        for seed, some in enumerate((heads, key_heads, key_heads))
+    )
+    rule = AttentionRule(size**-0.5, window)
+
+    def attend(which: list[int]) -> list[tuple[CachedStretch, Tensor, Tensor]]:
+        stretches: list[CachedStretch] = []
+        taken: list[Tensor] = []
+        row = 0
+        for index in which:
+            run, place, count = parts[index]
+            keys = SequenceKeys(run, a_run(place, seed=index))
+            stretches.append(CachedStretch(row, row + count, keys, place))
+            start = sum(more for _, _, more in parts[:index])
+            taken.append(torch.arange(start, start + count))
+            row += count
+        place_T = torch.cat(taken)
+        attention = CachedAttention(stretches)
+        q, k, v = q_THD[place_T], k_TGD[place_T], v_TGD[place_T]
+        out_THD = attention.attend(0, rule, q, k, v)
+        attention.done()
+        return [(one, q[one.start : one.end], out_THD[one.start : one.end]) for one in stretches]
+
+    together = attend(list(range(len(parts))))
+
+    for index, (stretch, q_LHD, out_LHD) in enumerate(together):
+        _close(out_LHD, _wanted(stretch, q_LHD, window))
+        ((_, _, alone_LHD),) = attend([index])
+        assert torch.equal(alone_LHD, out_LHD), index
+
+
+@pytest.mark.usefixtures("by_kernels")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sequence_has_the_same_bits_however_it_is_read(dtype: torch.dtype) -> None:
+    """All at once, token by token, and in two parts at an odd place."""
+    q_THD, k_TGD, v_TGD = (
+        _rows(150, some, 64, dtype=dtype, seed=seed) for seed, some in enumerate((6, 2, 2))
+    )
+
+    def read(*cuts: int) -> Tensor:
+        keys = SequenceKeys(None, _run(dtype, 0, heads=6, key_heads=2, size=64, seed=0))
+        found = []
+        for start, end in zip((0, *cuts), (*cuts, 150), strict=True):
+            attention = CachedAttention([CachedStretch(0, end - start, keys, start)])
+            given = (rows[start:end] for rows in (q_THD, k_TGD, v_TGD))
+            found.append(attention.attend(0, AttentionRule(0.125), *given))
+            attention.done()
+        return torch.cat(found)
+
+    whole = read()
+
+    assert torch.equal(read(*range(1, 150)), whole)
+    assert torch.equal(read(37), whole)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layers_without_kernels_are_those_with_them(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to what rounding in between makes of it."""
+    if library.kernels() is None:
+        pytest.skip("there are no kernels to compare with")
+    x_TD, weight_D = _rows(6, 64, dtype=torch.float32), _rows(64, dtype=dtype, seed=1)
+    x_THD, gate_up_TF = _rows(6, 4, 64, dtype=dtype, seed=2), _rows(6, 128, dtype=dtype, seed=3)
+    cos_T1D, sin_T1D = (_rows(6, 1, 64, dtype=torch.float32, seed=seed) for seed in (4, 5))
+
+    def run() -> list[Tensor]:
+        return [
+            layers.rms_norm(x_TD, weight_D, 1e-5, dtype),
+            layers.turned(x_THD, cos_T1D, sin_T1D),
+            layers.gated(gate_up_TF, "silu"),
+            layers.gated(gate_up_TF, "gelu_tanh"),
+        ]
+
+    with torch.no_grad():
+        with_them = run()
+        monkeypatch.setenv(library.SWITCH, "off")
+        without = run()
+
+    for found, wanted in zip(with_them, without, strict=True):
+        assert found.dtype == wanted.dtype
+        bound = 4 * NEAR[dtype] * max(1.0, float(wanted.abs().max()))
+        assert float((found.double() - wanted.double()).abs().max()) <= bound
