@@ -168,7 +168,7 @@ class Ledger(abc.ABC):
 
     @abc.abstractmethod
     async def statistics(self) -> LedgerStatistics:
-        """How much there is and what it takes."""
+        """How much there is and what it takes. Cheap, however many commands have been settled."""
 
     @abc.abstractmethod
     async def sweep(self) -> Swept:

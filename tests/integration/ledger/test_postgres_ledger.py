@@ -18,6 +18,7 @@ from tinsmith.ledger import postgres
 from tinsmith.ledger.postgres import PostgresLedger
 from tinsmith.ledger.records import LineId
 from tinsmith.ledger.registry import open_ledger
+from tinsmith.ledger.statements import queries
 
 LONG_S = 60.0
 
@@ -197,3 +198,21 @@ def test_a_schema_that_is_not_ours_to_use_is_refused(sql: str, message: str) -> 
         assert message in await raised(PostgresLedger.open(dsn), LedgerVersionError)
 
     asyncio.run(tell())
+
+
+@pytest.mark.parametrize("name", ["unsettled_totals", "kept_totals"])
+def test_figures_can_be_read_from_indexes(name: str) -> None:
+    """Tables as small as these are scanned all the same, unless that is switched off."""
+    dsn = new_database()
+
+    async def tell() -> str:
+        await (await open_ledger(dsn)).close()
+        connection = await asyncpg.connect(dsn)
+        try:
+            await connection.execute("SET enable_seqscan = off")
+            rows = await connection.fetch(f"EXPLAIN {queries()[name]}")
+        finally:
+            await connection.close()
+        return "\n".join(row[0] for row in rows)
+
+    assert "Seq Scan" not in asyncio.run(tell())
