@@ -171,6 +171,16 @@ class Ledger(abc.ABC):
         """How much there is and what it takes. Cheap, however many commands have been settled."""
 
     @abc.abstractmethod
+    async def check_writable(self) -> None:
+        """Write as much as a large command takes, and take it back.
+
+        For whoever was refused and wants to know when it is over: it costs what an append does.
+
+        Raises:
+            LedgerUnavailableError: It cannot be written now.
+        """
+
+    @abc.abstractmethod
     async def sweep(self) -> Swept:
         """Remove what `Retention` no longer asks to keep, and payload files that nothing names.
 

@@ -107,6 +107,10 @@ class MemoryLedger(Ledger):
             writes=self._writes,
         )
 
+    async def check_writable(self) -> None:
+        """`Ledger.check_writable`."""
+        await self._turn()
+
     def entries(self, kind: type[E]) -> Entries[E]:
         """`Ledger.entries`."""
         found: Entries[E] = self._shelf(kind)

@@ -109,6 +109,7 @@ class Scheduler:
         self._report()
         self._start("settling", self._parts.settler.run())
         self._start("reporting", self._keep_reporting())  # a recovery that waits has to be told of
+        self._start("doubts", self._mind_doubts())
         try:
             await Recovering(self._parts, self._singles, self._training).run()
         except Exception as exc:
@@ -166,7 +167,7 @@ class Scheduler:
                 await self._parts.settler.wait_settled()
         except TimeoutError:
             _log.warning("what still runs is given up; it will be run again after the next start")
-        await self._stop("training", "reporting")
+        await self._stop("training", "reporting", "doubts")
         await self._singles.stop()
         await self._snapshots.stop()
         await self._intake.stop()
@@ -223,6 +224,14 @@ class Scheduler:
             if self._parts.is_recovered:
                 told = self._tell_waits(told)
 
+    async def _mind_doubts(self) -> None:
+        """When the server cannot write a command: be troubled too, until one could be written."""
+        parts, doubted = self._parts, self._parts.ledger.board.ledger_doubted
+        while True:
+            await doubted.wait()
+            doubted.clear()
+            await parts.ask(parts.ledger.check_writable)
+
     def _tell_waits(self, told: set[LineId]) -> set[LineId]:
         """Say of lines that have waited for long that they wait for their turn."""
         parts, board = self._parts, self._parts.ledger.board
@@ -239,12 +248,9 @@ class Scheduler:
         return waiting
 
     def _report(self) -> None:
-        problem = self._parts.problem
-        if problem is None and self._parts.patient.is_troubled:
-            problem = "the ledger is unavailable"
-        if problem is None:
-            problem = self._parts.silence.problem()
-        self._parts.ledger.board.scheduler = SchedulerReport(
+        parts = self._parts
+        problem = parts.problem or parts.patient.problem or parts.silence.problem()
+        parts.ledger.board.scheduler = SchedulerReport(
             is_ready=self._is_ready and problem is None,
             problem=problem,
             figures=self.statistics(),

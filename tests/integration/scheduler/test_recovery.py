@@ -261,7 +261,7 @@ class Flaky:
 
     def __getattr__(self, name: str) -> object:
         found = getattr(self._ledger, name)
-        if name not in ("settle", "wait_claim", "payload", "take_cancelled"):
+        if name not in ("settle", "wait_claim", "payload", "take_cancelled", "check_writable"):
             return found
 
         async def call(*args: object, **kwargs: object) -> object:
@@ -272,6 +272,26 @@ class Flaky:
             return await work(*args, **kwargs)
 
         return call
+
+
+def test_a_ledger_that_the_server_cannot_write_is_told_until_it_can(tmp_path: Path) -> None:
+    """Nothing is to be settled, so that the scheduler would not notice by itself."""
+
+    async def run() -> None:
+        flaky = Flaky(MemoryLedger())
+        async with bench(tmp_path, cast(Ledger, flaky)) as b:
+            board = b.ledger.board
+            assert board.scheduler.is_ready
+            flaky.is_gone = True
+
+            board.ledger_doubted.set()
+
+            await until(lambda: not board.scheduler.is_ready)
+            assert board.scheduler.problem == "the ledger is unavailable: the disk is full"
+            flaky.is_gone = False
+            await until(lambda: board.scheduler.is_ready)
+
+    asyncio.run(run())
 
 
 def test_outcomes_are_held_while_the_ledger_is_gone(tmp_path: Path) -> None:
