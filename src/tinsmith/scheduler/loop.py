@@ -45,6 +45,7 @@ from tinsmith.scheduler.training import Training
 _log = logging.getLogger(__name__)
 
 BUSY = "the engine is at work for others; its turn comes"
+BUSY_AGAIN = "the engine first does what the last end of the service broke off; its turn comes"
 REPORT_S = 1.0
 """How often the figures on the board are brought up to date."""
 
@@ -243,13 +244,19 @@ class Scheduler:
                 waiting.add(line)
         for line in told - waiting:
             board.hold(ACTIVE, line)
+        reason = BUSY_AGAIN if self._training.is_running_again() else BUSY
         for line in waiting:
-            board.hold(QueueReport("paused_capacity", BUSY), line)
+            board.hold(QueueReport("paused_capacity", reason), line)
         return waiting
 
     def _report(self) -> None:
         parts = self._parts
-        problem = parts.problem or parts.patient.problem or parts.silence.problem()
+        problem = (
+            parts.problem
+            or parts.patient.problem
+            or parts.silence.problem()
+            or (None if parts.is_recovered else parts.recovery)
+        )
         parts.ledger.board.scheduler = SchedulerReport(
             is_ready=self._is_ready and problem is None,
             problem=problem,

@@ -20,6 +20,7 @@ from tinsmith.errors import (
     InternalServerError,
     TinkerError,
 )
+from tinsmith.ledger.board import ACTIVE, QueueReport
 from tinsmith.ledger.records import Command, LineId
 from tinsmith.ledger.recovery import ModelRecovery, recover
 from tinsmith.scheduler.commands import Singles
@@ -46,22 +47,38 @@ class Recovering:
     async def run(self) -> None:
         """Bring every model to where it was; a model that cannot be is left with the reason."""
         parts, started = self._parts, time.monotonic()
+        parts.began_at = parts.ledger.now()
         found = await parts.ask(lambda: recover(parts.ledger, parts.settings.claimer))
-        for recovery in found.models:
-            await self._bring_back(recovery)
-        parts.is_recovered = True
         redone = sum(len(one.redo) for one in found.models)
+        if redone:
+            _log.info("%d commands of %d models are run again", redone, len(found.models))
+        try:
+            for number, recovery in enumerate(found.models):
+                self._tell(f"{number} of {len(found.models)} models are back where they were")
+                await self._bring_back(recovery)
+        finally:
+            parts.ledger.board.hold(ACTIVE)
+        parts.is_recovered = True
         parts.statistics.count("recovered_models", len(found.models))
         parts.statistics.count("redone_commands", redone)
         parts.statistics.count("recovery_s", time.monotonic() - started)
-        if found.models or found.released:
+        if found.models:
             _log.info(
-                "recovered %d models, %d commands run again, %d pending again, in %.2f s",
+                "recovered %d models, %d commands run again, in %.2f s",
                 len(found.models),
                 redone,
-                found.released,
                 time.monotonic() - started,
             )
+        if found.released:
+            _log.info(
+                "%d commands that were under way when the service ended are run first",
+                found.released,
+            )
+
+    def _tell(self, how_far: str) -> None:
+        self._parts.recovery = f"the service has begun anew: {how_far}"
+        report = QueueReport("paused_capacity", self._parts.recovery)
+        self._parts.ledger.board.hold(report)
 
     async def _bring_back(self, recovery: ModelRecovery) -> None:
         line = LineId(recovery.model.id)
