@@ -725,7 +725,8 @@ async def test_a_look_whether_it_can_be_written_leaves_nothing_behind(ledger: Le
     await ledger.check_writable()
 
     after = await ledger.statistics()
-    assert (after.payload_bytes, after.payload_files) == (before.payload_bytes, before.payload_files)
+    assert after.payload_bytes == before.payload_bytes
+    assert after.payload_files == before.payload_files
     assert await ledger.spent(LineId("")) == []
     assert (await ledger.sweep()).files == 0
 

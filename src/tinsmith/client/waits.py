@@ -129,7 +129,6 @@ class Waits:
         if waits:
             self._look_later()
 
-
     def _level(self, what: str, now: float) -> int:
         recent = {name: at for name, at in self._warned_at.items() if now - at < WARN_EVERY_S}
         self._warned_at = {what: now, **recent}

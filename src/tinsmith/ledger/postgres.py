@@ -107,7 +107,7 @@ class PostgresLedger(SqlLedger):
         self._looked_after = 0
         """So many of them when it was last looked for what they claimed."""
         self._handed_out = 0
-        """The ordinal of the last claimed command that its claimer has: they are claimed in order."""
+        """The ordinal of the last claimed command that its claimer was given."""
 
     @classmethod
     async def open(
@@ -239,7 +239,10 @@ class PostgresLedger(SqlLedger):
     # Claims whose commit was not confirmed
 
     async def claim(self, claimer: str, *, limit: int) -> list[Command]:
-        """`Ledger.claim`, with what it holds already and was never given."""
+        """`Ledger.claim`, with what its claimer holds already and was never given.
+
+        Commands are claimed in the order of their ordinals, so that is all above the last one.
+        """
         claimed = await super().claim(claimer, limit=limit)
         unconfirmed = self._unconfirmed
         if unconfirmed > self._looked_after:

@@ -31,8 +31,8 @@ async def client_config(call: Call) -> ServiceFlags:
     settings = call.settings
     return ServiceFlags(
         pjwt_auth_enabled=settings.offers_tokens,
-        # Official clients wait for ever behind a call of theirs of which any chunk but the first was
-        # refused, if they sent its chunks in parallel. One after another, they go on.
+        # Official clients wait for ever behind a call of theirs of which any chunk but the first
+        # was refused, if they sent its chunks in parallel. One after another, they go on.
         parallel_fwdbwd_chunks=False,
         proto_compress_fwdbwd=True,
         fwdbwd_max_chunk_len=min(1024, settings.most_datums),

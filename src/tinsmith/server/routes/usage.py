@@ -99,9 +99,7 @@ def _without_lines(rows: list[UsageRow]) -> list[UsageRow]:
     for row in rows:
         key = row.hour, msgspec.structs.replace(row.key, line="")
         amounts[key] = amounts.get(key, 0.0) + row.amount
-    return [
-        UsageRow(key=key, hour=hour, amount=amount) for (hour, key), amount in amounts.items()
-    ]
+    return [UsageRow(key=key, hour=hour, amount=amount) for (hour, key), amount in amounts.items()]
 
 
 async def _sessions(
