@@ -113,6 +113,7 @@ class Scheduler:
         self._start("doubts", self._mind_doubts())
         try:
             await Recovering(self._parts, self._singles, self._training).run()
+            self._parts.ledger.board.hold(ACTIVE)
         except Exception as exc:
             self._parts.problem = f"recovery has failed: {type(exc).__name__}: {exc}"
             self._report()
@@ -224,6 +225,8 @@ class Scheduler:
             self._report()
             if self._parts.is_recovered:
                 told = self._tell_waits(told)
+            else:
+                self._tell_recovery()
 
     async def _mind_doubts(self) -> None:
         """When the server cannot write a command: be troubled too, until one could be written."""
@@ -232,6 +235,12 @@ class Scheduler:
             await doubted.wait()
             doubted.clear()
             await parts.ask(parts.ledger.check_writable)
+
+    def _tell_recovery(self) -> None:
+        """Say that everything waits for models to be back, if it has for long."""
+        parts = self._parts
+        if parts.recovery and parts.ledger.now() - parts.began_at > parts.settings.told_after_s:
+            parts.ledger.board.hold(QueueReport("paused_capacity", parts.recovery))
 
     def _tell_waits(self, told: set[LineId]) -> set[LineId]:
         """Say of lines that have waited for long that they wait for their turn."""

@@ -20,7 +20,6 @@ from tinsmith.errors import (
     InternalServerError,
     TinkerError,
 )
-from tinsmith.ledger.board import ACTIVE, QueueReport
 from tinsmith.ledger.records import Command, LineId
 from tinsmith.ledger.recovery import ModelRecovery, recover
 from tinsmith.scheduler.commands import Singles
@@ -52,12 +51,10 @@ class Recovering:
         redone = sum(len(one.redo) for one in found.models)
         if redone:
             _log.info("%d commands of %d models are run again", redone, len(found.models))
-        try:
-            for number, recovery in enumerate(found.models):
-                self._tell(f"{number} of {len(found.models)} models are back where they were")
-                await self._bring_back(recovery)
-        finally:
-            parts.ledger.board.hold(ACTIVE)
+        for number, recovery in enumerate(found.models):
+            how_far = f"{number} of {len(found.models)} models are back where they were"
+            parts.recovery = f"the service has begun anew: {how_far}"
+            await self._bring_back(recovery)
         parts.is_recovered = True
         parts.statistics.count("recovered_models", len(found.models))
         parts.statistics.count("redone_commands", redone)
@@ -74,11 +71,6 @@ class Recovering:
                 "%d commands that were under way when the service ended are run first",
                 found.released,
             )
-
-    def _tell(self, how_far: str) -> None:
-        self._parts.recovery = f"the service has begun anew: {how_far}"
-        report = QueueReport("paused_capacity", self._parts.recovery)
-        self._parts.ledger.board.hold(report)
 
     async def _bring_back(self, recovery: ModelRecovery) -> None:
         line = LineId(recovery.model.id)
