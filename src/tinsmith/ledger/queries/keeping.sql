@@ -49,8 +49,8 @@ SELECT (SELECT count(*) FROM commands WHERE state = 0),
     (SELECT count(*) FROM commands WHERE state = 1),
     (SELECT created_at FROM commands WHERE state = 0 ORDER BY ordinal LIMIT 1);
 
--- Read every few seconds: each part is found in an index, without the rows and what they hold.
 -- name: kept_totals
+-- Read every few seconds: each part is found in an index, without the rows and what they hold.
 SELECT (SELECT coalesce(sum(size_bytes), 0) FROM payloads)
         + (SELECT coalesce(sum(size_bytes), 0) FROM results WHERE is_gone = 0),
     (SELECT count(*) FROM payloads WHERE file IS NOT NULL)
