@@ -221,7 +221,7 @@ async def _view(ledger: Ledger) -> list[Any]:
         asked += [ledger.line(line), ledger.spent(line), ledger.replay(line)]
         asked += [ledger.result(f"{line}:1"), ledger.payload(f"{line}:1")]
     return [
-        (seen.pending, seen.claimed, seen.settled, seen.payload_bytes, seen.oldest_pending_s),
+        (seen.pending, seen.claimed, seen.payload_bytes, seen.oldest_pending_s),
         *[await _told(one) for one in asked],
     ]
 

@@ -61,7 +61,7 @@ def show_usage(arguments: argparse.Namespace) -> None:
         return
     title = f"{counted(len(rows), 'hourly usage row')}" if rows else "No usage in this time"
     shown = [_with_nulls(row) for row in rows]
-    show(arguments.format, plain, Table(title, _columns(shown), _cells(shown)))
+    show(arguments.format, plain, Table(title, *_filled(shown)))
 
 
 def show_storage(arguments: argparse.Namespace) -> None:
@@ -76,7 +76,7 @@ def show_storage(arguments: argparse.Namespace) -> None:
         _write_csv(rows, arguments.csv)
         return
     title = "Current checkpoint storage" if rows else "No checkpoints are stored"
-    show(arguments.format, plain, Table(title, _columns(rows), _cells(rows)))
+    show(arguments.format, plain, Table(title, *_filled(rows)))
 
 
 def _flat(event: dict[str, Any]) -> dict[str, Any]:
@@ -113,8 +113,13 @@ def _columns(rows: list[dict[str, Any]]) -> list[str]:
     return list(dict.fromkeys(key for row in rows for key in row))
 
 
-def _cells(rows: list[dict[str, Any]]) -> list[list[str]]:
-    columns = _columns(rows)
+def _filled(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Columns and cells for people, without the columns that no row has anything in."""
+    columns = [name for name in _columns(rows) if any(row.get(name) is not None for row in rows)]
+    return columns, _cells(rows, columns)
+
+
+def _cells(rows: list[dict[str, Any]], columns: list[str]) -> list[list[str]]:
     found = [[row.get(column) for column in columns] for row in rows]
     return [["" if cell is None else str(cell) for cell in row] for row in found]
 
@@ -125,7 +130,7 @@ def _write_csv(rows: list[dict[str, Any]], path: str) -> None:
     import sys
 
     columns = _columns(rows)
-    table = [columns, *_cells(rows)] if rows else []
+    table = [columns, *_cells(rows, columns)] if rows else []
     if path == "-":
         csv.writer(sys.stdout, lineterminator="\n").writerows(table)
         return

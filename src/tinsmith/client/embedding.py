@@ -133,6 +133,7 @@ async def find_place(lost: Place | None = None) -> Place:
         ValidationError: The packages of a service are not installed.
         TinkerError: It cannot be started; the message says why.
     """
+    _end_with_interpreter()  # also for a command, which has named the service and not chosen it
     provider: Provider = await asyncio.to_thread(_load)
     found = provider.place(lost=lost, is_asked_for=not _choices.is_implied)
     # Shielded: others wait for it too, and one that gives up must not end it for them.

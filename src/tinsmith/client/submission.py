@@ -119,9 +119,9 @@ class Submitter:
         Raises:
             APIError: A chunk failed; the error says which ones the server has.
         """
-        parallel = (
-            self.session.flags.parallel_fwdbwd_chunks and self.session.settings.parallel_chunks
-        )
+        flags = self.session.flags
+        is_offered = flags.parallel_fwdbwd_chunks or flags.tinsmith_parallel_chunks
+        parallel = is_offered and self.session.settings.parallel_chunks
         with self.session.work.under_way():
             outcomes = await self._submit_chunks(place, bodies, parallel=parallel)
         return _all_landed(outcomes)

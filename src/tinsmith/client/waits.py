@@ -2,11 +2,12 @@
 
 A user waits for a future that is not settled: it may be in a line, held back by a pause, between
 two tries, on the server, in a download or in a loss of the user's own. That may be as it should be,
-and is told every ten seconds at the level INFO (`FUTURES`). A request that nobody answers is a
-fault, told as a warning every minute (`ANSWERS`).
+and is told every ten seconds (`FUTURES`). A request that nobody answers is a fault, told every
+minute (`ANSWERS`).
 
 One look per second serves all waits of a kind; of those with one name one line tells, with the
-reasons that were last given by `say`.
+reasons that were last given by `say`. It is a warning once a minute, for programs that have set up
+no logging: Python shows them warnings alone. The other lines are for those who asked for INFO.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import msgspec
 _log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
+WARN_EVERY_S = 60.0
+"""Of waits with one name, from call to call: a loop of long steps is no reason for a line each."""
 
 Later = Callable[[float, Callable[[], None]], Any]
 """Has something called after so many seconds."""
@@ -33,15 +36,12 @@ class Telling(msgspec.Struct, frozen=True, kw_only=True):
 
     after_s: float
     every_s: float
-    level: int
     text: str
 
 
-FUTURES = Telling(after_s=9.0, every_s=9.0, level=logging.INFO, text="waiting")
+FUTURES = Telling(after_s=9.0, every_s=9.0, text="waiting")
 """With the time between two looks, within ten seconds."""
-ANSWERS = Telling(
-    after_s=10.0, every_s=60.0, level=logging.WARNING, text="no answer from the service"
-)
+ANSWERS = Telling(after_s=10.0, every_s=60.0, text="no answer from the service")
 
 
 class Wait(msgspec.Struct):
@@ -82,6 +82,7 @@ class Waits:
         self._waits: dict[int, Wait] = {}
         self.sources: set[Callable[[], Iterable[Wait]]] = set()
         self._told_at: dict[str, float] = {}
+        self._warned_at: dict[str, float] = {}
         self._is_looking = False
 
     def begin(self, what: str) -> Wait:
@@ -123,19 +124,24 @@ class Waits:
         for what, group in long.items():
             if now - self._told_at[what] >= self._telling.every_s:
                 self._told_at[what] = now
-                _tell(self._telling, what, group, now)
+                _tell(self._telling, what, group, now, self._level(what, now))
         self._is_looking = bool(waits)
         if waits:
             self._look_later()
 
+    def _level(self, what: str, now: float) -> int:
+        recent = {name: at for name, at in self._warned_at.items() if now - at < WARN_EVERY_S}
+        self._warned_at = {what: now, **recent}
+        return logging.INFO if what in recent else logging.WARNING
 
-def _tell(telling: Telling, what: str, group: list[Wait], now: float) -> None:
+
+def _tell(telling: Telling, what: str, group: list[Wait], now: float, level: int) -> None:
     oldest = min(group, key=lambda wait: wait.began)
     waited_s = now - oldest.began
     since = time.strftime("%H:%M:%S", time.localtime(time.time() - waited_s))
     reasons = sorted({wait.reason for wait in group if wait.reason})
     _log.log(
-        telling.level,
+        level,
         "%s%s: %s for %.0f s, since %s%s",
         what,
         f" ({len(group)} of them)" if len(group) > 1 else "",

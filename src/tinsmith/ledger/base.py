@@ -168,7 +168,17 @@ class Ledger(abc.ABC):
 
     @abc.abstractmethod
     async def statistics(self) -> LedgerStatistics:
-        """How much there is and what it takes."""
+        """How much there is and what it takes. Cheap, however many commands have been settled."""
+
+    @abc.abstractmethod
+    async def check_writable(self) -> None:
+        """Write as much as a large command takes, and take it back.
+
+        For whoever was refused and wants to know when it is over: it costs what an append does.
+
+        Raises:
+            LedgerUnavailableError: It cannot be written now.
+        """
 
     @abc.abstractmethod
     async def sweep(self) -> Swept:

@@ -53,6 +53,8 @@ class Board:
 
     def __init__(self) -> None:
         self.scheduler = SchedulerReport()
+        self.ledger_doubted = asyncio.Event()
+        """Set by a server that found the ledger unavailable; the scheduler then looks."""
         self._everywhere = ACTIVE
         self._lines: dict[str, QueueReport] = {}
         self._streams: dict[str, _Stream] = {}

@@ -50,6 +50,12 @@ def claim(effects: Effects, claimer: str, limit: int, now: float) -> Steps[list[
     return effects.claimed
 
 
+def claimed_after(_: Effects, claimer: str, after: int, limit: int) -> Steps[list[Command]]:
+    """What a claimer holds with an ordinal above `after`, oldest first."""
+    rows = yield "claimed_after", (claimer, after, limit)
+    return [command_of(row) for row in rows]
+
+
 def release_claims(effects: Effects, claimer: str) -> Steps[int]:
     """`Ledger.release_claims`."""
     rows = yield "release_claims", (claimer,)

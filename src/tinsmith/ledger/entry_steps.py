@@ -135,6 +135,12 @@ def replay(_: Effects, name: LineId) -> Steps[list[Command]]:
     return [command_of(row) for row in (yield "replay", (name,))]
 
 
+def touch(_: Effects) -> Steps[None]:
+    """A change, and its opposite, to a line that nobody has."""
+    yield "spend", ("", 0)
+    yield "drop_spent", ("", 1)
+
+
 def spend(_: Effects, name: LineId, number: int) -> Steps[None]:
     """`Ledger.spend`."""
     yield "spend", (name, number)

@@ -9,7 +9,6 @@ from tinsmith.ledger import entry_steps
 from tinsmith.ledger.records import (
     AuditEntry,
     CheckpointEntry,
-    CommandState,
     CustomLoss,
     Entry,
     LedgerStatistics,
@@ -120,17 +119,14 @@ def statistics(
     _: Effects, now: float, stored_bytes: int, commits: int, writes: int
 ) -> Steps[LedgerStatistics]:
     """`Ledger.statistics`."""
-    counts = {state: (number, oldest) for state, number, oldest in (yield "counts", ())}
-    [(payload_bytes, payload_files)] = yield "payload_totals", ()
-    [(result_bytes, result_files)] = yield "result_totals", ()
-    pending, oldest = counts.get(CommandState.PENDING, (0, now))
+    [(pending, claimed, oldest)] = yield "unsettled_totals", ()
+    [(payload_bytes, payload_files)] = yield "kept_totals", ()
     return LedgerStatistics(
         pending=pending,
-        claimed=counts.get(CommandState.CLAIMED, (0, 0))[0],
-        settled=counts.get(CommandState.SETTLED, (0, 0))[0],
-        oldest_pending_s=max(0.0, now - oldest),
-        payload_bytes=int(payload_bytes) + int(result_bytes),
-        payload_files=payload_files + result_files,
+        claimed=claimed,
+        oldest_pending_s=0.0 if oldest is None else max(0.0, now - oldest),
+        payload_bytes=int(payload_bytes),
+        payload_files=payload_files,
         stored_bytes=stored_bytes,
         commits=commits,
         writes=writes,

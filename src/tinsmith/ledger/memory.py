@@ -95,20 +95,21 @@ class MemoryLedger(Ledger):
     async def statistics(self) -> LedgerStatistics:
         """`Ledger.statistics`."""
         await self._turn()
-        pending, kept = self._commands.pending(), self._commands.all()
-        claimed = len(self._commands.claimed())
-        now = self.now()
+        pending, now = self._commands.pending(), self.now()
         return LedgerStatistics(
             pending=len(pending),
-            claimed=claimed,
-            settled=len(kept) - len(pending) - claimed,
+            claimed=len(self._commands.claimed()),
             oldest_pending_s=now - pending[0].command.created_at if pending else 0.0,
-            payload_bytes=sum(len(k.payload or b"") + len(k.result or b"") for k in kept),
+            payload_bytes=self._commands.kept_bytes,
             payload_files=0,
             stored_bytes=0,
             commits=self._writes,
             writes=self._writes,
         )
+
+    async def check_writable(self) -> None:
+        """`Ledger.check_writable`."""
+        await self._turn()
 
     def entries(self, kind: type[E]) -> Entries[E]:
         """`Ledger.entries`."""
@@ -207,7 +208,7 @@ class MemoryLedger(Ledger):
         for one in request_ids:
             kept = self._commands.find(one)
             if kept is not None and kept.command.is_settled:
-                kept.drop_result()
+                self._commands.drop_result(kept)
 
     async def completions(
         self, line: LineId, clone: int, *, after: int, limit: int = PAGE
@@ -318,7 +319,7 @@ class MemoryLedger(Ledger):
     def _end(self, kept: KeptCommand, settlement: Settlement) -> None:
         self._cursor += 1
         kept.cursor = self._cursor
-        kept.result = settlement.payload
+        self._commands.keep_result(kept, settlement.payload)
         self._commands.move(
             kept,
             CommandState.SETTLED,
@@ -330,7 +331,7 @@ class MemoryLedger(Ledger):
         )
         command = kept.command
         if not command.is_ordered:
-            kept.payload = None
+            self._commands.drop_payload(kept)
         self._count(settlement.uses)
         topics = [settled_topic(settlement.request_id)]
         if command.clone is not None:
@@ -373,7 +374,7 @@ class MemoryLedger(Ledger):
         )
         for kept in self._commands.of_line(line):
             if kept.command.seq_id < position and kept.command.is_settled:
-                kept.payload = None
+                self._commands.drop_payload(kept)
         self._spent = {one for one in self._spent if one[0] != line or one[1] >= position}
         return old.snapshot if old.snapshot != reference else None
 
@@ -428,7 +429,7 @@ class MemoryLedger(Ledger):
             k for k in ended if k.result is not None and k.was_settled_before(now - keep.result_s)
         ]
         for kept in old:
-            kept.drop_result()
+            self._commands.drop_result(kept)
         forgotten = [
             k
             for k in ended

@@ -23,11 +23,6 @@ class KeptCommand:
         """Set fields of the command."""
         self.command = msgspec.structs.replace(self.command, **fields)
 
-    def drop_result(self) -> None:
-        """Let go of the result."""
-        self.result = None
-        self.change(is_gone=True)
-
     def was_settled_before(self, moment: float) -> bool:
         """Whether it ended earlier than that."""
         return self.command.settled_at is not None and self.command.settled_at < moment
@@ -45,12 +40,31 @@ class MemoryCommands:
         }
         self.cancelled: dict[str, KeptCommand] = {}
         """Those that were cancelled while claimed, until their claimer is told."""
+        self.kept_bytes = 0
+        """Of all payloads and results."""
 
     def add(self, command: Command, payload: bytes) -> None:
         """Keep a pending command."""
         kept, request = KeptCommand(command, payload), command.request_id
         self._all[request] = self._open[CommandState.PENDING][request] = kept
         self._by_line.setdefault(command.line, {})[request] = kept
+        self.kept_bytes += len(payload)
+
+    def drop_payload(self, kept: KeptCommand) -> None:
+        """Let go of a payload, if it is still there."""
+        self.kept_bytes -= len(kept.payload or b"")
+        kept.payload = None
+
+    def keep_result(self, kept: KeptCommand, result: bytes) -> None:
+        """Keep what a command gave."""
+        self.kept_bytes += len(result)
+        kept.result = result
+
+    def drop_result(self, kept: KeptCommand) -> None:
+        """Let go of a result, if it is still there."""
+        self.kept_bytes -= len(kept.result or b"")
+        kept.result = None
+        kept.change(is_gone=True)
 
     def find(self, request_id: str) -> KeptCommand | None:
         """The command with this id."""
@@ -92,6 +106,8 @@ class MemoryCommands:
 
     def forget(self, kept: KeptCommand) -> None:
         """Remove a command."""
+        self.drop_payload(kept)
+        self.drop_result(kept)
         request, line = kept.command.request_id, kept.command.line
         del self._all[request]
         del self._by_line[line][request]

@@ -6,8 +6,8 @@ whatever was asked for while the last transaction ran goes into the next one. Ne
 by NOTIFY, sent with the commit. All payloads are in the database: servers need no folder in common.
 
 If the database goes away, calls wait for it to come back, for as long as `patience_s`. A change
-whose commit was not confirmed is then made again, which most operations allow: commands that were
-claimed by such a commit are run after the next start, and uses may be counted twice.
+whose commit was not confirmed is then made again, which most operations allow: what was claimed by
+such a commit is looked for by the next claim, and uses may be counted twice.
 
 The only module that imports asyncpg.
 """
@@ -24,10 +24,10 @@ from typing import Any, Self, TypeVar
 import asyncpg
 
 from tinsmith.errors import LedgerUnavailableError, LedgerVersionError, TinkerError
-from tinsmith.ledger import keeping_steps, migrations
+from tinsmith.ledger import command_steps, keeping_steps, migrations
 from tinsmith.ledger.clock import SteadyClock
 from tinsmith.ledger.payloads import Kept
-from tinsmith.ledger.records import LARGEST_NUMBER, Retention
+from tinsmith.ledger.records import LARGEST_NUMBER, Command, Retention
 from tinsmith.ledger.sql_ledger import SqlLedger
 from tinsmith.ledger.statements import migrations as known_migrations
 from tinsmith.ledger.statements import queries
@@ -102,6 +102,12 @@ class PostgresLedger(SqlLedger):
         self._has_work = False
         self._commits = 0
         self._writes = 0
+        self._unconfirmed = 0
+        """How many commits may or may not have been made."""
+        self._looked_after = 0
+        """So many of them when it was last looked for what they claimed."""
+        self._handed_out = 0
+        """The ordinal of the last claimed command that its claimer was given."""
 
     @classmethod
     async def open(
@@ -213,6 +219,7 @@ class PostgresLedger(SqlLedger):
         except _LOST:
             self._connection.terminate()
             self._connection = None
+            self._unconfirmed += 1
             raise
         self._commits += 1
         self._writes += sum(write.effects.writes for write in group)
@@ -228,6 +235,38 @@ class PostgresLedger(SqlLedger):
                     write.effects, write.error = Effects(), exc
             for notice in _notices(topic for write in group for topic in write.effects.topics):
                 await connection.execute(_NOTIFY, notice)
+
+    # Claims whose commit was not confirmed
+
+    async def claim(self, claimer: str, *, limit: int) -> list[Command]:
+        """`Ledger.claim`, with what its claimer holds already and was never given.
+
+        Commands are claimed in the order of their ordinals, so that is all above the last one.
+        """
+        claimed = await super().claim(claimer, limit=limit)
+        unconfirmed = self._unconfirmed
+        if unconfirmed > self._looked_after:
+            after = self._handed_out
+            claimed = await self._read(
+                lambda effects: command_steps.claimed_after(effects, claimer, after, limit)
+            )
+            if len(claimed) < limit:
+                self._looked_after = unconfirmed
+        if claimed:
+            self._handed_out = claimed[-1].ordinal
+        return claimed
+
+    async def wait_for_commands(self, claimer: str, *, timeout_s: float) -> bool:
+        """`Ledger.wait_for_commands`."""
+        if self._unconfirmed > self._looked_after:
+            return True
+        return await super().wait_for_commands(claimer, timeout_s=timeout_s)
+
+    async def release_claims(self, claimer: str) -> int:
+        """`Ledger.release_claims`."""
+        released = await super().release_claims(claimer)
+        self._handed_out = 0
+        return released
 
     # Reading
 

@@ -411,7 +411,6 @@ class LedgerStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
     pending: int
     claimed: int
-    settled: int
     oldest_pending_s: float
     """How long the oldest pending command has waited."""
     payload_bytes: int

@@ -47,6 +47,9 @@ from tinsmith.ledger.wakeups import NEW_WORK, Wakeups, feed_topic, settled_topic
 T = TypeVar("T")
 E = TypeVar("E", bound=Entry)
 
+CHECKED_BYTES = 8 * 1024 * 1024
+"""What `check_writable` writes; a chunk of training data is not larger."""
+
 
 class SqlLedger(Ledger):
     """All promises but durability and isolation, which are the variant's."""
@@ -117,6 +120,13 @@ class SqlLedger(Ledger):
                 effects, self.now(), stored_bytes, commits, writes
             )
         )
+
+    async def check_writable(self) -> None:
+        """`Ledger.check_writable`."""
+        if self._inline_bytes < CHECKED_BYTES:
+            kept = await self._keep_file(bytes(CHECKED_BYTES))
+            await self._discard([kept], is_named=False)
+        await self._write(entry_steps.touch)
 
     async def _sweep_all(self, some: Operation[int]) -> int:
         """Some at a time, so that others' writes go in between."""

@@ -25,6 +25,8 @@ _log = logging.getLogger(__name__)
 
 LARGEST_CLAIM = 512
 IDLE_WAIT_S = 60.0
+TROUBLED_WAIT_S = 1.0
+"""A claim that is tried again returns soon: until it does, the ledger is taken for unavailable."""
 CANCEL_LOOK_S = 0.05
 """While commands keep coming, cancels are looked for no more often."""
 
@@ -50,7 +52,11 @@ class Intake:
                 await changed.wait()
                 continue
             claimed = await parts.ask(
-                lambda: parts.ledger.wait_claim(claimer, limit=room, timeout_s=IDLE_WAIT_S)  # noqa: B023 - called at once
+                lambda: parts.ledger.wait_claim(
+                    claimer,
+                    limit=room,  # noqa: B023 - called at once
+                    timeout_s=TROUBLED_WAIT_S if parts.patient.problem else IDLE_WAIT_S,
+                )
             )
             if claimed:
                 parts.held += len(claimed)

@@ -45,6 +45,7 @@ from tinsmith.scheduler.training import Training
 _log = logging.getLogger(__name__)
 
 BUSY = "the engine is at work for others; its turn comes"
+BUSY_AGAIN = "the engine first does what the last end of the service broke off; its turn comes"
 REPORT_S = 1.0
 """How often the figures on the board are brought up to date."""
 
@@ -109,8 +110,10 @@ class Scheduler:
         self._report()
         self._start("settling", self._parts.settler.run())
         self._start("reporting", self._keep_reporting())  # a recovery that waits has to be told of
+        self._start("doubts", self._mind_doubts())
         try:
             await Recovering(self._parts, self._singles, self._training).run()
+            self._parts.ledger.board.hold(ACTIVE)
         except Exception as exc:
             self._parts.problem = f"recovery has failed: {type(exc).__name__}: {exc}"
             self._report()
@@ -166,7 +169,7 @@ class Scheduler:
                 await self._parts.settler.wait_settled()
         except TimeoutError:
             _log.warning("what still runs is given up; it will be run again after the next start")
-        await self._stop("training", "reporting")
+        await self._stop("training", "reporting", "doubts")
         await self._singles.stop()
         await self._snapshots.stop()
         await self._intake.stop()
@@ -222,6 +225,22 @@ class Scheduler:
             self._report()
             if self._parts.is_recovered:
                 told = self._tell_waits(told)
+            else:
+                self._tell_recovery()
+
+    async def _mind_doubts(self) -> None:
+        """When the server cannot write a command: be troubled too, until one could be written."""
+        parts, doubted = self._parts, self._parts.ledger.board.ledger_doubted
+        while True:
+            await doubted.wait()
+            doubted.clear()
+            await parts.ask(parts.ledger.check_writable)
+
+    def _tell_recovery(self) -> None:
+        """Say that everything waits for models to be back, if it has for long."""
+        parts = self._parts
+        if parts.recovery and parts.ledger.now() - parts.began_at > parts.settings.told_after_s:
+            parts.ledger.board.hold(QueueReport("paused_capacity", parts.recovery))
 
     def _tell_waits(self, told: set[LineId]) -> set[LineId]:
         """Say of lines that have waited for long that they wait for their turn."""
@@ -234,17 +253,20 @@ class Scheduler:
                 waiting.add(line)
         for line in told - waiting:
             board.hold(ACTIVE, line)
+        reason = BUSY_AGAIN if self._training.is_running_again() else BUSY
         for line in waiting:
-            board.hold(QueueReport("paused_capacity", BUSY), line)
+            board.hold(QueueReport("paused_capacity", reason), line)
         return waiting
 
     def _report(self) -> None:
-        problem = self._parts.problem
-        if problem is None and self._parts.patient.is_troubled:
-            problem = "the ledger is unavailable"
-        if problem is None:
-            problem = self._parts.silence.problem()
-        self._parts.ledger.board.scheduler = SchedulerReport(
+        parts = self._parts
+        problem = (
+            parts.problem
+            or parts.patient.problem
+            or parts.silence.problem()
+            or (None if parts.is_recovered else parts.recovery)
+        )
+        parts.ledger.board.scheduler = SchedulerReport(
             is_ready=self._is_ready and problem is None,
             problem=problem,
             figures=self.statistics(),

@@ -50,6 +50,10 @@ class Parts:
     suspects: Suspects = dataclasses.field(default_factory=Suspects)
     is_recovered: bool = False
     """Whether all models are where their lines are."""
+    recovery: str | None = None
+    """How far that is, until they are."""
+    began_at: float = 0.0
+    """The ledger's time when this scheduler began: what came before was another's to do."""
     is_closing: bool = False
     problem: str | None = None
     """What keeps the scheduler from working, if it is not the ledger."""

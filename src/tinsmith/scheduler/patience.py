@@ -32,13 +32,14 @@ class PatientLedger:
         self._board = board
         self._sleep = sleep
         self._troubled = 0
+        self._error: LedgerUnavailableError | None = None
         self.outages = 0
         """How often the ledger was found unavailable by somebody who had found it well before."""
 
     @property
-    def is_troubled(self) -> bool:
-        """Whether a call waits for the ledger to come back."""
-        return self._troubled > 0
+    def problem(self) -> str | None:
+        """What is wrong with the ledger, while a call waits for it to come back."""
+        return f"the ledger is unavailable: {self._error}" if self._troubled else None
 
     async def call(self, make: Callable[[], Awaitable[T]]) -> T:
         """What the call gives, in the end."""
@@ -60,10 +61,12 @@ class PatientLedger:
             try:
                 return await make()
             except LedgerUnavailableError as exc:
+                self._error = exc
                 _log.debug("the ledger is still unavailable: %s", exc)
 
     def _begin_trouble(self, error: LedgerUnavailableError) -> None:
         self._troubled += 1
+        self._error = error
         if self._troubled == 1:
             self.outages += 1
             _log.warning("the ledger is unavailable, results are held until it is back: %s", error)

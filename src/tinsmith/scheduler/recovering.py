@@ -46,21 +46,30 @@ class Recovering:
     async def run(self) -> None:
         """Bring every model to where it was; a model that cannot be is left with the reason."""
         parts, started = self._parts, time.monotonic()
+        parts.began_at = parts.ledger.now()
         found = await parts.ask(lambda: recover(parts.ledger, parts.settings.claimer))
-        for recovery in found.models:
+        redone = sum(len(one.redo) for one in found.models)
+        if redone:
+            _log.info("%d commands of %d models are run again", redone, len(found.models))
+        for number, recovery in enumerate(found.models):
+            how_far = f"{number} of {len(found.models)} models are back where they were"
+            parts.recovery = f"the service has begun anew: {how_far}"
             await self._bring_back(recovery)
         parts.is_recovered = True
-        redone = sum(len(one.redo) for one in found.models)
         parts.statistics.count("recovered_models", len(found.models))
         parts.statistics.count("redone_commands", redone)
         parts.statistics.count("recovery_s", time.monotonic() - started)
-        if found.models or found.released:
+        if found.models:
             _log.info(
-                "recovered %d models, %d commands run again, %d pending again, in %.2f s",
+                "recovered %d models, %d commands run again, in %.2f s",
                 len(found.models),
                 redone,
-                found.released,
                 time.monotonic() - started,
+            )
+        if found.released:
+            _log.info(
+                "%d commands that were under way when the service ended are run first",
+                found.released,
             )
 
     async def _bring_back(self, recovery: ModelRecovery) -> None:

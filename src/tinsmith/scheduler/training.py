@@ -45,6 +45,7 @@ class Training:
         self._parts = parts
         self._snapshots = snapshots
         self._shares = Shares()
+        self._running: list[Command] = []
         self._losses: OrderedDict[str, tuple[SessionId, CustomLossSpec]] = OrderedDict()
 
     async def run(self) -> None:
@@ -70,6 +71,10 @@ class Training:
                 await asyncio.sleep(0)  # whoever has waited to be alone in the engine goes first
         await parts.turns.set_active("training", False)
 
+    def is_running_again(self) -> bool:
+        """Whether the engine is at what was accepted before this scheduler began."""
+        return any(command.created_at < self._parts.began_at for command in self._running)
+
     def _choose(self) -> Batch | None:
         return choose_batch(
             self._parts.order,
@@ -89,6 +94,7 @@ class Training:
 
     async def _run_batch(self, batch: Batch) -> None:
         parts = self._parts
+        self._running = batch.commands
         for line in batch.lines:
             parts.order.start(line)
         read = await asyncio.gather(*(self.read(command) for command in batch.commands))
@@ -96,6 +102,7 @@ class Training:
         started, started_at = time.monotonic(), parts.ledger.now()
         outcomes = await self._train(works)
         work_s = (time.monotonic() - started) / max(1, len(batch.lines))
+        self._running = []
         parts.suspects.leave(command.request_id for command in batch.commands)
         self._settle(batch, read, outcomes, started_at)
         for line, commands in batch.lines.items():

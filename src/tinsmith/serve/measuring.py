@@ -18,8 +18,6 @@ from tinsmith.server.exchanges import ExchangeReport, log_exchange
 _log = logging.getLogger(__name__)
 
 READ_S = 5.0
-RARELY = 20
-"""The figures of a large ledger take long: so many times as long it is left alone after it."""
 _UNAUTHORISED = 401
 
 
@@ -57,14 +55,12 @@ class Measuring:
 
     async def run(self) -> None:
         """Read the ledger's figures again and again."""
-        clock = asyncio.get_running_loop().time
         while True:
-            began = clock()
             try:
                 await self._read()
             except LedgerError as exc:
                 _log.debug("figures of the ledger: %s", exc)
-            await asyncio.sleep(max(READ_S, RARELY * (clock() - began)))
+            await asyncio.sleep(READ_S)
 
     async def _read(self) -> None:
         figures = await self._ledger.statistics()

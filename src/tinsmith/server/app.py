@@ -179,9 +179,11 @@ class App:
             raise
         except TinkerError as exc:
             report.error = exc
-            if isinstance(exc, LedgerUnavailableError) and report.endpoint in _POLLS:
-                # Clients poll again at once after a 5xx; thousands of them must not spin.
-                await asyncio.sleep(_UNAVAILABLE_S)
+            if isinstance(exc, LedgerUnavailableError):
+                self.service.parts.ledger.board.ledger_doubted.set()
+                if report.endpoint in _POLLS:
+                    # Clients poll again at once after a 5xx; thousands of them must not spin.
+                    await asyncio.sleep(_UNAVAILABLE_S)
             reply = _refusal(exc)
             if reply.status >= 500:
                 _log.warning("%s is answered %d: %s", report.endpoint, reply.status, exc)

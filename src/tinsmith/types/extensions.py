@@ -31,6 +31,7 @@ class ServiceFlags(ClientConfigResponse):
     tinsmith_stream: bool = False
     tinsmith_packed_prompts: bool = False
     tinsmith_import_bytes: int = 0
+    tinsmith_parallel_chunks: bool = False
 
 
 # Many samples in one request

@@ -447,6 +447,14 @@ def test_checkpoints_are_downloaded_by_commands_that_name_it(tmp_path: Path) -> 
     assert path in [checkpoint["tinker_path"] for checkpoint in listed["checkpoints"]]
 
 
+def test_a_command_that_runs_the_service_closes_it_when_it_ends(tmp_path: Path) -> None:
+    """Else it ends as if it was killed: in the midst of bringing models back, say."""
+    command(tmp_path, "run", "list", "--base-url", "embedded", "-f", "json")
+
+    assert (tmp_path / ".tinsmith" / "ledger").exists()
+    assert not (tmp_path / ".tinsmith" / "embedded.sock").exists()
+
+
 def command(home: Path, *words: str) -> Any:
     """What a command of ours prints, in JSON."""
     ended = subprocess.run(

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import resource
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+
+import pytest
 
 from tests.e2e.service.served import Served, serving
 from tests.e2e.service.training_run import train
@@ -41,6 +45,36 @@ def test_operators_see_health_readiness_and_metrics(tmp_path: Path) -> None:
         assert json.loads(ready)["status"] == "ready"
         assert 'tinsmith_http_requests_total{endpoint="optim_step",status="200"}' in metrics
         assert "tinsmith_ready 1" in metrics
+
+
+def test_a_full_disk_is_told_by_its_readiness_until_there_is_room(tmp_path: Path) -> None:
+    """Nobody sends commands any more then, and it still finds out by itself."""
+    with serving(tmp_path) as served:
+        train(served.base_url, 0, 1)
+        unlimited = resource.RLIM_INFINITY
+        resource.prlimit(served.pid, resource.RLIMIT_FSIZE, (0, unlimited))
+
+        refused = urllib.request.Request(
+            f"{served.base_url}/api/v1/create_session",
+            data=b'{"tags": [], "user_metadata": {}, "sdk_version": "0.36.0"}',
+            headers={"X-API-Key": "tml-any", "Content-Type": "application/json"},
+        )
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            urllib.request.urlopen(refused, timeout=30.0)
+        status, told = wait_status(served, "/readyz", 503)
+        resource.prlimit(served.pid, resource.RLIMIT_FSIZE, (unlimited, unlimited))
+
+        assert status == 503
+        assert "make room on the disk" in json.loads(told)["problem"]
+        assert wait_status(served, "/readyz", 200)[0] == 200
+
+
+def wait_status(served: Served, path: str, status: int) -> tuple[int, str]:
+    """A page as soon as it has a status, or as it is after a while."""
+    deadline = time.monotonic() + 30.0
+    while (page := get(served, path))[0] != status and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return page
 
 
 def test_metrics_can_be_switched_off(tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ def test_usage_in_a_table_tells_unknown_costs_from_those_that_do_not_apply(
     assert storage[cost:].startswith("null")
     assert storage.count("null") == 2
     assert "null" not in checkpoint
+    assert "project_id" not in header  # no row has one
 
 
 @pytest.mark.usefixtures("usage")

@@ -101,9 +101,17 @@ def test_s14_numbers_on_the_wire_rise_by_exactly_1(
     ]
 
 
-def test_s16_chunks_travel_in_parallel_with_the_first_last() -> None:
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"parallel_fwdbwd_chunks": True},
+        {"parallel_fwdbwd_chunks": False, "tinsmith_parallel_chunks": True},
+    ],
+    ids=["plain", "ours"],
+)
+def test_s16_chunks_travel_in_parallel_with_the_first_last(flags: dict[str, bool]) -> None:
     with (
-        running_service(long_poll_s=0.5, fwdbwd_max_chunk_len=2) as service,
+        running_service(long_poll_s=0.5, fwdbwd_max_chunk_len=2, **flags) as service,
         ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
     ):
         training = client.create_lora_training_client("m", rank=4)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from typing import Any
 
 import asyncpg
 import pytest
@@ -18,6 +20,7 @@ from tinsmith.ledger import postgres
 from tinsmith.ledger.postgres import PostgresLedger
 from tinsmith.ledger.records import LineId
 from tinsmith.ledger.registry import open_ledger
+from tinsmith.ledger.statements import queries
 
 LONG_S = 60.0
 
@@ -159,6 +162,55 @@ def test_a_database_that_restarts_loses_and_doubles_nothing() -> None:
     asyncio.run(tell())
 
 
+@pytest.mark.parametrize("patience_s", [0.0, LONG_S], ids=["the call fails", "it is made again"])
+def test_a_claim_whose_commit_was_not_confirmed_is_given_to_its_claimer(
+    patience_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As soon as it asks again, and not at the next start; what it was given is not given twice."""
+    dsn = new_database()
+
+    async def tell() -> None:
+        async with await PostgresLedger.open(dsn, patience_s=patience_s) as ledger:
+            for number in range(6):
+                await ledger.append(training(number))
+            given = await ledger.claim("s", limit=2)
+            run_group = ledger._run_group
+
+            async def unconfirmed(*values: Any) -> None:
+                await run_group(*values)
+                monkeypatch.setattr(ledger, "_run_group", run_group)
+                raise ConnectionResetError
+
+            monkeypatch.setattr(ledger, "_run_group", unconfirmed)
+            with contextlib.suppress(LedgerUnavailableError):
+                given += await ledger.claim("s", limit=2)
+            async with asyncio.timeout(LONG_S / 2):
+                while len(given) < 6:
+                    given += await ledger.wait_claim("s", limit=2, timeout_s=LONG_S)
+            assert [command.seq_id for command in given] == list(range(6))
+            assert await ledger.claim("s", limit=2) == []
+
+    asyncio.run(tell())
+
+
+def test_claims_that_were_given_back_are_given_again_after_an_unconfirmed_commit() -> None:
+    dsn = new_database()
+
+    async def tell() -> None:
+        async with await PostgresLedger.open(dsn) as ledger:
+            for number in range(3):
+                await ledger.append(training(number))
+            await ledger.claim("s", limit=3)
+            await ledger.release_claims("s")
+            ledger._unconfirmed += 1
+
+            given = await ledger.claim("s", limit=3)
+
+            assert [command.seq_id for command in given] == [0, 1, 2]
+
+    asyncio.run(tell())
+
+
 def test_a_database_that_stays_away_is_an_error() -> None:
     dsn = new_database()
 
@@ -197,3 +249,21 @@ def test_a_schema_that_is_not_ours_to_use_is_refused(sql: str, message: str) -> 
         assert message in await raised(PostgresLedger.open(dsn), LedgerVersionError)
 
     asyncio.run(tell())
+
+
+@pytest.mark.parametrize("name", ["unsettled_totals", "kept_totals"])
+def test_figures_can_be_read_from_indexes(name: str) -> None:
+    """Tables as small as these are scanned all the same, unless that is switched off."""
+    dsn = new_database()
+
+    async def tell() -> str:
+        await (await open_ledger(dsn)).close()
+        connection = await asyncpg.connect(dsn)
+        try:
+            await connection.execute("SET enable_seqscan = off")
+            rows = await connection.fetch(f"EXPLAIN {queries()[name]}")
+        finally:
+            await connection.close()
+        return "\n".join(row[0] for row in rows)
+
+    assert "Seq Scan" not in asyncio.run(tell())

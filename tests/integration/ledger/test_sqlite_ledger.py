@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sqlite3
 import subprocess
@@ -24,7 +25,7 @@ from tinsmith.ledger.memory import MemoryLedger
 from tinsmith.ledger.records import Appended, request_id
 from tinsmith.ledger.registry import open_ledger
 from tinsmith.ledger.sqlite import SqliteLedger
-from tinsmith.ledger.statements import migrations, queries
+from tinsmith.ledger.statements import migrations, queries, sqlite_queries
 from tinsmith.ledger.steps import Effects, Steps
 
 ROOT = Path(__file__).parents[3]
@@ -145,6 +146,7 @@ def test_a_new_migration_is_applied_to_an_old_file(
     assert connection.execute("SELECT name FROM migrations ORDER BY number").fetchall() == [
         ("0001_create_ledger",),
         ("0002_add_batch_to_results",),
+        ("0003_index_sizes",),
         ("0009_add_notes",),
     ]
     connection.close()
@@ -157,6 +159,16 @@ def test_both_databases_have_the_same_migrations_and_every_query_is_used() -> No
 
     assert names[0] == names[1]
     assert [name for name in queries() if f'"{name}"' not in code] == []
+
+
+@pytest.mark.parametrize("name", ["unsettled_totals", "kept_totals"])
+def test_figures_are_read_from_indexes(tmp_path: Path, name: str) -> None:
+    """They are read every few seconds, and a ledger has hundreds of thousands of commands."""
+    with contextlib.closing(sqlite3.connect(made(tmp_path))) as connection:
+        rows = connection.execute(f"EXPLAIN QUERY PLAN {sqlite_queries()[name]}").fetchall()
+
+    looks = [text for *_, text in rows if text.startswith(("SCAN", "SEARCH"))]
+    assert [look for look in looks if "INDEX" not in look] == ["SCAN CONSTANT ROW"]
 
 
 def test_durability_is_switched_on(tmp_path: Path) -> None:

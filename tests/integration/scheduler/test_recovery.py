@@ -21,7 +21,7 @@ from tinsmith.ledger.base import Ledger
 from tinsmith.ledger.memory import MemoryLedger
 from tinsmith.ledger.records import CheckpointEntry, LineId
 from tinsmith.ledger.sqlite import SqliteLedger
-from tinsmith.scheduler import recovering, saves
+from tinsmith.scheduler import loop, recovering, saves
 from tinsmith.scheduler.settings import SchedulerSettings
 from tinsmith.types.futures import RequestFailedResponse
 from tinsmith.types.requests import (
@@ -251,6 +251,41 @@ def test_samples_that_were_cut_off_are_drawn_again(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_what_is_done_again_after_a_crash_is_told_to_those_who_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First what brings models back, then the pass that the crash broke off."""
+    monkeypatch.setattr(loop, "REPORT_S", 0.01)
+    mine, other = LINES[:2]
+
+    async def run() -> None:
+        ledger, slow = MemoryLedger(), FakeSettings(batch_s=0.5)
+        first = Bench(tmp_path, ledger, fake=slow)
+        await first.open()
+        for line in (mine, other):
+            await first.result(await first.create(line))
+        await first.result(await first.forward_backward(mine, 1))
+        broken_off = await first.forward_backward(mine, 2)
+        await until(lambda: first.scheduler.statistics()["queued_commands"] > 0)
+        await first.kill()
+
+        second = Bench(tmp_path, ledger, settings=SchedulerSettings(told_after_s=0.0), fake=slow)
+        opening, board = asyncio.create_task(second.open()), ledger.board
+        await until(lambda: "begun anew" in (board.queue(mine).reason or ""))
+        await until(lambda: "of 2 models are back" in (board.scheduler.problem or ""))
+        await opening
+        assert board.scheduler.problem is None
+        await until(second.scheduler._training.is_running_again)
+        waiting = await second.forward_backward(other, 1)
+        await until(lambda: board.queue(other).reason == loop.BUSY_AGAIN)
+        for request_id in (broken_off, waiting):
+            await second.result(request_id)
+        await until(lambda: board.queue(other).state == "active")
+        await second.close()
+
+    asyncio.run(run())
+
+
 class Flaky:
     """A ledger that is unavailable while it is told to be."""
 
@@ -261,7 +296,7 @@ class Flaky:
 
     def __getattr__(self, name: str) -> object:
         found = getattr(self._ledger, name)
-        if name not in ("settle", "wait_claim", "payload", "take_cancelled"):
+        if name not in ("settle", "wait_claim", "payload", "take_cancelled", "check_writable"):
             return found
 
         async def call(*args: object, **kwargs: object) -> object:
@@ -272,6 +307,26 @@ class Flaky:
             return await work(*args, **kwargs)
 
         return call
+
+
+def test_a_ledger_that_the_server_cannot_write_is_told_until_it_can(tmp_path: Path) -> None:
+    """Nothing is to be settled, so that the scheduler would not notice by itself."""
+
+    async def run() -> None:
+        flaky = Flaky(MemoryLedger())
+        async with bench(tmp_path, cast(Ledger, flaky)) as b:
+            board = b.ledger.board
+            assert board.scheduler.is_ready
+            flaky.is_gone = True
+
+            board.ledger_doubted.set()
+
+            await until(lambda: not board.scheduler.is_ready)
+            assert board.scheduler.problem == "the ledger is unavailable: the disk is full"
+            flaky.is_gone = False
+            await until(lambda: board.scheduler.is_ready)
+
+    asyncio.run(run())
 
 
 def test_outcomes_are_held_while_the_ledger_is_gone(tmp_path: Path) -> None:

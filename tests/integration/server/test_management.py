@@ -606,6 +606,7 @@ def test_a_trace_shows_how_long_commands_waited_and_ran(server: ManagedServer) -
 
 
 def test_usage_is_what_the_ledger_counted(server: ManagedServer) -> None:
+    """By hour, session, base model and kind, whichever models and samplers the session had."""
     server.add_session("s1", project_id="p", user_metadata={"a": "b"})
     key = {"tenant_id": TenantId("alice"), "session_id": "s1", "base_model": MODEL}
     kinds = {
@@ -618,8 +619,9 @@ def test_usage_is_what_the_ledger_counted(server: ManagedServer) -> None:
         "unheard_of": 1,
     }
     uses = [
-        Use(key=UsageKey(kind=kind, **key), amount=amount)  # type: ignore[arg-type]
+        Use(key=UsageKey(kind=kind, line=line, **key), amount=amount / 2)  # type: ignore[arg-type]
         for kind, amount in kinds.items()
+        for line in ("s1:train:0", "s1:sample:0")
     ]
     server.run(server.ledger.add_uses(uses))
     this_hour = datetime.datetime.now(datetime.UTC).replace(minute=0, second=0, microsecond=0)

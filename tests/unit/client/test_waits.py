@@ -63,6 +63,22 @@ def test_a_wait_is_told_within_ten_seconds_and_every_ten_seconds(
     assert len(caplog.messages) >= 7
 
 
+def test_a_wait_is_a_warning_once_a_minute_also_from_call_to_call(
+    waits: Waits, time: Time, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A program without logging sees warnings alone."""
+    for _ in range(6):
+        step = waits.begin("optim_step of m")
+        time.pass_s(15)
+        waits.end(step)
+    waits.begin("get_info")
+    time.pass_s(11)
+
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [message[:10] for message in warned] == ["optim_step", "optim_step", "get_info: "]
+    assert len(caplog.messages) == 7
+
+
 def test_waits_of_one_name_are_one_line(
     waits: Waits, time: Time, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -83,14 +83,14 @@ def test_nothing_is_lost_while_the_ledger_is_unavailable() -> None:
         settler.add(_settlement(0), _settlement(1))
         while len(waits) < 3:  # noqa: ASYNC110 - nobody tells of it
             await asyncio.sleep(0)
-        during = board.queue("m").state, patient.is_troubled
+        during = board.queue("m").state, patient.problem
         settler.add(_settlement(2))
         await settler.wait_settled()
         task.cancel()
 
-        assert during == ("paused_capacity", True)
+        assert during == ("paused_capacity", "the ledger is unavailable: the disk is full")
         assert ledger.settled == [["m:0", "m:1"], ["m:2"]]
-        assert (board.queue("m").state, patient.is_troubled) == ("active", False)
+        assert (board.queue("m").state, patient.problem) == ("active", None)
         assert len(waits) == 20 and max(waits) <= LONGEST_WAIT_S
 
     asyncio.run(run())

@@ -33,6 +33,10 @@ SELECT * FROM command_states WHERE state = 0 ORDER BY ordinal LIMIT $1;
 UPDATE commands SET state = 1, claimed_by = $1, claimed_at = $2
 WHERE state = 0 AND ordinal <= $3;
 
+-- name: claimed_after
+SELECT * FROM command_states WHERE state = 1 AND claimed_by = $1 AND ordinal > $2
+ORDER BY ordinal LIMIT $3;
+
 -- name: release_claims
 UPDATE commands SET state = 0, claimed_by = NULL, claimed_at = NULL
 WHERE state = 1 AND claimed_by = $1

@@ -44,11 +44,14 @@ SELECT max(t) FROM (
         WHERE ordinal = (SELECT max(ordinal) FROM commands)
 ) AS times;
 
--- name: counts
-SELECT state, count(*), min(created_at) FROM commands GROUP BY state;
+-- name: unsettled_totals
+SELECT (SELECT count(*) FROM commands WHERE state = 0),
+    (SELECT count(*) FROM commands WHERE state = 1),
+    (SELECT created_at FROM commands WHERE state = 0 ORDER BY ordinal LIMIT 1);
 
--- name: payload_totals
-SELECT coalesce(sum(size_bytes), 0), count(file) FROM payloads;
-
--- name: result_totals
-SELECT coalesce(sum(size_bytes), 0), count(file) FROM results WHERE is_gone = 0;
+-- name: kept_totals
+-- Read every few seconds: each part is found in an index, without the rows and what they hold.
+SELECT (SELECT coalesce(sum(size_bytes), 0) FROM payloads)
+        + (SELECT coalesce(sum(size_bytes), 0) FROM results WHERE is_gone = 0),
+    (SELECT count(*) FROM payloads WHERE file IS NOT NULL)
+        + (SELECT count(*) FROM results WHERE file IS NOT NULL);

@@ -31,7 +31,9 @@ async def client_config(call: Call) -> ServiceFlags:
     settings = call.settings
     return ServiceFlags(
         pjwt_auth_enabled=settings.offers_tokens,
-        parallel_fwdbwd_chunks=True,
+        # Official clients wait for ever behind a call of theirs of which any chunk but the first
+        # was refused, if they sent its chunks in parallel. One after another, they go on.
+        parallel_fwdbwd_chunks=False,
         proto_compress_fwdbwd=True,
         fwdbwd_max_chunk_len=min(1024, settings.most_datums),
         fwdbwd_max_chunk_bytes_count=min(MOST_CHUNK_BYTES, settings.body_bytes // 2),
@@ -45,6 +47,7 @@ async def client_config(call: Call) -> ServiceFlags:
         tinsmith_stream=settings.offers_streams,
         tinsmith_packed_prompts=True,
         tinsmith_import_bytes=call.service.imports.largest_bytes,
+        tinsmith_parallel_chunks=True,
     )
 
 

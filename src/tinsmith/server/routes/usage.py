@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import datetime
 
+import msgspec
+
 from tinsmith.errors import BadRequestError
 from tinsmith.ledger.base import Ledger
 from tinsmith.ledger.records import (
@@ -15,6 +17,7 @@ from tinsmith.ledger.records import (
     Model,
     Session,
     TenantId,
+    UsageKey,
     UsageRow,
 )
 from tinsmith.server.call import Call, Handler
@@ -64,7 +67,7 @@ async def get_billing_usage(call: Call) -> BillingUsageResponse:
             "ending_before must come after starting_on, by at most "
             f"{LONGEST_DAYS} days; it comes {(before - since) / 86400:g} days after it"
         )
-    rows = await call.ledger.usage(call.tenant_id, since=since, before=before)
+    rows = _without_lines(await call.ledger.usage(call.tenant_id, since=since, before=before))
     sessions = await _sessions(call.ledger, call.tenant_id, rows)
     events = [_event(row, sessions) for row in rows]
     this_hour = call.ledger.now() // HOUR_S * HOUR_S
@@ -88,6 +91,15 @@ def _whole_hour(field: str, given: datetime.datetime) -> float:
     if seconds < 0 or seconds % HOUR_S:
         raise BadRequestError(f"{field} is {given.isoformat()}; it must be a whole hour")
     return seconds
+
+
+def _without_lines(rows: list[UsageRow]) -> list[UsageRow]:
+    """The rows of a session's models and samplers as one: a loop makes a sampler at every step."""
+    amounts: dict[tuple[int, UsageKey], float] = {}
+    for row in rows:
+        key = row.hour, msgspec.structs.replace(row.key, line="")
+        amounts[key] = amounts.get(key, 0.0) + row.amount
+    return [UsageRow(key=key, hour=hour, amount=amount) for (hour, key), amount in amounts.items()]
 
 
 async def _sessions(
