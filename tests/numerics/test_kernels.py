@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -348,6 +351,40 @@ def test_a_sequence_has_the_same_bits_however_it_is_read(dtype: torch.dtype) -> 
 
     assert torch.equal(read(*range(1, 150)), whole)
     assert torch.equal(read(37), whole)
+
+
+_ON_SMALL_STACKS = """
+import threading, torch
+from tests.numerics.test_kernels import _run
+from tinsmith.model.attention import AttentionRule
+from tinsmith.model.cached_attention import CachedAttention
+from tinsmith.model.kv_cache import CachedStretch, SequenceKeys
+
+def attend():
+    torch.set_num_threads(2)
+    run = _run(torch.float32, 0, heads=2, key_heads=2, size=256, seed=0)
+    attention = CachedAttention([CachedStretch(0, 96, SequenceKeys(None, run), 0)])
+    print(attention.attend(0, AttentionRule(0.1), *torch.ones(3, 96, 2, 256)).sum())
+
+threading.stack_size(256 * 1024)
+thread = threading.Thread(target=attend)
+thread.start()
+thread.join()
+"""
+
+
+def test_attention_asks_for_no_large_stack() -> None:
+    """Neither of whoever calls it nor of the threads that help."""
+    done = subprocess.run(
+        [sys.executable, "-c", _ON_SMALL_STACKS],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"OMP_STACKSIZE": "256k"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert (done.returncode, done.stdout) == (0, "tensor(49152.)\n"), done.stderr
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
