@@ -131,6 +131,7 @@ class CachedAttention:
 
     def __init__(self, stretches: Sequence[CachedStretch]) -> None:
         self._stretches = stretches
+        self._dtype = stretches[0].keys.own.dtype
         for one in stretches:
             one.keys.own.reserve(one.own_end)
         # Only now: a run that has grown lies elsewhere.
@@ -143,7 +144,7 @@ class CachedAttention:
         self, layer: int, rule: AttentionRule, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor
     ) -> Tensor:
         """`Attention.attend`."""
-        kernels = attention_kernels(rule, q_THD, k_TGD.shape[1])
+        kernels = attention_kernels(rule, self._dtype, q_THD, k_TGD, v_TGD)
         if kernels is not None:
             if self._by_kernel is None:
                 group = q_THD.shape[1] // k_TGD.shape[1]

@@ -22,6 +22,7 @@ from tinsmith.model.kernels.library import (
     MOST_QUERIES,
     AttentionShape,
     Kernels,
+    is_dense,
     is_half,
     kernels_for,
 )
@@ -41,11 +42,17 @@ class _Stretch(NamedTuple):
     shared_length: int = 0
 
 
-def attention_kernels(rule: AttentionRule, q_THD: Tensor, key_heads: int) -> Kernels | None:
-    """The kernels, if they compute such an attention."""
+def attention_kernels(
+    rule: AttentionRule, dtype: torch.dtype, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor
+) -> Kernels | None:
+    """The kernels, if they compute such an attention to runs of this type."""
     _, heads, size = q_THD.shape
-    is_small = size <= MOST_HEAD_SIZE and heads // key_heads <= MOST_QUERIES
-    return kernels_for(q_THD[:0]) if is_small and rule.softcap is None else None
+    is_small = size <= MOST_HEAD_SIZE and heads // k_TGD.shape[1] <= MOST_QUERIES
+    is_alike = q_THD.dtype == k_TGD.dtype == v_TGD.dtype == dtype
+    if rule.softcap is not None or not is_small or not is_alike:
+        return None
+    # How heads lie does not count: that may follow from what rows are beside each other.
+    return kernels_for(q_THD[:0, 0])
 
 
 class KernelAttention:
@@ -111,5 +118,4 @@ def _parts(stretch: CachedStretch, most_rows: int) -> list[_Stretch]:
 
 def _dense(rows: Tensor) -> Tensor:
     """With a row's heads one behind the other."""
-    is_dense = rows.stride(2) == 1 and rows.stride(1) == rows.shape[2]
-    return rows if is_dense else rows.contiguous()
+    return rows if is_dense(rows) else rows.contiguous()

@@ -123,6 +123,7 @@ class Kernels:
             epsilon: Added to the mean square.
             added_TD: Is first added to the rows, in their place; of the weight's type.
         """
+        assert added_TD is None or x_THD.dtype == torch.float32
         shape = _norm_shape(x_THD, weight_D, epsilon)
         out = torch.empty(x_THD.shape, dtype=weight_D.dtype)
         added = _NO_ROWS if added_TD is None else rows_of(added_TD)
@@ -141,6 +142,7 @@ class Kernels:
 
     def turn(self, x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
         """Heads times the cosines, plus their other halves times the sines, both float32."""
+        assert cos_T1D.is_contiguous() and sin_T1D.is_contiguous()
         out = torch.empty(x_THD.shape, dtype=x_THD.dtype)
         self._turn(
             *(*x_THD.shape, is_half(x_THD), torch.get_num_threads()),
@@ -184,7 +186,7 @@ class Kernels:
         """
         rows, vocabulary = logits_RV.shape
         sums_RB = torch.empty((rows, shares_RW.shape[1] // block), dtype=torch.float64)
-        most_R = torch.empty(rows)
+        most_R = torch.empty(rows, dtype=torch.float32)
         self._shares(
             *(rows, vocabulary, block, is_half(logits_RV), torch.get_num_threads()),
             *(rows_of(logits_RV), colder_R.data_ptr(), rows_of(shares_RW)),
@@ -276,9 +278,12 @@ def kernels_for(*tensors: Tensor) -> Kernels | None:
 def _fits(x: Tensor) -> bool:
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
         return False
-    *_, size = x.shape
-    is_dense = x.dim() <= 3 and x.stride(-1) == 1 and (x.dim() < 3 or x.stride(1) == size)
-    return is_dense and size % ROW_STEP == 0
+    return x.dim() <= 3 and is_dense(x) and x.shape[-1] % ROW_STEP == 0
+
+
+def is_dense(x_THD: Tensor) -> bool:
+    """Whether each row's numbers lie one behind the other."""
+    return x_THD.stride(-1) == 1 and (x_THD.dim() < 3 or x_THD.stride(1) == x_THD.shape[2])
 
 
 def kernels() -> Kernels | None:
