@@ -33,6 +33,7 @@ MOST_QUERIES = 96
 """Of one key head, that a thread takes at a time; as in `attention.c`."""
 SWITCH = "TINSMITH_KERNELS"
 """Set to `off`, the environment's variable of this name has everything computed by PyTorch."""
+_TYPES = frozenset((torch.float32, torch.bfloat16))
 
 _Number = ctypes.c_int64
 _Pointer = ctypes.c_void_p
@@ -268,28 +269,24 @@ def _kept_shape(*fields: float) -> _NormShape:
 def kernels_for(*tensors: Tensor) -> Kernels | None:
     """The kernels, if they can compute with all of these; None if PyTorch is to do it."""
     found = kernels()
-    if found is None or not all(map(_fits, tensors)):
+    if found is None:
         return None
-    return found
+    return found if all(map(_fits, tensors)) else None
 
 
 def _fits(x: Tensor) -> bool:
-    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
+    *_, size = shape = x.shape
+    if size % ROW_STEP or not x.is_cpu or x.dtype not in _TYPES or x.stride(-1) != 1:
         return False
-    *_, size = x.shape
-    is_dense = x.dim() <= 3 and x.stride(-1) == 1 and (x.dim() < 3 or x.stride(1) == size)
-    return is_dense and size % ROW_STEP == 0
-
-
-def kernels() -> Kernels | None:
-    """The kernels of this machine; None if there are none, or they are switched off."""
-    return None if os.environ.get(SWITCH, "").lower() in ("off", "0") else _loaded()
+    return len(shape) < 3 or (len(shape) == 3 and x.stride(1) == size)
 
 
 @functools.cache
-def _loaded() -> Kernels | None:
+def kernels() -> Kernels | None:
+    """The kernels of this machine; None if there are none, or they are switched off."""
     path = Path(__file__).with_name(f"{_kind_of_machine()}.so")
-    return Kernels(path) if path.exists() else None
+    is_off = os.environ.get(SWITCH, "").lower() in ("off", "0")
+    return None if is_off or not path.exists() else Kernels(path)
 
 
 def _kind_of_machine() -> str:
