@@ -101,7 +101,7 @@ class EmbeddedEngine(Engine):
         device = chosen_device(self._settings.device)
         types = chosen_types(self._settings.dtype, device)
         _log.info(
-            "computing in %s on %s with %d threads, %s",
+            "computing in %s on %s, threads: %d, %s",
             *(str(types.computed).removeprefix("torch."), device, torch.get_num_threads()),
             "by PyTorch alone" if device != "cpu" or kernels() is None else "with compiled kernels",
         )

@@ -286,7 +286,7 @@ INLINE void take_query(queries *q, int which, const char *asked, int64_t from, i
 /* Stretches that share a run, or have none, for one key head. */
 INLINE void attend_unit(
     const stretch *first, int64_t stretches, int64_t head, int64_t layer, pair next, const shape *of, rows_of asked,
-    rows_of found, int is_half
+    rows_of found, float *sums, int is_half
 ) {
     const int group = (int)(of->heads / of->key_heads), size = (int)of->size;
     queries q;
@@ -318,7 +318,8 @@ INLINE void attend_unit(
     for (const stretch *s = first; s < first + stretches; s++)
         for (int64_t row = 0; row < s->rows; row++)
             for (int h = 0; h < group; h++, at++) {
-                int64_t to = (s->row + row) * found.step + (head * group + h) * size;
+                const int64_t to = (s->row + row) * found.step + (head * group + h) * size;
+                if (sums) sums[(s->row + row) * of->heads + head * group + h] = q.most[at] + logf(q.sum[at]);
                 for (int d = 0; d < size; d += LANES)
                     write(found.at, to + d, read(q.found, at * size + d, 0) / q.sum[at], is_half);
             }
@@ -349,10 +350,10 @@ INLINE pair first_of(const stretch *stretches, const int64_t *starts, int64_t i,
  *
  * `starts` has the first stretch of each unit, and behind the last the number of all stretches: a
  * unit's stretches have one shared run or none, and it has no more than MOST_QUERIES queries of a
- * key head. */
+ * key head. `sums`, if not NULL, is told the logarithm of each row's and head's sum of weights. */
 void tinsmith_attend(
     const shape *of, int64_t layer, const stretch *stretches, const int64_t *starts, int64_t units, rows_of asked,
-    rows_of keys, rows_of values, rows_of found
+    rows_of keys, rows_of values, rows_of found, float *sums
 ) {
     const int64_t all_stretches = starts[units], all_units = units * of->key_heads;
     const int threads = (int)of->threads;
@@ -364,7 +365,7 @@ void tinsmith_attend(
         const stretch *first = stretches + starts[unit];
         const int64_t count = starts[unit + 1] - starts[unit];
         const pair next = first_of(stretches, starts, i + 1 < all_units ? i + 1 : i, layer, of);
-        if (of->is_half) attend_unit(first, count, head, layer, next, of, asked, found, 1);
-        else attend_unit(first, count, head, layer, next, of, asked, found, 0);
+        if (of->is_half) attend_unit(first, count, head, layer, next, of, asked, found, sums, 1);
+        else attend_unit(first, count, head, layer, next, of, asked, found, sums, 0);
     }
 }

@@ -75,7 +75,7 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "shares": [*[_Number] * 5, Rows, _Pointer, Rows, _Pointer, _Pointer],
     "attend": [
         *(ctypes.POINTER(AttentionShape), _Number, _Pointer, _Pointer, _Number),
-        *[Rows] * 4,
+        *(*[Rows] * 4, _Pointer),
     ],
     "pack": [_Number, _Number, Rows, _Pointer],
     "product": [*[_Number] * 4, Rows, _Pointer, _Pointer, Rows],
@@ -203,12 +203,13 @@ class Kernels:
         q_THD: Tensor,
         k_TGD: Tensor,
         v_TGD: Tensor,
+        sums_TH: Tensor | None = None,
     ) -> Tensor:
         """`tinsmith_attend` of `attention.c`; stretches and starts by their addresses."""
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
         self._attend(
-            *(shape, layer, stretches, starts, units, rows_of(q_THD)),
-            *(rows_of(k_TGD), rows_of(v_TGD), rows_of(out_THD)),
+            *(shape, layer, stretches, starts, units, rows_of(q_THD), rows_of(k_TGD)),
+            *(rows_of(v_TGD), rows_of(out_THD), None if sums_TH is None else sums_TH.data_ptr()),
         )
         return out_THD
 
