@@ -80,11 +80,10 @@ INLINE void transpose(uvec rows[LANES]) {
 
 /* LANES keys from a dimension on, turned; those from `count` on are 0. Two numbers of sixteen bits
  * are turned as one of 32. */
-INLINE void turn_keys(block *to, int first, int d, const char *keys, int count, int size, int is_half) {
-    const int64_t width = is_half ? 2 : 4;
+INLINE void turn_keys(block *to, int first, int d, const pair *from, int count, int is_half) {
     uvec rows[LANES];
     for (int key = 0; key < LANES; key++) {
-        if (key < count) memcpy(&rows[key], keys + (key * (int64_t)size + d) * width, sizeof(uvec));
+        if (key < count) memcpy(&rows[key], from[first + key].keys + d * (is_half ? 2 : 4), sizeof(uvec));
         else rows[key] = (uvec){0};
     }
     transpose(rows);
@@ -101,20 +100,17 @@ INLINE void turn_keys(block *to, int first, int d, const char *keys, int count, 
     }
 }
 
-/* A block of keys and values; keys that are missing are 0. */
-INLINE void take_block(block *to, pair from, int count, int size, int is_half) {
-    const int64_t bytes = (int64_t)size * (is_half ? 2 : 4);
+/* A block of keys and values, of which each has a place of its own; keys that are missing are 0. */
+INLINE void take_block(block *to, const pair *from, int count, int size, int is_half) {
     const int step = is_half ? 2 * LANES : LANES;
-    for (int first = 0; first < BLOCK; first += LANES) {
-        const char *keys = from.keys + first * bytes;
+    for (int first = 0; first < BLOCK; first += LANES)
         for (int d = 0; d < size; d += step) {
-            if (count >= first + LANES) turn_keys(to, first, d, keys, LANES, size, is_half);
-            else turn_keys(to, first, d, keys, count - first, size, is_half);
+            if (count >= first + LANES) turn_keys(to, first, d, from, LANES, is_half);
+            else turn_keys(to, first, d, from, count - first, is_half);
         }
-    }
     for (int key = 0; key < count; key++)
         for (int d = 0; d < size; d += LANES)
-            write(to->values, key * size + d, read(from.values + key * bytes, d, is_half), 0);
+            write(to->values, key * size + d, read(from[key].values, d, is_half), 0);
 }
 
 /* Memory is slow to answer: it is asked for the block after this one while this one is computed
@@ -234,33 +230,44 @@ INLINE pair pair_of(const char *run, int64_t head_bytes, int64_t layer, int64_t 
     return (pair){keys, keys + of->key_heads * head_bytes};
 }
 
-/* Some queries look at the first `length` keys of a run, before which the sequence has `before`. */
+/* The tokens of a sequence for one key head: those of the run that it shares, and then its own. */
+typedef struct {
+    pair shared, own;
+    int64_t shared_length, bytes; /* of a token's keys */
+} tokens;
+
+INLINE pair token_at(const tokens *of, int64_t place) {
+    const pair run = place < of->shared_length ? of->shared : of->own;
+    const int64_t at = (place < of->shared_length ? place : place - of->shared_length) * of->bytes;
+    return (pair){run.keys + at, run.values + at};
+}
+
+/* Some queries look at the tokens from one place, where a block begins, to another. */
 INLINE void look(
-    queries *q, int first, int last, block *keys, pair run, int64_t length, int64_t before, pair next, const shape *of,
-    int is_half
+    queries *q, int first, int last, block *keys, const tokens *seen, int64_t from, int64_t to, pair next,
+    const shape *of, int is_half
 ) {
     const int size = (int)of->size;
-    const int64_t bytes = (int64_t)size * (is_half ? 2 : 4);
     int64_t oldest = 0; /* that any of them sees */
     if (of->window) {
         oldest = INT64_MAX;
         for (int i = first; i < last; i++)
             if (q->seen[i] - of->window < oldest) oldest = q->seen[i] - of->window;
     }
-    for (int64_t start = 0; start < length; start += BLOCK) {
-        const int count = length - start < BLOCK ? (int)(length - start) : BLOCK;
-        if (before + start + count <= oldest) continue;
-        const pair here = {run.keys + start * bytes, run.values + start * bytes};
-        const pair behind = {here.keys + BLOCK * bytes, here.values + BLOCK * bytes};
-        take_block(keys, here, count, size, is_half);
-        ahead after = {start + BLOCK < length ? behind : next, 64};
+    for (int64_t start = from; start < to; start += BLOCK) {
+        const int count = to - start < BLOCK ? (int)(to - start) : BLOCK;
+        if (start + count <= oldest) continue;
+        pair rows[BLOCK];
+        for (int key = 0; key < count; key++) rows[key] = token_at(seen, start + key);
+        take_block(keys, rows, count, size, is_half);
+        ahead after = {start + BLOCK < to ? token_at(seen, start + BLOCK) : next, 64};
         int which[4], least[4], end[4], some = 0;
         for (int i = first; i < last; i++) {
-            const int64_t seen = q->seen[i] - before - start, from = of->window ? seen - of->window : 0;
-            if (seen > 0 && from < count) {
+            const int64_t before = q->seen[i] - start, oldest_seen = of->window ? before - of->window : 0;
+            if (before > 0 && oldest_seen < count) {
                 which[some] = i;
-                least[some] = from > 0 ? (int)from : 0;
-                end[some] = seen < count ? (int)seen : count;
+                least[some] = oldest_seen > 0 ? (int)oldest_seen : 0;
+                end[some] = before < count ? (int)before : count;
                 some++;
             }
             if (some == TOGETHER || (some && i + 1 == last)) {
@@ -301,18 +308,22 @@ INLINE void attend_unit(
                 q.most[count] = -INFINITY;
                 q.sum[count] = 0.0f;
             }
-    pair own = pair_of(first->own, first->own_head_bytes, layer, head, of);
+    tokens seen = {{NULL, NULL}, pair_of(first->own, first->own_head_bytes, layer, head, of), first->shared_length,
+                   of->size * (is_half ? 2 : 4)};
+    /* Blocks begin at the same places of a sequence whatever of it is shared: one that is shared in
+     * part belongs to each stretch by itself. */
+    const int64_t whole = first->shared_length - first->shared_length % BLOCK;
     if (first->shared) {
-        const pair shared = pair_of(first->shared, first->shared_head_bytes, layer, head, of);
-        look(&q, 0, count, &keys, shared, first->shared_length, 0, own, of, is_half);
+        seen.shared = pair_of(first->shared, first->shared_head_bytes, layer, head, of);
+        look(&q, 0, count, &keys, &seen, 0, whole, seen.own, of, is_half);
     }
     int at = 0;
     for (const stretch *s = first; s < first + stretches; s++) {
         const int end = at + (int)s->rows * group, is_last = s + 1 == first + stretches;
         const pair after = is_last ? next : pair_of(s[1].own, s[1].own_head_bytes, layer, head, of);
-        look(&q, at, end, &keys, own, s->place + s->rows, s->shared_length, after, of, is_half);
+        look(&q, at, end, &keys, &seen, whole, s->shared_length + s->place + s->rows, after, of, is_half);
         at = end;
-        own = after;
+        seen.own = after;
     }
     at = 0;
     for (const stretch *s = first; s < first + stretches; s++)
