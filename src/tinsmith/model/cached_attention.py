@@ -19,7 +19,12 @@ from tinsmith.model.attention import (
     reach_of,
     rows_first,
 )
-from tinsmith.model.kernel_attention import KernelAttention, attention_kernels
+from tinsmith.model.kernel_attention import (
+    KernelAttention,
+    KernelStretch,
+    attention_kernels,
+    most_rows,
+)
 from tinsmith.model.kv_cache import CachedStretch, LayerKeys, Run
 from tinsmith.model.masked_attention import masked_attention
 
@@ -144,11 +149,12 @@ class CachedAttention:
         self, layer: int, rule: AttentionRule, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor
     ) -> Tensor:
         """`Attention.attend`."""
-        kernels = attention_kernels(rule, self._dtype, q_THD, k_TGD, v_TGD)
-        if kernels is not None:
+        kernels = attention_kernels(rule, q_THD, k_TGD, v_TGD)
+        if kernels is not None and k_TGD.dtype == self._dtype:
             if self._by_kernel is None:
-                group = q_THD.shape[1] // k_TGD.shape[1]
-                self._by_kernel = KernelAttention(self._stretches, group)
+                ordered = sorted(self._stretches, key=_shared_run)
+                most = most_rows(q_THD.shape[1], k_TGD.shape[1])
+                self._by_kernel = KernelAttention(list(map(_for_kernel, ordered)), most)
             return self._by_kernel.attend(kernels, layer, rule, q_THD, k_TGD, v_TGD)
         self._keep(layer, k_TGD, v_TGD)
         reach = reach_of(rule, q_THD.device)
@@ -177,6 +183,17 @@ class CachedAttention:
         """The rows now count as read."""
         for one in self._stretches:
             one.keys.own.length = one.own_end
+
+
+def _shared_run(stretch: CachedStretch) -> int:
+    return 0 if stretch.keys.shared is None else id(stretch.keys.shared)
+
+
+def _for_kernel(stretch: CachedStretch) -> KernelStretch:
+    shared = stretch.keys.shared
+    past = () if shared is None else (*shared.address(), shared.length)
+    rows, own = stretch.end - stretch.start, stretch.keys.own.address()
+    return KernelStretch(stretch.start, rows, stretch.place, *own, *past)
 
 
 def _fill(

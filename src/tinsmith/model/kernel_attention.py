@@ -1,8 +1,8 @@
-"""Attention for sampling by a compiled kernel (`kernels/attention.c`).
+"""Attention by a compiled kernel (`kernels/attention.c`), for samples and for the way of passes in.
 
 One call for each layer keeps the new rows' keys and values and lets every row attend to what it
 sees, with a window or without. A row's result does not depend on rows beside it, to the last bit,
-nor on how many of its sequence are read together.
+nor on how many of its sequence are read together: samples and passes get the same.
 """
 
 # T row of the pack, H query head, G key head, D dimension of a head
@@ -26,11 +26,10 @@ from tinsmith.model.kernels.library import (
     is_half,
     kernels_for,
 )
-from tinsmith.model.kv_cache import CachedStretch
 
 
-class _Stretch(NamedTuple):
-    """`stretch` of `attention.c`."""
+class KernelStretch(NamedTuple):
+    """`stretch` of `attention.c`: rows behind each other, and where their keys and values are."""
 
     row: int
     rows: int
@@ -43,12 +42,14 @@ class _Stretch(NamedTuple):
 
 
 def attention_kernels(
-    rule: AttentionRule, dtype: torch.dtype, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor
+    rule: AttentionRule, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor
 ) -> Kernels | None:
-    """The kernels, if they compute such an attention to runs of this type."""
+    """The kernels, if they compute such an attention."""
     _, heads, size = q_THD.shape
     is_small = size <= MOST_HEAD_SIZE and heads // k_TGD.shape[1] <= MOST_QUERIES
-    is_alike = q_THD.dtype == k_TGD.dtype == v_TGD.dtype == dtype
+    is_alike = (
+        q_THD.dtype == k_TGD.dtype == v_TGD.dtype and size == k_TGD.shape[2] == v_TGD.shape[2]
+    )
     if rule.softcap is not None or not is_small or not is_alike:
         return None
     # How heads lie does not count: that may follow from what rows are beside each other.
@@ -56,18 +57,16 @@ def attention_kernels(
 
 
 class KernelAttention:
-    """The calls for the layers of one pack, whose runs have room for its rows.
+    """The calls for the layers of one pack.
 
     Args:
-        stretches: All rows of the pack.
-        group: How many query heads have one key head.
+        stretches: All rows of the pack, those of a shared run beside each other: its keys are then
+            read once for several.
+        most_rows: As `most_rows` says.
     """
 
-    def __init__(self, stretches: Sequence[CachedStretch], group: int) -> None:
-        most_rows = MOST_QUERIES // group
-        # Those of a shared run beside each other: its keys are then read once for several.
-        ordered = sorted(stretches, key=_shared_run)
-        told = [part for one in ordered for part in _parts(one, most_rows)]
+    def __init__(self, stretches: Sequence[KernelStretch], most_rows: int) -> None:
+        told = [part for one in stretches for part in _parts(one, most_rows)]
         starts: list[int] = []
         rows = 0
         for index, one in enumerate(told):
@@ -87,8 +86,9 @@ class KernelAttention:
         q_THD: Tensor,
         k_TGD: Tensor,
         v_TGD: Tensor,
+        sums_TH: Tensor | None = None,
     ) -> Tensor:
-        """`Attention.attend`."""
+        """`Attention.attend`; `sums_TH` is told the logarithms of the sums of rows' weights."""
         _, heads, size = q_THD.shape
         shape = AttentionShape(
             *(heads, k_TGD.shape[1], size, is_half(q_THD), torch.get_num_threads()),
@@ -97,23 +97,25 @@ class KernelAttention:
         return kernels.attend(
             *(shape, layer, self._stretches.ctypes.data, self._starts.ctypes.data),
             *(len(self._starts) - 1, _dense(q_THD), _dense(k_TGD), _dense(v_TGD)),
+            sums_TH,
         )
 
 
-def _shared_run(stretch: CachedStretch) -> int:
-    return 0 if stretch.keys.shared is None else id(stretch.keys.shared)
+def most_rows(heads: int, key_heads: int) -> int:
+    """How many rows a thread takes at a time."""
+    return MOST_QUERIES // (heads // key_heads)
 
 
-def _parts(stretch: CachedStretch, most_rows: int) -> list[_Stretch]:
-    """As the kernel has it, in parts that one thread takes at a time."""
-    own, shared = stretch.keys.own, stretch.keys.shared
-    past = () if shared is None else (*shared.address(), shared.length)
-    parts: list[_Stretch] = []
-    for row in range(stretch.start, stretch.end, most_rows):
-        rows = min(most_rows, stretch.end - row)
-        place = stretch.place + row - stretch.start
-        parts.append(_Stretch(row, rows, place, *own.address(), *past))
-    return parts
+def _parts(stretch: KernelStretch, most_rows: int) -> list[KernelStretch]:
+    """What one thread takes at a time."""
+    return [
+        stretch._replace(
+            row=stretch.row + before,
+            rows=min(most_rows, stretch.rows - before),
+            place=stretch.place + before,
+        )
+        for before in range(0, stretch.rows, most_rows)
+    ]
 
 
 def _dense(rows: Tensor) -> Tensor:

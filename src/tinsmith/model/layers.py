@@ -39,20 +39,22 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float, dtype: torch.dtype)
 
 
 def added_and_normed(
-    x_TD: Tensor, added_TD: Tensor, weight_D: Tensor, epsilon: float
+    x_TD: Tensor, added_TD: Tensor | None, weight_D: Tensor, epsilon: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The sum of both, float32 as the first is, and its norm, in the other's and the weight's type.
+    """The sum of both, float32 as the first is, and its norm, in a type of the caller's.
 
     Without gradients the sum takes the place of the first.
     """
+    if added_TD is None:
+        return x_TD, rms_norm(x_TD, weight_D, epsilon, dtype)
     if torch.is_grad_enabled():
         x_TD = x_TD + added_TD
-        return x_TD, rms_norm(x_TD, weight_D, epsilon, added_TD.dtype)
-    kernels = _norm_kernels(added_TD.dtype, x_TD, weight_D, added_TD)
-    if kernels is not None:
+        return x_TD, rms_norm(x_TD, weight_D, epsilon, dtype)
+    kernels = _norm_kernels(dtype, x_TD, weight_D, added_TD)
+    if kernels is not None and added_TD.dtype == dtype:
         return x_TD, kernels.norm(x_TD, weight_D, epsilon, added_TD=added_TD)
     x_TD += added_TD
-    return x_TD, _normed(x_TD, weight_D, epsilon, added_TD.dtype)
+    return x_TD, _normed(x_TD, weight_D, epsilon, dtype)
 
 
 def _normed(x_TD: Tensor, weight_D: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:

@@ -2,7 +2,8 @@
 
 Its stretches are sequences, or what is left of them behind a prefix that several share and that is
 computed once. The way back needs no more than the parts that `attention.py` tells of: given the
-joined result and its logarithm, the kernel's own gradient of a part is that part's share.
+joined result and its logarithm, the kernel's own gradient of a part is that part's share. Where
+there is a compiled kernel, the way in is one call of it, the same that samples make.
 """
 
 # T row of the pack, H query head, G key head, D dimension of a head
@@ -23,6 +24,13 @@ from tinsmith.model.attention import (
     reach_of,
     rows_first,
 )
+from tinsmith.model.kernel_attention import (
+    KernelAttention,
+    KernelStretch,
+    attention_kernels,
+    most_rows,
+)
+from tinsmith.model.kernels.library import Kernels
 from tinsmith.model.masked_attention import masked_attention
 
 WIDENED_BELOW = 512
@@ -78,6 +86,8 @@ class PackAttention:
         self._lengths = [one.end - one.start for one in stretches]
         self._plans: dict[tuple[int, bool], _Plan] = {}
         """By how long a sequence may be for the flash kernel, and whether there is one key head."""
+        self._ways_in: dict[tuple[torch.Size, torch.Size, torch.dtype], _WayIn] = {}
+        """By the shapes of queries and keys, which layers may have of several kinds."""
 
     def attend(
         self, layer: int, rule: AttentionRule, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor
@@ -85,7 +95,8 @@ class PackAttention:
         """`Attention.attend`."""
         del layer
         plan = self._plan(reach_of(rule, q_THD.device), has_one_key_head=k_TGD.shape[1] == 1)
-        out_THD: Tensor = _FlashPack.apply(q_THD, k_TGD, v_TGD, plan, rule.scale)  # type: ignore[no-untyped-call]
+        way_in = None if plan.masked else self._way_in(rule, q_THD, k_TGD, v_TGD)
+        out_THD: Tensor = _FlashPack.apply(q_THD, k_TGD, v_TGD, plan, rule, way_in)  # type: ignore[no-untyped-call]
         if not plan.masked:
             return out_THD
         parts = list(out_THD.split(self._lengths))
@@ -97,6 +108,17 @@ class PackAttention:
                 v = torch.cat((v_TGD[slice(*prefix)], v))
             parts[number] = masked_attention(q_THD[start:end], k, v, *rule)
         return torch.cat(parts)
+
+    def _way_in(
+        self, rule: AttentionRule, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor
+    ) -> _WayIn | None:
+        kernels = attention_kernels(rule, q_THD, k_TGD, v_TGD)
+        if kernels is None:
+            return None
+        kind = q_THD.shape, k_TGD.shape, k_TGD.dtype
+        if kind not in self._ways_in:
+            self._ways_in[kind] = _WayIn(kernels, self._stretches, q_THD, k_TGD)
+        return self._ways_in[kind]
 
     def _plan(self, reach: int, *, has_one_key_head: bool) -> _Plan:
         kind = reach, has_one_key_head
@@ -143,30 +165,58 @@ def _neighbours(
     return groups
 
 
+class _WayIn:
+    """All stretches by the compiled kernel, whose keys and values it wants heads first."""
+
+    def __init__(
+        self, kernels: Kernels, stretches: Sequence[Stretch], q_THD: Tensor, k_TGD: Tensor
+    ) -> None:
+        self._kernels = kernels
+        rows, groups, size = k_TGD.shape
+        self._kept_2GTD = k_TGD.new_empty(2, groups, rows, size)
+        row_bytes = size * k_TGD.itemsize
+        start, head_bytes = self._kept_2GTD.data_ptr(), rows * row_bytes
+        told: list[KernelStretch] = []
+        for one in stretches:
+            own = start + one.start * row_bytes
+            made = KernelStretch(one.start, one.end - one.start, 0, own, head_bytes)
+            if one.prefix is not None:
+                first, last = one.prefix
+                past = start + first * row_bytes, head_bytes, last - first
+                made = KernelStretch(*made[:5], *past)
+            told.append(made)
+        self._attention = KernelAttention(told, most_rows(q_THD.shape[1], groups))
+
+    def attend(
+        self, rule: AttentionRule, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What rows take, and the logarithms of their sums."""
+        sums_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
+        given = q_THD, k_TGD, v_TGD, sums_TH
+        return self._attention.attend(self._kernels, 0, rule, *given), sums_TH
+
+
 class _FlashPack(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, plan: _Plan, scale: float
+        ctx: Any,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        plan: _Plan,
+        rule: AttentionRule,
+        way_in: _WayIn | None,
     ) -> Tensor:
-        out_THD = _room_for(q_THD, plan)
-        sums_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
-        for start, end, count in plan.blocks:
-            q, k, v = (heads_first(rows[start:end], count) for rows in (q_THD, k_TGD, v_TGD))
-            out, sums = flash(q, k, v, scale, is_causal=True)
-            out_THD[start:end] = rows_first(out)
-            sums_TH[start:end] = rows_first(sums)
-        for start, end, prefix in plan.pasts:
-            q, k, v = _past_of(q_THD[start:end], k_TGD, v_TGD, prefix)
-            out, sums = flash(q, k, v, scale, is_causal=False)
-            past = rows_first(out), rows_first(sums)
-            both = joined(past, (out_THD[start:end], sums_TH[start:end]))
-            out_THD[start:end], sums_TH[start:end] = both
+        if way_in is not None:
+            out_THD, sums_TH = way_in.attend(rule, q_THD, k_TGD, v_TGD)
+        else:
+            out_THD, sums_TH = _by_flash(q_THD, k_TGD, v_TGD, plan, rule.scale)
         ctx.save_for_backward(q_THD, k_TGD, v_TGD, out_THD, sums_TH)
-        ctx.plan, ctx.scale = plan, scale
+        ctx.plan, ctx.scale = plan, rule.scale
         return out_THD
 
     @staticmethod
-    def backward(ctx: Any, dout_THD: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, dout_THD: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         q_THD, k_TGD, v_TGD, out_THD, sums_TH = ctx.saved_tensors
         dq_THD, dk_TGD, dv_TGD = (_room_for(rows, ctx.plan) for rows in (q_THD, k_TGD, v_TGD))
         for start, end, count in ctx.plan.blocks:
@@ -186,7 +236,27 @@ class _FlashPack(torch.autograd.Function):
             dq_THD[start:end] += rows_first(dq)
             dk_TGD[prefix] += rows_first(dk)
             dv_TGD[prefix] += rows_first(dv)
-        return dq_THD, dk_TGD, dv_TGD, None, None
+        return dq_THD, dk_TGD, dv_TGD, None, None, None
+
+
+def _by_flash(
+    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, plan: _Plan, scale: float
+) -> tuple[Tensor, Tensor]:
+    """What rows take, and the logarithms of their sums; nothing in rows that are left to masks."""
+    out_THD = _room_for(q_THD, plan)
+    sums_TH = q_THD.new_empty(q_THD.shape[:2], dtype=torch.float32)
+    for start, end, count in plan.blocks:
+        q, k, v = (heads_first(rows[start:end], count) for rows in (q_THD, k_TGD, v_TGD))
+        out, sums = flash(q, k, v, scale, is_causal=True)
+        out_THD[start:end] = rows_first(out)
+        sums_TH[start:end] = rows_first(sums)
+    for start, end, prefix in plan.pasts:
+        q, k, v = _past_of(q_THD[start:end], k_TGD, v_TGD, prefix)
+        out, sums = flash(q, k, v, scale, is_causal=False)
+        past = rows_first(out), rows_first(sums)
+        both = joined(past, (out_THD[start:end], sums_TH[start:end]))
+        out_THD[start:end], sums_TH[start:end] = both
+    return out_THD, sums_TH
 
 
 def _room_for(rows: Tensor, plan: _Plan) -> Tensor:

@@ -109,15 +109,23 @@ class Transformer:
         turns = self._turns(positions_T)
         if torch.is_grad_enabled():
             x_TD.requires_grad_()  # the base has no gradients that would make a graph
+        added_TD: Tensor | None = None
         for index in range(len(self._layers)):
             if saves_memory and torch.is_grad_enabled():
-                x_TD = checkpoint(
-                    self._layer, index, x_TD, turns, attention, loras, use_reentrant=False
+                x_TD = x_TD if added_TD is None else x_TD + added_TD  # one is kept, and not two
+                x_TD, added_TD = checkpoint(
+                    self._layer, index, x_TD, None, turns, attention, loras, use_reentrant=False
                 )
             else:
-                x_TD = self._layer(index, x_TD, turns, attention, loras)
+                x_TD, added_TD = self._layer(index, x_TD, added_TD, turns, attention, loras)
         attention.done()
-        return self._normed(x_TD, self._final_norm_D)
+        return self._added_and_normed(x_TD, added_TD, self._final_norm_D)[1]
+
+    def _added_and_normed(
+        self, x_TD: Tensor, added_TD: Tensor | None, weight_D: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        epsilon = self.architecture.norm_epsilon
+        return added_and_normed(x_TD, added_TD, weight_D, epsilon, self.dtype)
 
     def _normed(self, x_TD: Tensor, weight_D: Tensor) -> Tensor:
         return rms_norm(x_TD, weight_D, self.architecture.norm_epsilon, self.dtype)
@@ -136,21 +144,22 @@ class Transformer:
         self,
         index: int,
         x_TD: Tensor,
+        added_TD: Tensor | None,
         turns: Turns,
         attention: Attention,
         loras: Sequence[LoraSpan],
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
+        """What all layers add to, and what this one adds last: whoever norms it next adds it."""
         weights = self._layers[index]
-        seen_TD = self._normed(x_TD, weights.input_norm_D)
+        x_TD, seen_TD = self._added_and_normed(x_TD, added_TD, weights.input_norm_D)
         added_TD = self._attention(index, seen_TD, turns, attention, loras)
         if weights.attention_out_norm_D is not None:
             added_TD = self._normed(added_TD, weights.attention_out_norm_D)
-        epsilon = self.architecture.norm_epsilon
-        x_TD, seen_TD = added_and_normed(x_TD, added_TD, weights.mlp_norm_D, epsilon)
+        x_TD, seen_TD = self._added_and_normed(x_TD, added_TD, weights.mlp_norm_D)
         added_TD = self._mlp(index, seen_TD, loras)
         if weights.mlp_out_norm_D is not None:
             added_TD = self._normed(added_TD, weights.mlp_out_norm_D)
-        return x_TD + added_TD
+        return x_TD, added_TD
 
     def _attention(
         self,

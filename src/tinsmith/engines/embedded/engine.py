@@ -8,6 +8,7 @@ copies. Files are written of what an adapter was, beside the training that goes 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -39,11 +40,14 @@ from tinsmith.engines.embedded.settings import EmbeddedModel, EmbeddedSettings, 
 from tinsmith.engines.embedded.trainer import Trainer
 from tinsmith.errors import NotFoundError, ValidationError
 from tinsmith.model.architecture import Architecture
+from tinsmith.model.kernels.library import kernels
 from tinsmith.model.lora import FusedLora
 from tinsmith.model.transformer import Transformer
 
 PACKS_AT_A_TIME = 4
 """How many packs one call of `train` should fill at most."""
+
+_log = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
@@ -95,7 +99,13 @@ class EmbeddedEngine(Engine):
 
     def _load(self) -> dict[str, Transformer]:
         device = chosen_device(self._settings.device)
-        return load_models(self._given, chosen_types(self._settings.dtype, device), device)
+        types = chosen_types(self._settings.dtype, device)
+        _log.info(
+            "computing in %s on %s, threads: %d, %s",
+            *(str(types.computed).removeprefix("torch."), device, torch.get_num_threads()),
+            "by PyTorch alone" if device != "cpu" or kernels() is None else "with compiled kernels",
+        )
+        return load_models(self._given, types, device)
 
     def _make_samplers(self) -> dict[str, Sampler]:
         """One for each model, under all of its names; the memory for keys is shared out."""

@@ -92,11 +92,10 @@ INLINE void transpose(uvec rows[LANES]) {
 
 /* LANES keys from a dimension on, turned; those from `count` on are 0. Two numbers of sixteen bits
  * are turned as one of 32. */
-INLINE void turn_keys(block *to, int first, int d, const char *keys, int count, int size, int is_half) {
-    const int64_t width = is_half ? 2 : 4;
+INLINE void turn_keys(block *to, int first, int d, const pair *from, int count, int is_half) {
     uvec rows[LANES];
     for (int key = 0; key < LANES; key++) {
-        if (key < count) memcpy(&rows[key], keys + (key * (int64_t)size + d) * width, sizeof(uvec));
+        if (key < count) memcpy(&rows[key], from[first + key].keys + d * (is_half ? 2 : 4), sizeof(uvec));
         else rows[key] = (uvec){0};
     }
     transpose(rows);
@@ -113,20 +112,17 @@ INLINE void turn_keys(block *to, int first, int d, const char *keys, int count, 
     }
 }
 
-/* A block of keys and values; keys that are missing are 0. */
-INLINE void take_block(block *to, pair from, int count, int size, int is_half) {
-    const int64_t bytes = (int64_t)size * (is_half ? 2 : 4);
+/* A block of keys and values, of which each has a place of its own; keys that are missing are 0. */
+INLINE void take_block(block *to, const pair *from, int count, int size, int is_half) {
     const int step = is_half ? 2 * LANES : LANES;
-    for (int first = 0; first < BLOCK; first += LANES) {
-        const char *keys = from.keys + first * bytes;
+    for (int first = 0; first < BLOCK; first += LANES)
         for (int d = 0; d < size; d += step) {
-            if (count >= first + LANES) turn_keys(to, first, d, keys, LANES, size, is_half);
-            else turn_keys(to, first, d, keys, count - first, size, is_half);
+            if (count >= first + LANES) turn_keys(to, first, d, from, LANES, is_half);
+            else turn_keys(to, first, d, from, count - first, is_half);
         }
-    }
     for (int key = 0; key < count; key++)
         for (int d = 0; d < size; d += LANES)
-            write(to->values, key * size + d, read(from.values + key * bytes, d, is_half), 0);
+            write(to->values, key * size + d, read(from[key].values, d, is_half), 0);
 }
 
 /* Memory is slow to answer: it is asked for the block after this one while this one is computed
@@ -246,33 +242,44 @@ INLINE pair pair_of(const char *run, int64_t head_bytes, int64_t layer, int64_t 
     return (pair){keys, keys + of->key_heads * head_bytes};
 }
 
-/* Some queries look at the first `length` keys of a run, before which the sequence has `before`. */
+/* The tokens of a sequence for one key head: those of the run that it shares, and then its own. */
+typedef struct {
+    pair shared, own;
+    int64_t shared_length, bytes; /* of a token's keys */
+} tokens;
+
+INLINE pair token_at(const tokens *of, int64_t place) {
+    const pair run = place < of->shared_length ? of->shared : of->own;
+    const int64_t at = (place < of->shared_length ? place : place - of->shared_length) * of->bytes;
+    return (pair){run.keys + at, run.values + at};
+}
+
+/* Some queries look at the tokens from one place, where a block begins, to another. */
 INLINE void look(
-    queries *q, int first, int last, block *keys, pair run, int64_t length, int64_t before, pair next, const shape *of,
-    int is_half
+    queries *q, int first, int last, block *keys, const tokens *seen, int64_t from, int64_t to, pair next,
+    const shape *of, int is_half
 ) {
     const int size = (int)of->size;
-    const int64_t bytes = (int64_t)size * (is_half ? 2 : 4);
     int64_t oldest = 0; /* that any of them sees */
     if (of->window) {
         oldest = INT64_MAX;
         for (int i = first; i < last; i++)
             if (q->seen[i] - of->window < oldest) oldest = q->seen[i] - of->window;
     }
-    for (int64_t start = 0; start < length; start += BLOCK) {
-        const int count = length - start < BLOCK ? (int)(length - start) : BLOCK;
-        if (before + start + count <= oldest) continue;
-        const pair here = {run.keys + start * bytes, run.values + start * bytes};
-        const pair behind = {here.keys + BLOCK * bytes, here.values + BLOCK * bytes};
-        take_block(keys, here, count, size, is_half);
-        ahead after = {start + BLOCK < length ? behind : next, 64};
+    for (int64_t start = from; start < to; start += BLOCK) {
+        const int count = to - start < BLOCK ? (int)(to - start) : BLOCK;
+        if (start + count <= oldest) continue;
+        pair rows[BLOCK];
+        for (int key = 0; key < count; key++) rows[key] = token_at(seen, start + key);
+        take_block(keys, rows, count, size, is_half);
+        ahead after = {start + BLOCK < to ? token_at(seen, start + BLOCK) : next, 64};
         int which[4], least[4], end[4], some = 0;
         for (int i = first; i < last; i++) {
-            const int64_t seen = q->seen[i] - before - start, from = of->window ? seen - of->window : 0;
-            if (seen > 0 && from < count) {
+            const int64_t before = q->seen[i] - start, oldest_seen = of->window ? before - of->window : 0;
+            if (before > 0 && oldest_seen < count) {
                 which[some] = i;
-                least[some] = from > 0 ? (int)from : 0;
-                end[some] = seen < count ? (int)seen : count;
+                least[some] = oldest_seen > 0 ? (int)oldest_seen : 0;
+                end[some] = before < count ? (int)before : count;
                 some++;
             }
             if (some == TOGETHER || (some && i + 1 == last)) {
@@ -298,7 +305,7 @@ INLINE void take_query(queries *q, int which, const char *asked, int64_t from, i
 /* Stretches that share a run, or have none, for one key head. */
 INLINE void attend_unit(
     const stretch *first, int64_t stretches, int64_t head, int64_t layer, pair next, const shape *of, rows_of asked,
-    rows_of found, int is_half
+    rows_of found, float *sums, int is_half
 ) {
     const int group = (int)(of->heads / of->key_heads), size = (int)of->size;
     desk *mine = desk_of_thread();
@@ -314,24 +321,29 @@ INLINE void attend_unit(
                 q->most[count] = -INFINITY;
                 q->sum[count] = 0.0f;
             }
-    pair own = pair_of(first->own, first->own_head_bytes, layer, head, of);
+    tokens seen = {{NULL, NULL}, pair_of(first->own, first->own_head_bytes, layer, head, of), first->shared_length,
+                   of->size * (is_half ? 2 : 4)};
+    /* Blocks begin at the same places of a sequence whatever of it is shared: one that is shared in
+     * part belongs to each stretch by itself. */
+    const int64_t whole = first->shared_length - first->shared_length % BLOCK;
     if (first->shared) {
-        const pair shared = pair_of(first->shared, first->shared_head_bytes, layer, head, of);
-        look(q, 0, count, keys, shared, first->shared_length, 0, own, of, is_half);
+        seen.shared = pair_of(first->shared, first->shared_head_bytes, layer, head, of);
+        look(q, 0, count, keys, &seen, 0, whole, seen.own, of, is_half);
     }
     int at = 0;
     for (const stretch *s = first; s < first + stretches; s++) {
         const int end = at + (int)s->rows * group, is_last = s + 1 == first + stretches;
         const pair after = is_last ? next : pair_of(s[1].own, s[1].own_head_bytes, layer, head, of);
-        look(q, at, end, keys, own, s->place + s->rows, s->shared_length, after, of, is_half);
+        look(q, at, end, keys, &seen, whole, s->shared_length + s->place + s->rows, after, of, is_half);
         at = end;
-        own = after;
+        seen.own = after;
     }
     at = 0;
     for (const stretch *s = first; s < first + stretches; s++)
         for (int64_t row = 0; row < s->rows; row++)
             for (int h = 0; h < group; h++, at++) {
-                int64_t to = (s->row + row) * found.step + (head * group + h) * size;
+                const int64_t to = (s->row + row) * found.step + (head * group + h) * size;
+                if (sums) sums[(s->row + row) * of->heads + head * group + h] = q->most[at] + logf(q->sum[at]);
                 for (int d = 0; d < size; d += LANES)
                     write(found.at, to + d, read(q->found, at * size + d, 0) / q->sum[at], is_half);
             }
@@ -362,10 +374,10 @@ INLINE pair first_of(const stretch *stretches, const int64_t *starts, int64_t i,
  *
  * `starts` has the first stretch of each unit, and behind the last the number of all stretches: a
  * unit's stretches have one shared run or none, and it has no more than MOST_QUERIES queries of a
- * key head. */
+ * key head. `sums`, if not NULL, is told the logarithm of each row's and head's sum of weights. */
 void tinsmith_attend(
     const shape *of, int64_t layer, const stretch *stretches, const int64_t *starts, int64_t units, rows_of asked,
-    rows_of keys, rows_of values, rows_of found
+    rows_of keys, rows_of values, rows_of found, float *sums
 ) {
     const int64_t all_stretches = starts[units], all_units = units * of->key_heads;
     const int threads = (int)of->threads;
@@ -377,7 +389,7 @@ void tinsmith_attend(
         const stretch *first = stretches + starts[unit];
         const int64_t count = starts[unit + 1] - starts[unit];
         const pair next = first_of(stretches, starts, i + 1 < all_units ? i + 1 : i, layer, of);
-        if (of->is_half) attend_unit(first, count, head, layer, next, of, asked, found, 1);
-        else attend_unit(first, count, head, layer, next, of, asked, found, 0);
+        if (of->is_half) attend_unit(first, count, head, layer, next, of, asked, found, sums, 1);
+        else attend_unit(first, count, head, layer, next, of, asked, found, sums, 0);
     }
 }

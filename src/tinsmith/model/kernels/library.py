@@ -33,6 +33,7 @@ MOST_QUERIES = 96
 """Of one key head, that a thread takes at a time; as in `attention.c`."""
 SWITCH = "TINSMITH_KERNELS"
 """Set to `off`, the environment's variable of this name has everything computed by PyTorch."""
+_TYPES = frozenset((torch.float32, torch.bfloat16))
 
 _Number = ctypes.c_int64
 _Pointer = ctypes.c_void_p
@@ -74,7 +75,7 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "shares": [*[_Number] * 5, Rows, _Pointer, Rows, _Pointer, _Pointer],
     "attend": [
         *(ctypes.POINTER(AttentionShape), _Number, _Pointer, _Pointer, _Number),
-        *[Rows] * 4,
+        *(*[Rows] * 4, _Pointer),
     ],
     "pack": [_Number, _Number, Rows, _Pointer],
     "product": [*[_Number] * 4, Rows, _Pointer, _Pointer, Rows],
@@ -204,12 +205,13 @@ class Kernels:
         q_THD: Tensor,
         k_TGD: Tensor,
         v_TGD: Tensor,
+        sums_TH: Tensor | None = None,
     ) -> Tensor:
         """`tinsmith_attend` of `attention.c`; stretches and starts by their addresses."""
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
         self._attend(
-            *(shape, layer, stretches, starts, units, rows_of(q_THD)),
-            *(rows_of(k_TGD), rows_of(v_TGD), rows_of(out_THD)),
+            *(shape, layer, stretches, starts, units, rows_of(q_THD), rows_of(k_TGD)),
+            *(rows_of(v_TGD), rows_of(out_THD), None if sums_TH is None else sums_TH.data_ptr()),
         )
         return out_THD
 
@@ -270,31 +272,29 @@ def _kept_shape(*fields: float) -> _NormShape:
 def kernels_for(*tensors: Tensor) -> Kernels | None:
     """The kernels, if they can compute with all of these; None if PyTorch is to do it."""
     found = kernels()
-    if found is None or not all(map(_fits, tensors)):
+    if found is None:
         return None
-    return found
+    return found if all(map(_fits, tensors)) else None
 
 
 def _fits(x: Tensor) -> bool:
-    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
+    *_, size = shape = x.shape
+    if size % ROW_STEP or not x.is_cpu or x.dtype not in _TYPES or x.stride(-1) != 1:
         return False
-    return x.dim() <= 3 and is_dense(x) and x.shape[-1] % ROW_STEP == 0
+    return len(shape) < 3 or (len(shape) == 3 and x.stride(1) == size)
 
 
 def is_dense(x_THD: Tensor) -> bool:
-    """Whether each row's numbers lie one behind the other."""
-    return x_THD.stride(-1) == 1 and (x_THD.dim() < 3 or x_THD.stride(1) == x_THD.shape[2])
-
-
-def kernels() -> Kernels | None:
-    """The kernels of this machine; None if there are none, or they are switched off."""
-    return None if os.environ.get(SWITCH, "").lower() in ("off", "0") else _loaded()
+    """Whether the parts of each row lie one behind the other."""
+    return x_THD.stride(2) == 1 and x_THD.stride(1) == x_THD.shape[2]
 
 
 @functools.cache
-def _loaded() -> Kernels | None:
+def kernels() -> Kernels | None:
+    """The kernels of this machine; None if there are none, or they are switched off."""
     path = Path(__file__).with_name(f"{_kind_of_machine()}.so")
-    return Kernels(path) if path.exists() else None
+    is_off = os.environ.get(SWITCH, "").lower() in ("off", "0")
+    return None if is_off or not path.exists() else Kernels(path)
 
 
 def _kind_of_machine() -> str:
