@@ -47,9 +47,7 @@ def attention_kernels(
     """The kernels, if they compute such an attention."""
     _, heads, size = q_THD.shape
     is_small = size <= MOST_HEAD_SIZE and heads // k_TGD.shape[1] <= MOST_QUERIES
-    is_alike = (
-        q_THD.dtype == k_TGD.dtype == v_TGD.dtype and size == k_TGD.shape[2] == v_TGD.shape[2]
-    )
+    is_alike = all((one.dtype, one.shape[2]) == (q_THD.dtype, size) for one in (k_TGD, v_TGD))
     if rule.softcap is not None or not is_small or not is_alike:
         return None
     # How heads lie does not count: that may follow from what rows are beside each other.
