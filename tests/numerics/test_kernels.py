@@ -23,12 +23,12 @@ from tinsmith.model.attention import AttentionRule
 from tinsmith.model.cached_attention import CachedAttention
 from tinsmith.model.kernels import library
 from tinsmith.model.kernels.library import Kernels
+from tinsmith.model.kernels.names import library_path
 from tinsmith.model.kv_cache import CachedStretch, Run, SequenceKeys
 from tinsmith.model.linear import Linear
 from tinsmith.model.pack_attention import PackAttention, Stretch
 from tinsmith.model.sample_tokens import DrawSettings, chances, draw
 
-FOLDER = Path(library.__file__).parent
 DTYPES = [torch.float32, torch.bfloat16]
 NEAR = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
 """Of the largest number: one rounding, at the end."""
@@ -43,7 +43,7 @@ def _usable() -> list[str]:
 
 @pytest.fixture(scope="module", params=_usable())
 def kernels(request: pytest.FixtureRequest) -> Kernels:
-    path = FOLDER / f"{request.param}.so"
+    path = library_path(request.param)
     if not path.exists():
         pytest.skip("there was no C compiler when tinsmith was installed")
     return Kernels(path)
@@ -423,7 +423,7 @@ def test_rows_of_another_type_than_what_is_kept_are_refused() -> None:
     run = _run(torch.bfloat16, 0, heads=2, key_heads=2, size=32, seed=0)
     attention = CachedAttention([CachedStretch(0, 64, SequenceKeys(None, run), 0)])
 
-    with pytest.raises(RuntimeError, match="dtype"):
+    with pytest.raises(RuntimeError, match="BFloat16"):
         attention.attend(0, AttentionRule(1.0), *torch.ones(3, 64, 2, 32))
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import os
 import platform
 from pathlib import Path
@@ -23,6 +24,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from tinsmith.model.kernels.names import library_path
 
 ROW_STEP = 32
 """Rows of any multiple of it can be computed, and halves of them: no vector is only half full."""
@@ -34,6 +37,8 @@ MOST_QUERIES = 96
 SWITCH = "TINSMITH_KERNELS"
 """Set to `off`, the environment's variable of this name has everything computed by PyTorch."""
 _TYPES = frozenset((torch.float32, torch.bfloat16))
+
+_log = logging.getLogger(__name__)
 
 _Number = ctypes.c_int64
 _Pointer = ctypes.c_void_p
@@ -292,9 +297,14 @@ def is_dense(x_THD: Tensor) -> bool:
 @functools.cache
 def kernels() -> Kernels | None:
     """The kernels of this machine; None if there are none, or they are switched off."""
-    path = Path(__file__).with_name(f"{_kind_of_machine()}.so")
-    is_off = os.environ.get(SWITCH, "").lower() in ("off", "0")
-    return None if is_off or not path.exists() else Kernels(path)
+    path = library_path(_kind_of_machine())
+    if os.environ.get(SWITCH, "").lower() in ("off", "0") or not path.exists():
+        return None
+    try:
+        return Kernels(path)
+    except OSError as exc:  # compiled where there were other libraries of C and OpenMP than here
+        _log.warning("computing without compiled kernels, which cannot be loaded: %s", exc)
+        return None
 
 
 def _kind_of_machine() -> str:
