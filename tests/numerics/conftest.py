@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tinsmith.model.kernels import library
+
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
@@ -15,6 +17,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(params=["kernels", "PyTorch"])
+def computed_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By compiled kernels, and as it is done where there are none."""
+    if request.param == "PyTorch":
+        monkeypatch.setattr(library, "kernels", lambda: None)
 
 
 @pytest.fixture(params=[1, 2, 4])

@@ -11,6 +11,8 @@ from torch import Tensor
 from tinsmith.model.architecture import Activation
 from tinsmith.model.layers import gated
 
+pytestmark = pytest.mark.usefixtures("computed_by")
+
 
 @pytest.fixture(params=[1, 2, 3, 4])
 def threads(request: pytest.FixtureRequest) -> Iterator[None]:

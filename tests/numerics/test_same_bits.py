@@ -6,6 +6,8 @@ one key head, are where libraries choose by the number of rows.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -17,6 +19,7 @@ from tinsmith.engines.embedded.loading import chosen_types
 from tinsmith.engines.embedded.prefix_cache import CHUNK_TOKENS
 from tinsmith.engines.embedded.sampler import Sampler
 from tinsmith.model import cached_attention
+from tinsmith.model.kernels import library
 from tinsmith.model.load_weights import load_transformer
 from tinsmith.model.transformer import Transformer
 from tinsmith.types import SampleResponse
@@ -24,6 +27,8 @@ from tinsmith.types import SampleResponse
 pytestmark = pytest.mark.usefixtures("threads")
 
 KEY_HEADS = [1, 2, 4]
+COMPUTED = [*((heads, "kernels") for heads in KEY_HEADS), (1, "PyTorch"), (4, "PyTorch")]
+"""By how many key heads, and by what: there are no kernels where nobody could compile them."""
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -34,19 +39,23 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return found
 
 
-@pytest.fixture(scope="module", params=KEY_HEADS)
+@pytest.fixture(scope="module", params=COMPUTED)
 def model(
     request: pytest.FixtureRequest, dtype: torch.dtype, tmp_path_factory: pytest.TempPathFactory
-) -> Transformer:
+) -> Iterator[Transformer]:
     folder = tmp_path_factory.mktemp("wide")
+    key_heads, computed_by = request.param
     make_model(
         folder,
         hidden_size=256,
         intermediate_size=1536,
         head_dim=64,
-        num_key_value_heads=request.param,
+        num_key_value_heads=key_heads,
     )
-    return load_transformer(folder, dtype=dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        if computed_by == "PyTorch":
+            patch.setattr(library, "kernels", lambda: None)
+        yield load_transformer(folder, dtype=dtype)
 
 
 def _bits(response: SampleResponse) -> list[tuple[bytes, bytes]]:

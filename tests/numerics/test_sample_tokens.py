@@ -18,6 +18,8 @@ from tinsmith.model.sample_tokens import (
     top_logprobs,
 )
 
+pytestmark = pytest.mark.usefixtures("computed_by")
+
 SETTINGS = [
     DrawSettings(),
     DrawSettings(temperature=0.0),
