@@ -26,8 +26,7 @@ from tinsmith.types import SampleResponse
 
 pytestmark = pytest.mark.usefixtures("threads")
 
-KEY_HEADS = [1, 2, 4]
-COMPUTED = [*((heads, "kernels") for heads in KEY_HEADS), (1, "PyTorch"), (4, "PyTorch")]
+COMPUTED = [*((heads, "kernels") for heads in "124"), ("1", "PyTorch"), ("4", "PyTorch")]
 """By how many key heads, and by what: there are no kernels where nobody could compile them."""
 
 
@@ -39,7 +38,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return found
 
 
-@pytest.fixture(scope="module", params=COMPUTED)
+@pytest.fixture(scope="module", params=COMPUTED, ids="-".join)
 def model(
     request: pytest.FixtureRequest, dtype: torch.dtype, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Transformer]:
@@ -50,7 +49,7 @@ def model(
         hidden_size=256,
         intermediate_size=1536,
         head_dim=64,
-        num_key_value_heads=key_heads,
+        num_key_value_heads=int(key_heads),
     )
     with pytest.MonkeyPatch.context() as patch:
         if computed_by == "PyTorch":
