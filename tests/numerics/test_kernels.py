@@ -197,7 +197,17 @@ def test_shares_of_what_is_no_number_are_none(kernels: Kernels) -> None:
 
 @pytest.mark.parametrize(
     ("rows", "outputs", "inputs"),
-    [(1, 16, 32), (3, 112, 64), (8, 48, 96), (33, 80, 2080), (130, 64, 4128), (261, 192, 64)],
+    [
+        (1, 16, 32),
+        (3, 112, 64),
+        (5, 1, 8),
+        (9, 24, 34),
+        (20, 50, 96),
+        (8, 48, 96),
+        (33, 80, 2080),
+        (130, 64, 4128),
+        (261, 192, 64),
+    ],
 )
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_products_are_those_of_the_weights(

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.model.architecture import ALPHA, Architecture, LinearKind, LinearShape
+from tinsmith.model.kernels.library import Kernels, product_kernels
 from tinsmith.model.linear import Linear
 
 
@@ -34,6 +35,14 @@ class _Place(NamedTuple):
     shape: LinearShape
     a_start: int
     b_starts: tuple[int, ...]
+
+
+class _Packed(NamedTuple):
+    """Factors as kernels multiply with them; those of B times the scale."""
+
+    kernels: Kernels
+    a: Tensor
+    bs: list[Tensor]
 
 
 class Factors:
@@ -78,6 +87,16 @@ class Factors:
         a_RI, bs_OR = self._cast()
         return [a_RI, *bs_OR]
 
+    @functools.cached_property
+    def _packed(self) -> _Packed | None:
+        """As products of frozen factors have them; None where those are not for these."""
+        a_RI, *bs_OR = self._used
+        kernels = product_kernels(a_RI)
+        if kernels is None or not all(map(product_kernels, bs_OR)):
+            return None
+        scaled_bs = [b_OR if self.scale == 1.0 else b_OR * self.scale for b_OR in bs_OR]
+        return _Packed(kernels, kernels.pack(a_RI), [kernels.pack(b_OR) for b_OR in scaled_bs])
+
     def freeze(self) -> None:
         """Make rows independent of each other, as those of the base are; see `linear.py`."""
         a_RI, *bs_OR = self._used
@@ -95,11 +114,27 @@ class Factors:
             t_TR = a(x_TI)
             y_TO.add_(b(t_TR))
             return t_TR
+        if self._packed is not None:
+            return self._add_packed(self._packed, y_TO, x_TI)
         t_TR = self.inner(x_TI)
         ys, ts = columns(y_TO, self.outputs), columns(t_TR, self.ranks)
         for y, t, b_OR in zip(ys, ts, self._used[1:], strict=True):
             y.addmm_(t, b_OR.T)
         return t_TR
+
+    def _add_packed(self, packed: _Packed, y_TO: Tensor, x_TI: Tensor) -> Tensor:
+        """As frozen factors do it, to the last bit: so do samples what passes do."""
+        kernels, a, bs = packed
+        t_TR = kernels.product(x_TI, a, sum(self.ranks), None)
+        ys, ts = columns(y_TO, self.outputs), columns(t_TR, self.ranks)
+        for y, t, b, outputs in zip(ys, ts, bs, self.outputs, strict=True):
+            y.add_(kernels.product(t, b, outputs, None))
+        return scaled(t_TR, self.scale)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether products with it are made by kernels."""
+        return self._packed is not None
 
     def backward(self, dx_TI: Tensor, dy_TO: Tensor, x_TI: Tensor, t_TR: Tensor) -> None:
         """Add to the inputs' gradient, and to the factors' own."""

@@ -67,17 +67,6 @@ typedef struct {
 #define FIRST_PLACES ((vec){0, 1, 2, 3, 4, 5, 6, 7})
 #endif
 
-INLINE void transpose(uvec rows[LANES]) {
-    for (int stage = 1; stage < LANES; stage *= 2) {
-        uvec made[LANES];
-        for (int i = 0; i < LANES / 2; i++) {
-            made[2 * i] = LOW(rows[i], rows[i + LANES / 2]);
-            made[2 * i + 1] = HIGH(rows[i], rows[i + LANES / 2]);
-        }
-        memcpy(rows, made, sizeof made);
-    }
-}
-
 /* LANES keys from a dimension on, turned; those from `count` on are 0. Two numbers of sixteen bits
  * are turned as one of 32. */
 INLINE void turn_keys(block *to, int first, int d, const pair *from, int count, int is_half) {

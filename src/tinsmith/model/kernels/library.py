@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 ROW_STEP = 32
 """Rows of any multiple of it can be computed, and halves of them: no vector is only half full."""
 OUTPUT_STEP = 16
-"""Likewise of the outputs of products."""
+"""Products are made of so many outputs, and of more for what is left over."""
 MOST_HEAD_SIZE = 256
 MOST_QUERIES = 96
 """Of one key head, that a thread takes at a time; as in `attention.c`."""
@@ -216,20 +217,29 @@ class Kernels:
     def pack(self, weight_OI: Tensor) -> Tensor:
         """Weights in bfloat16 as `product` reads them."""
         outputs, inputs = weight_OI.shape
-        packed = torch.empty(outputs * inputs // 2, dtype=torch.int32)
-        self._pack(outputs, inputs, rows_of(weight_OI), packed.data_ptr())
+        width = _whole_vectors(outputs)
+        if width > outputs:
+            weight_OI = F.pad(weight_OI, (0, 0, 0, width - outputs))
+        packed = torch.empty(width * inputs // 2, dtype=torch.int32)
+        self._pack(width, inputs, rows_of(weight_OI), packed.data_ptr())
         return packed
 
     def product(self, x_TI: Tensor, packed: Tensor, outputs: int, bias_O: Tensor | None) -> Tensor:
         """x·Wᵀ and a bias, with a W that was packed; all in bfloat16."""
         rows, inputs = x_TI.shape
-        y_TO = torch.empty((rows, outputs), dtype=torch.bfloat16)
-        bias = None if bias_O is None else bias_O.data_ptr()
+        width = _whole_vectors(outputs)
+        if bias_O is not None and width > outputs:
+            bias_O = F.pad(bias_O, (0, width - outputs))
+        y_TO = torch.empty((rows, width), dtype=torch.bfloat16)
         self._product(
-            *(rows, outputs, inputs, torch.get_num_threads()),
-            *(rows_of(x_TI), packed.data_ptr(), bias, rows_of(y_TO)),
+            *(rows, width, inputs, torch.get_num_threads(), rows_of(x_TI), packed.data_ptr()),
+            *(None if bias_O is None else bias_O.data_ptr(), rows_of(y_TO)),
         )
-        return y_TO
+        return y_TO if width == outputs else y_TO[:, :outputs]
+
+
+def _whole_vectors(outputs: int) -> int:
+    return -(-outputs // OUTPUT_STEP) * OUTPUT_STEP
 
 
 def product_kernels(weight_OI: Tensor) -> Kernels | None:
@@ -237,11 +247,16 @@ def product_kernels(weight_OI: Tensor) -> Kernels | None:
 
     Not where a processor multiplies whole tiles of bfloat16: PyTorch's products use these.
     """
-    found = kernels_for(weight_OI)
-    is_half_row = weight_OI.shape[0] % OUTPUT_STEP == 0 and is_half(weight_OI)
-    if found is None or not found.multiplies or not is_half_row:
+    found = kernels()
+    if found is None or not found.multiplies or not weight_OI.is_cpu or not is_half(weight_OI):
         return None
-    return None if torch.cpu._is_amx_tile_supported() else found
+    fits = weight_OI.shape[1] % 2 == 0 and weight_OI.stride(1) == 1
+    return found if fits and not _has_tiles() else None
+
+
+@functools.cache
+def _has_tiles() -> bool:
+    return torch.cpu._is_amx_tile_supported()
 
 
 def rows_of(tensor: Tensor) -> Rows:

@@ -19,14 +19,29 @@
 #define ROW_BLOCK 128     /* rows that go through a panel before the next */
 #define PANEL (WIDE * LANES)
 
+/* LANES outputs and `count` pairs of inputs; `width` is how many outputs the panel has. */
+INLINE void pack_some(const char *weight, int64_t step, int count, int64_t width, uint32_t *to) {
+    uvec rows[LANES];
+    for (int i = 0; i < LANES; i++) {
+        if (count < LANES) rows[i] = (uvec){0};
+        memcpy(&rows[i], weight + i * step, count * 4);
+    }
+    transpose(rows);
+    for (int i = 0; i < count; i++) memcpy(to + i * width, &rows[i], sizeof rows[i]);
+}
+
 /* Outputs in panels, the last perhaps of fewer vectors; in each: pair of inputs, output. */
 void tinsmith_pack(int64_t outputs, int64_t inputs, rows_of weight, uint32_t *packed) {
-    const int64_t pairs = inputs / 2;
+    const int64_t pairs = inputs / 2, step = weight.step * 2;
     for (int64_t first = 0; first < outputs; first += PANEL) {
         const int64_t width = outputs - first < PANEL ? outputs - first : PANEL;
-        for (int64_t pair = 0; pair < pairs; pair++)
-            for (int64_t i = 0; i < width; i++)
-                memcpy(&packed[first * pairs + pair * width + i], weight.at + ((first + i) * weight.step + 2 * pair) * 2, 4);
+        for (int64_t pair = 0; pair < pairs; pair += LANES)
+            for (int64_t i = 0; i < width; i += LANES) {
+                const char *from = weight.at + (first + i) * step + pair * 4;
+                uint32_t *to = packed + first * pairs + pair * width + i;
+                if (pairs - pair >= LANES) pack_some(from, step, LANES, width, to);
+                else pack_some(from, step, (int)(pairs - pair), width, to);
+            }
     }
 }
 
