@@ -233,6 +233,29 @@ def test_products_are_those_of_the_weights(
         assert torch.equal(alone_TO[0], found_TO[row])
 
 
+@pytest.mark.parametrize(("outputs", "inputs"), [(8, 32), (24, 64), (50, 6), (192, 96), (3, 2)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [1.0, 4.0, 2.7])
+def test_products_with_weights_that_change_are_those_with_packed_ones(
+    kernels: Kernels, outputs: int, inputs: int, dtype: torch.dtype, scale: float
+) -> None:
+    """To the last bit: rounded, scaled, multiplied, rounded, and added to a part of rows."""
+    if not kernels.multiplies:
+        pytest.skip("products are for machines that multiply bfloat16")
+    weight_OI, x_TI = _rows(outputs, inputs, dtype=dtype), _rows(21, inputs, dtype=torch.bfloat16)
+    y_TO = _rows(21, outputs + 5, dtype=torch.bfloat16, seed=3)
+    half_OI = weight_OI.to(torch.bfloat16)
+    added_TO = kernels.product(x_TI, kernels.pack(half_OI * scale), outputs, None)
+    wanted_TO = y_TO.clone()
+    wanted_TO[:, 2:-3] += added_TO
+
+    plain_TO = kernels.product_once(x_TI, weight_OI)
+    kernels.add_product_once(y_TO[:, 2:-3], x_TI, weight_OI, scale)
+
+    assert torch.equal(plain_TO, kernels.product(x_TI, kernels.pack(half_OI), outputs, None))
+    assert torch.equal(y_TO, wanted_TO)
+
+
 # Attention
 
 

@@ -37,14 +37,6 @@ class _Place(NamedTuple):
     b_starts: tuple[int, ...]
 
 
-class _Packed(NamedTuple):
-    """Factors as kernels multiply with them; those of B times the scale."""
-
-    kernels: Kernels
-    a: Tensor
-    bs: list[Tensor]
-
-
 class Factors:
     """Those of one linear layer, as passes use them; with their gradients if it is trained.
 
@@ -88,14 +80,10 @@ class Factors:
         return [a_RI, *bs_OR]
 
     @functools.cached_property
-    def _packed(self) -> _Packed | None:
-        """As products of frozen factors have them; None where those are not for these."""
-        a_RI, *bs_OR = self._used
-        kernels = product_kernels(a_RI)
-        if kernels is None or not all(map(product_kernels, bs_OR)):
-            return None
-        scaled_bs = [b_OR if self.scale == 1.0 else b_OR * self.scale for b_OR in bs_OR]
-        return _Packed(kernels, kernels.pack(a_RI), [kernels.pack(b_OR) for b_OR in scaled_bs])
+    def kernels(self) -> Kernels | None:
+        """Those that multiply as frozen factors do, if they can multiply with these."""
+        found = [product_kernels(one, self.dtype) for one in self.held]
+        return found[0] if all(found) else None
 
     def freeze(self) -> None:
         """Make rows independent of each other, as those of the base are; see `linear.py`."""
@@ -114,27 +102,22 @@ class Factors:
             t_TR = a(x_TI)
             y_TO.add_(b(t_TR))
             return t_TR
-        if self._packed is not None:
-            return self._add_packed(self._packed, y_TO, x_TI)
+        if self.kernels is not None:
+            return self._add_by_kernels(self.kernels, y_TO, x_TI)
         t_TR = self.inner(x_TI)
         ys, ts = columns(y_TO, self.outputs), columns(t_TR, self.ranks)
         for y, t, b_OR in zip(ys, ts, self._used[1:], strict=True):
             y.addmm_(t, b_OR.T)
         return t_TR
 
-    def _add_packed(self, packed: _Packed, y_TO: Tensor, x_TI: Tensor) -> Tensor:
-        """As frozen factors do it, to the last bit: so do samples what passes do."""
-        kernels, a, bs = packed
-        t_TR = kernels.product(x_TI, a, sum(self.ranks), None)
+    def _add_by_kernels(self, kernels: Kernels, y_TO: Tensor, x_TI: Tensor) -> Tensor:
+        """As frozen factors do it, to the last bit: samples then get what passes get."""
+        a_RI, *bs_OR = self.held
+        t_TR = kernels.product_once(x_TI, a_RI)
         ys, ts = columns(y_TO, self.outputs), columns(t_TR, self.ranks)
-        for y, t, b, outputs in zip(ys, ts, bs, self.outputs, strict=True):
-            y.add_(kernels.product(t, b, outputs, None))
+        for y, t, b_OR in zip(ys, ts, bs_OR, strict=True):
+            kernels.add_product_once(y, t, b_OR, self.scale)
         return scaled(t_TR, self.scale)
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether products with it are made by kernels."""
-        return self._packed is not None
 
     def backward(self, dx_TI: Tensor, dy_TO: Tensor, x_TI: Tensor, t_TR: Tensor) -> None:
         """Add to the inputs' gradient, and to the factors' own."""
