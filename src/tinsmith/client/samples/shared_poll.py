@@ -149,12 +149,6 @@ class SharedPoll(abc.ABC, Generic[C]):
             self._is_polling = False
             return
         asked = self._asked()
-        begun = self._session.begin(
-            self.endpoint, asked.sent, headers={"x-stainless-retry-count": "0"}
-        )
-        if begun is None:
-            self._go_on_by_task(asked)
-            return
 
         def answered(begun: BegunCall) -> None:
             answer = self._answer_of(begun)
@@ -171,7 +165,9 @@ class SharedPoll(abc.ABC, Generic[C]):
             else:
                 self._ended(None)
 
-        begun.when_over(answered)
+        headers = {"x-stainless-retry-count": "0"}
+        if self._session.begin(self.endpoint, asked.sent, headers=headers, on_over=answered) is None:
+            self._go_on_by_task(asked)
 
     def _answer_of(self, begun: BegunCall) -> Any:
         """What came for a poll; None if it is not good, of which a task will see more."""
