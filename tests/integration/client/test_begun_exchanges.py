@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 import socket
+from collections.abc import Callable
 
 import pytest
 

@@ -166,7 +166,10 @@ class SharedPoll(abc.ABC, Generic[C]):
                 self._ended(None)
 
         headers = {"x-stainless-retry-count": "0"}
-        if self._session.begin(self.endpoint, asked.sent, headers=headers, on_over=answered) is None:
+        if (
+            self._session.begin(self.endpoint, asked.sent, headers=headers, on_over=answered)
+            is None
+        ):
             self._go_on_by_task(asked)
 
     def _answer_of(self, begun: BegunCall) -> Any:

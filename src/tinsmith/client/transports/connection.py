@@ -234,7 +234,7 @@ class Connection(ReplyProtocol):
 
     def on_headers_complete(self) -> None:
         """All headers are there."""
-        super().on_headers_complete()
+        self.status = self._parser.get_status_code()
         content.check_size(int(self.headers.get("content-length", 0)), self._most_bytes)
 
     def on_body(self, piece: bytes) -> None:
