@@ -165,11 +165,8 @@ class SharedPoll(abc.ABC, Generic[C]):
             else:
                 self._ended(None)
 
-        headers = {"x-stainless-retry-count": "0"}
-        if (
-            self._session.begin(self.endpoint, asked.sent, headers=headers, on_over=answered)
-            is None
-        ):
+        session, headers = self._session, {"x-stainless-retry-count": "0"}
+        if session.begin(self.endpoint, asked.sent, headers=headers, on_over=answered) is None:
             self._go_on_by_task(asked)
 
     def _answer_of(self, begun: BegunCall) -> Any:
