@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import platform
+import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -22,6 +24,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 FOLDER = Path("src/tinsmith/model/kernels")
 SECONDS = 300.0
 """For a compiler that hangs."""
+_FLAGS = ["-O3", "-std=gnu11", "-shared", "-fPIC", "-fopenmp"]
+"""A compiler without OpenMP fails: kernels of one thread are slower than PyTorch with several."""
 _X86_FLAGS = {
     "x86-64-v3": ["-march=x86-64-v3"],
     "x86-64-v4": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
@@ -38,36 +42,32 @@ def variants() -> dict[str, list[str]]:
 
 
 def compile_kernels(root: Path) -> list[str]:
-    """Compile what this machine can; the libraries' names, and none without a compiler.
+    """Compile for each kind of machine; the libraries' names, and none without a compiler.
+
+    What was compiled before is then taken away, and stays if this fails.
 
     Raises:
         OSError, subprocess.SubprocessError: The compiler failed; its words are in `stderr`.
     """
     folder = root / FOLDER
-    for old in folder.glob("*.so"):
-        old.unlink()
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or "clang"
-    if shutil.which(compiler.split()[0]) is None:
+    found = shutil.which("cc") or shutil.which("gcc") or "clang"
+    compiler = shlex.split(os.environ.get("CC", "")) or [found]
+    if not variants() or shutil.which(compiler[0]) is None:
         return []
-    made: list[str] = []
+    sources = sorted(map(str, folder.glob("*.c")))
+    path_of = runpy.run_path(str(folder / "names.py"))["library_path"]
     with tempfile.TemporaryDirectory() as temporary:
-        for name, flags in variants().items():
-            built = Path(temporary) / f"{name}.so"
-            _compile(compiler.split(), flags, sorted(folder.glob("*.c")), built)
+        built = {path_of(kind, folder): Path(temporary, kind) for kind in variants()}
+        for flags, made in zip(variants().values(), built.values(), strict=True):
+            _run([*compiler, *_FLAGS, *flags, *sources, "-o", str(made), "-lm"])
+        for path, made in built.items():
             # In one step: another install may read, or write, the same library.
-            beside = folder / f"{name}.{os.getpid()}.new"
-            shutil.copyfile(built, beside)
-            beside.replace(folder / built.name)
-            made.append(built.name)
-    return made
-
-
-def _compile(compiler: list[str], flags: list[str], sources: list[Path], built: Path) -> None:
-    command = [*compiler, "-O3", "-std=gnu11", "-shared", "-fPIC", *flags, *map(str, sources)]
-    try:
-        _run([*command, "-fopenmp", "-o", str(built), "-lm"])
-    except subprocess.CalledProcessError:  # a compiler without OpenMP: then of one thread
-        _run([*command, "-o", str(built), "-lm"])
+            beside = path.with_suffix(f".{os.getpid()}.new")
+            shutil.copyfile(made, beside)
+            beside.replace(path)
+    for old in set(folder.glob("*.so")) - built.keys():
+        old.unlink(missing_ok=True)
+    return [path.name for path in built]
 
 
 def _run(command: list[str]) -> None:
@@ -88,7 +88,9 @@ class KernelsHook(BuildHookInterface):  # type: ignore[type-arg] # of any config
             self.app.display_warning(f"the engine's kernels were not compiled: {told}")
             return
         if not made:
-            self.app.display_warning("no C compiler: the engine will compute with PyTorch alone")
+            self.app.display_warning(
+                "no C compiler for here: the engine computes with PyTorch alone"
+            )
             return
         build_data["artifacts"] += [f"/{FOLDER}/{name}" for name in made]
         build_data["pure_python"] = False

@@ -2,8 +2,8 @@
 #
 # An environment is good when its stamp equals the fingerprint of everything it was made from: the
 # packaging half of pyproject.toml, constraints.txt, what is compiled, the extras, the Python version
-# and the place of the checkout. The stamp is taken away before anything changes and written last, so an interrupted
-# install is never mistaken for a good one.
+# and the place of the checkout. The stamp is taken away before anything changes and written last, so
+# an interrupted install is never mistaken for a good one.
 #
 # The caller has `set -euo pipefail`; afterwards the working directory is the root of the checkout.
 
@@ -61,7 +61,7 @@ _fingerprint() {
     printf '%s\n' "$ROOT" "$extras" "$version"
     # Settings of linters and tests live in pyproject.toml too and change nothing that is installed.
     awk '/^\[/ { keep = /^\[(build-system|project|tool\.hatch)/ } keep' pyproject.toml
-    cat constraints.txt hatch_build.py src/tinsmith/model/kernels/*.[ch]
+    cat constraints.txt hatch_build.py src/tinsmith/model/kernels/{*.[ch],names.py}
   } | git hash-object --stdin
 }
 

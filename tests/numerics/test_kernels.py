@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,9 +23,12 @@ from tinsmith.model.attention import AttentionRule
 from tinsmith.model.cached_attention import CachedAttention
 from tinsmith.model.kernels import library
 from tinsmith.model.kernels.library import Kernels
+from tinsmith.model.kernels.names import library_path
 from tinsmith.model.kv_cache import CachedStretch, Run, SequenceKeys
+from tinsmith.model.linear import Linear
+from tinsmith.model.pack_attention import PackAttention, Stretch
+from tinsmith.model.sample_tokens import DrawSettings, chances, draw
 
-FOLDER = Path(library.__file__).parent
 DTYPES = [torch.float32, torch.bfloat16]
 NEAR = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
 """Of the largest number: one rounding, at the end."""
@@ -35,10 +43,15 @@ def _usable() -> list[str]:
 
 @pytest.fixture(scope="module", params=_usable())
 def kernels(request: pytest.FixtureRequest) -> Kernels:
-    path = FOLDER / f"{request.param}.so"
+    path = library_path(request.param)
     if not path.exists():
         pytest.skip("there was no C compiler when tinsmith was installed")
     return Kernels(path)
+
+
+@pytest.fixture
+def by_kernels(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "kernels", lambda: kernels)
 
 
 def _close(found: Tensor, wanted: Tensor) -> None:
@@ -105,6 +118,15 @@ def test_what_is_added_stays_in_the_rows(kernels: Kernels, dtype: torch.dtype) -
 
     assert torch.equal(x_TD, sum_TD)
     assert torch.equal(found_TD, kernels.norm(sum_TD, weight_D, 1e-5))
+
+
+@pytest.mark.usefixtures("by_kernels")
+def test_a_lone_row_without_a_dimension_for_rows_is_normed() -> None:
+    x_TD, weight_D = _rows(1, 96, dtype=torch.float32), _rows(96, dtype=torch.float32, seed=1)
+
+    found_D = layers.rms_norm(x_TD[0], weight_D, 1e-5, torch.float32)
+
+    _close(found_D, F.rms_norm(x_TD[0].double(), (96,), weight_D.double(), 1e-5))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -195,6 +217,29 @@ def test_shares_of_what_is_no_number_are_none(kernels: Kernels) -> None:
     assert shares_RW[3, 5] == 0
 
 
+@pytest.fixture(params=[torch.bfloat16, torch.float64])
+def default_type(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(request.param)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.usefixtures("by_kernels", "default_type")
+def test_draws_do_not_follow_what_type_tensors_have_by_default() -> None:
+    """`transformers` changes that while it loads a model, for all threads."""
+    logits_RV = _rows(3, 1000, dtype=torch.float32, size=5.0)
+    settings = [DrawSettings(temperature=temperature) for temperature in (1.0, 0.7, 1.3)]
+    wanted_RV = logits_RV.double().log_softmax(-1)
+
+    # In a thread of its own, which has no room from before.
+    with ThreadPoolExecutor() as thread:
+        drawn = thread.submit(draw, logits_RV, settings, chances([1, 2, 3], [0, 0, 0])).result()
+
+    found_R1 = wanted_RV.gather(1, drawn.tokens.unsqueeze(1))
+    assert torch.allclose(drawn.logprobs.double(), found_R1.squeeze(1), atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("rows", "outputs", "inputs"),
     [
@@ -256,6 +301,16 @@ def test_products_with_weights_that_change_are_those_with_packed_ones(
     assert torch.equal(y_TO, wanted_TO)
 
 
+@pytest.mark.usefixtures("by_kernels")
+def test_rows_of_another_type_than_the_weights_are_refused(kernels: Kernels) -> None:
+    if not kernels.multiplies:
+        pytest.skip("products are for machines that multiply bfloat16")
+    linear = Linear(_rows(64, 64, dtype=torch.bfloat16))
+
+    with pytest.raises(RuntimeError, match="dtype"):
+        linear(torch.ones(2, 64))
+
+
 # Attention
 
 
@@ -302,11 +357,6 @@ def _wanted(stretch: CachedStretch, q_LHD: Tensor, window: int | None) -> Tensor
         scores_HS = (keys[:, first:seen] @ q_HD.unsqueeze(-1)).squeeze(-1) * q_HD.shape[-1] ** -0.5
         found.append((scores_HS.softmax(-1).unsqueeze(1) @ values[:, first:seen]).squeeze(1))
     return torch.stack(found)
-
-
-@pytest.fixture
-def by_kernels(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "kernels", lambda: kernels)
 
 
 @pytest.mark.usefixtures("by_kernels", "threads")
@@ -380,6 +430,90 @@ def test_a_sequence_has_the_same_bits_however_it_is_read(dtype: torch.dtype) -> 
 
     assert torch.equal(read(*range(1, 150)), whole)
     assert torch.equal(read(37), whole)
+
+
+@pytest.mark.usefixtures("by_kernels")
+def test_how_heads_lie_in_memory_changes_nothing() -> None:
+    """Of a lone row they lie alike either way, so its bits would follow from rows beside it."""
+    q_THD, k_TGD, v_TGD = (
+        _rows(9, some, 64, dtype=torch.float32, seed=seed) for seed, some in enumerate((6, 2, 2))
+    )
+
+    def attend(*given: Tensor) -> Tensor:
+        keys = SequenceKeys(None, _run(torch.float32, 0, heads=6, key_heads=2, size=64, seed=0))
+        attention = CachedAttention([CachedStretch(0, 9, keys, 0)])
+        return attention.attend(0, AttentionRule(0.125), *given)
+
+    rows_first = q_THD, k_TGD, v_TGD
+    heads_first = [one.transpose(0, 1).contiguous().transpose(0, 1) for one in rows_first]
+
+    assert torch.equal(attend(*heads_first), attend(*rows_first))
+
+
+@pytest.mark.usefixtures("by_kernels")
+def test_rows_of_another_type_than_what_is_kept_are_refused() -> None:
+    """Kernels would write beyond the run: float32 takes twice the room of bfloat16."""
+    run = _run(torch.bfloat16, 0, heads=2, key_heads=2, size=32, seed=0)
+    attention = CachedAttention([CachedStretch(0, 64, SequenceKeys(None, run), 0)])
+
+    with pytest.raises(RuntimeError, match="BFloat16"):
+        attention.attend(0, AttentionRule(1.0), *torch.ones(3, 64, 2, 32))
+
+
+@pytest.mark.usefixtures("by_kernels")
+def test_layers_of_several_sizes_go_through_one_pack() -> None:
+    """Models of which nobody knows more yet: `load_by_transformers.py` finds out by a pass."""
+    attention = PackAttention([Stretch(0, 40)])
+
+    for size in (32, 64, 128):
+        given = [_rows(40, 2, size, dtype=torch.float32, seed=seed) for seed in range(3)]
+        q, k, v = (one.transpose(0, 1) for one in given)
+        wanted = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        found_THD = attention.attend(0, AttentionRule(size**-0.5), *given)
+        _close(found_THD, wanted.transpose(0, 1).double())
+
+
+@pytest.mark.usefixtures("by_kernels")
+def test_values_of_another_size_than_keys_are_refused() -> None:
+    attention = PackAttention([Stretch(0, 40)])
+    q_THD, v_THD = torch.ones(40, 2, 64), torch.ones(40, 2, 32)
+
+    with pytest.raises(RuntimeError, match="size"):
+        attention.attend(0, AttentionRule(1.0), q_THD, q_THD, v_THD)
+
+
+_ON_SMALL_STACKS = """
+import threading, torch
+from tests.numerics.test_kernels import _run
+from tinsmith.model.attention import AttentionRule
+from tinsmith.model.cached_attention import CachedAttention
+from tinsmith.model.kv_cache import CachedStretch, SequenceKeys
+
+def attend():
+    torch.set_num_threads(2)
+    run = _run(torch.float32, 0, heads=2, key_heads=2, size=256, seed=0)
+    attention = CachedAttention([CachedStretch(0, 96, SequenceKeys(None, run), 0)])
+    print(attention.attend(0, AttentionRule(0.1), *torch.ones(3, 96, 2, 256)).sum())
+
+threading.stack_size(256 * 1024)
+thread = threading.Thread(target=attend)
+thread.start()
+thread.join()
+"""
+
+
+def test_attention_asks_for_no_large_stack() -> None:
+    """Neither of whoever calls it nor of the threads that help."""
+    done = subprocess.run(
+        [sys.executable, "-c", _ON_SMALL_STACKS],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"OMP_STACKSIZE": "256k"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert (done.returncode, done.stdout) == (0, "tensor(49152.)\n"), done.stderr
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -352,7 +352,7 @@ def test_what_layers_add_to_is_float32_in_bfloat16_too(
     stream: list[torch.Tensor] = []
     layer = model._layer
 
-    def kept(index: int, x_TD: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def kept(index: int, x_TD: torch.Tensor, *rest: Any) -> Any:
         x_TD.retain_grad()
         stream.append(x_TD)
         return layer(index, x_TD, *rest)

@@ -52,7 +52,11 @@ class Checkout:
         (root / "scripts").mkdir(parents=True)
         shutil.copy(ROOT / "scripts/_venv.sh", root / "scripts")
         (root / "pyproject.toml").write_text("[project]\nname = 'x'\n[tool.ruff]\n")
-        (root / "constraints.txt").touch()
+        kernels = root / "src/tinsmith/model/kernels"
+        kernels.mkdir(parents=True)
+        compiled = (kernels / name for name in ("one.c", "one.h", "names.py"))
+        for path in (root / "constraints.txt", root / "hatch_build.py", *compiled):
+            path.touch()
         self.python = root / "python-stand-in"
         self.python_is("3.11.0")
         self.pip_does("exit 0")
@@ -121,10 +125,13 @@ def test_environment_is_made_once(checkout: Checkout) -> None:
     assert checkout.new_calls() == []
 
 
-def test_changed_pins_update_the_environment(checkout: Checkout) -> None:
+@pytest.mark.parametrize(
+    "changed", ["constraints.txt", "hatch_build.py", "src/tinsmith/model/kernels/one.c"]
+)
+def test_changed_pins_and_kernels_update_the_environment(checkout: Checkout, changed: str) -> None:
     checkout.use_venv()
     checkout.new_calls()
-    (checkout.root / "constraints.txt").write_text("msgspec==0.20.0\n")
+    (checkout.root / changed).write_text("msgspec==0.20.0\n")
 
     checkout.use_venv()
 

@@ -136,6 +136,7 @@ class CachedAttention:
 
     def __init__(self, stretches: Sequence[CachedStretch]) -> None:
         self._stretches = stretches
+        self._dtype = stretches[0].keys.own.dtype
         for one in stretches:
             one.keys.own.reserve(one.own_end)
         # Only now: a run that has grown lies elsewhere.
@@ -148,8 +149,8 @@ class CachedAttention:
         self, layer: int, rule: AttentionRule, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor
     ) -> Tensor:
         """`Attention.attend`."""
-        kernels = attention_kernels(rule, q_THD, k_TGD.shape[1])
-        if kernels is not None:
+        kernels = attention_kernels(rule, q_THD, k_TGD, v_TGD)
+        if kernels is not None and k_TGD.dtype == self._dtype:
             if self._by_kernel is None:
                 ordered = sorted(self._stretches, key=_shared_run)
                 most = most_rows(q_THD.shape[1], k_TGD.shape[1])

@@ -22,6 +22,7 @@ from tinsmith.model.kernels.library import (
     MOST_QUERIES,
     AttentionShape,
     Kernels,
+    is_dense,
     is_half,
     kernels_for,
 )
@@ -40,11 +41,17 @@ class KernelStretch(NamedTuple):
     shared_length: int = 0
 
 
-def attention_kernels(rule: AttentionRule, q_THD: Tensor, key_heads: int) -> Kernels | None:
+def attention_kernels(
+    rule: AttentionRule, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor
+) -> Kernels | None:
     """The kernels, if they compute such an attention."""
     _, heads, size = q_THD.shape
-    is_small = size <= MOST_HEAD_SIZE and heads // key_heads <= MOST_QUERIES
-    return kernels_for(q_THD[:0]) if is_small and rule.softcap is None else None
+    is_small = size <= MOST_HEAD_SIZE and heads // k_TGD.shape[1] <= MOST_QUERIES
+    is_alike = all((one.dtype, one.shape[2]) == (q_THD.dtype, size) for one in (k_TGD, v_TGD))
+    if rule.softcap is not None or not is_small or not is_alike:
+        return None
+    # How heads lie does not count: that may follow from what rows are beside each other.
+    return kernels_for(q_THD[:0, 0])
 
 
 class KernelAttention:
@@ -111,5 +118,4 @@ def _parts(stretch: KernelStretch, most_rows: int) -> list[KernelStretch]:
 
 def _dense(rows: Tensor) -> Tensor:
     """With a row's heads one behind the other."""
-    is_dense = rows.stride(2) == 1 and rows.stride(1) == rows.shape[2]
-    return rows if is_dense else rows.contiguous()
+    return rows if is_dense(rows) else rows.contiguous()

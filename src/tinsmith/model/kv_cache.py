@@ -54,6 +54,11 @@ class Run:
         self._places_LPGD = kept_L2GPD.flatten(1, 2).transpose(1, 2)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """What its numbers are in."""
+        return self._kept_L2GPD.dtype
+
+    @property
     def bytes(self) -> int:
         """How much memory it takes."""
         return self._kept_L2GPD.nbytes

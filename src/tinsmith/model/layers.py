@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinsmith.model.architecture import Activation
-from tinsmith.model.kernels.library import kernels_for
+from tinsmith.model.kernels.library import Kernels, kernels_for
 
 LONE_NUMBERS = 16_384
 """On so many numbers PyTorch has one thread do any activation."""
@@ -50,18 +50,27 @@ def added_and_normed(
     if torch.is_grad_enabled():
         x_TD = x_TD + added_TD
         return x_TD, rms_norm(x_TD, weight_D, epsilon, dtype)
-    kernels = kernels_for(x_TD, added_TD, weight_D)
-    if kernels is not None and added_TD.dtype == weight_D.dtype == dtype:
+    kernels = _norm_kernels(dtype, x_TD, weight_D, added_TD)
+    if kernels is not None and added_TD.dtype == dtype:
         return x_TD, kernels.norm(x_TD, weight_D, epsilon, added_TD=added_TD)
     x_TD += added_TD
     return x_TD, _normed(x_TD, weight_D, epsilon, dtype)
 
 
 def _normed(x_TD: Tensor, weight_D: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
-    kernels = kernels_for(x_TD, weight_D)
-    if kernels is not None and weight_D.dtype == dtype:
+    kernels = _norm_kernels(dtype, x_TD, weight_D)
+    if kernels is not None:
         return kernels.norm(x_TD, weight_D, epsilon)
     return (x_TD * _scales(x_TD, epsilon)).to(dtype).mul_(weight_D)
+
+
+def _norm_kernels(
+    dtype: torch.dtype, x_TD: Tensor, weight_D: Tensor, *others_TD: Tensor
+) -> Kernels | None:
+    """The kernels, if they norm such rows, to such a type."""
+    if x_TD.dim() == 1 or weight_D.dtype != dtype:
+        return None
+    return kernels_for(x_TD, weight_D, *others_TD)
 
 
 def _scales(x_TD: Tensor, epsilon: float) -> Tensor:
@@ -91,8 +100,8 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, None, None, None]:
         x_TD, weight_D = ctx.saved_tensors
-        kernels = kernels_for(x_TD, weight_D, dy_TD)
-        if kernels is not None and weight_D.dtype == dy_TD.dtype:
+        kernels = _norm_kernels(dy_TD.dtype, x_TD, weight_D, dy_TD)
+        if kernels is not None:
             return kernels.norm_back(x_TD, weight_D, ctx.epsilon, dy_TD), None, None, None
         scales_T1 = _scales(x_TD, ctx.epsilon)
         dtype = x_TD.dtype

@@ -96,7 +96,7 @@ class Linear:
         if self._half is not None:
             half_TO = self._half(x_TI)
             return half_TO if self.bias_O is None else half_TO.add_(self.bias_O)
-        if self._own is not None:
+        if self._own is not None and x_TI.dtype == self.dtype:
             kernels, packed = self._own
             x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
             return kernels.product(x_TI, packed, self.weight_OI.shape[0], self.bias_O)

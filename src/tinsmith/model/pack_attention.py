@@ -86,7 +86,8 @@ class PackAttention:
         self._lengths = [one.end - one.start for one in stretches]
         self._plans: dict[tuple[int, bool], _Plan] = {}
         """By how long a sequence may be for the flash kernel, and whether there is one key head."""
-        self._way_in: _WayIn | None = None
+        self._ways_in: dict[tuple[torch.Size, torch.Size, torch.dtype], _WayIn] = {}
+        """By the shapes of queries and keys, which layers may have of several kinds."""
 
     def attend(
         self, layer: int, rule: AttentionRule, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor
@@ -94,7 +95,7 @@ class PackAttention:
         """`Attention.attend`."""
         del layer
         plan = self._plan(reach_of(rule, q_THD.device), has_one_key_head=k_TGD.shape[1] == 1)
-        way_in = None if plan.masked else self._way_in_of(rule, q_THD, k_TGD)
+        way_in = None if plan.masked else self._way_in(rule, q_THD, k_TGD, v_TGD)
         out_THD: Tensor = _FlashPack.apply(q_THD, k_TGD, v_TGD, plan, rule, way_in)  # type: ignore[no-untyped-call]
         if not plan.masked:
             return out_THD
@@ -108,11 +109,16 @@ class PackAttention:
             parts[number] = masked_attention(q_THD[start:end], k, v, *rule)
         return torch.cat(parts)
 
-    def _way_in_of(self, rule: AttentionRule, q_THD: Tensor, k_TGD: Tensor) -> _WayIn | None:
-        kernels = attention_kernels(rule, q_THD, k_TGD.shape[1])
-        if kernels is not None and self._way_in is None:
-            self._way_in = _WayIn(kernels, self._stretches, q_THD, k_TGD)
-        return None if kernels is None else self._way_in
+    def _way_in(
+        self, rule: AttentionRule, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor
+    ) -> _WayIn | None:
+        kernels = attention_kernels(rule, q_THD, k_TGD, v_TGD)
+        if kernels is None:
+            return None
+        kind = q_THD.shape, k_TGD.shape, k_TGD.dtype
+        if kind not in self._ways_in:
+            self._ways_in[kind] = _WayIn(kernels, self._stretches, q_THD, k_TGD)
+        return self._ways_in[kind]
 
     def _plan(self, reach: int, *, has_one_key_head: bool) -> _Plan:
         kind = reach, has_one_key_head

@@ -193,7 +193,7 @@ class _Shares:
         bounded = [min(max(one, COLDEST), HOTTEST) for one in temperatures or [1.0] * rows]
         kernels = kernels_for(logits_RV[:, :0])
         if kernels is not None:
-            colder_R = 1.0 / torch.tensor(bounded)
+            colder_R = 1.0 / torch.tensor(bounded, dtype=torch.float32)
             self.sums_RB, most_R = kernels.shares(logits_RV, colder_R, BLOCK, self.shares_RW)
         else:
             most_R = logits_RV.amax(dim=-1).float()
@@ -249,7 +249,7 @@ def _room(device: torch.device, rows: int, width: int, *, is_tempered: bool) -> 
     if kept is None or kept.device != device or len(kept) < rows * width:
         # What is made in a sampler's step could else be written in such steps alone.
         with torch.inference_mode(mode=False):
-            kept = torch.empty(rows * width, device=device)
+            kept = torch.empty(rows * width, dtype=torch.float32, device=device)
         if is_tempered:
             _OF_THREAD.tempered = kept
         else:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import os
 import platform
 import threading
@@ -24,6 +25,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from tinsmith.model.kernels.names import library_path
 
 ROW_STEP = 32
 """Rows of any multiple of it can be computed, and halves of them: no vector is only half full."""
@@ -35,6 +38,8 @@ MOST_QUERIES = 96
 SWITCH = "TINSMITH_KERNELS"
 """Set to `off`, the environment's variable of this name has everything computed by PyTorch."""
 _TYPES = frozenset((torch.float32, torch.bfloat16))
+
+_log = logging.getLogger(__name__)
 
 _Number = ctypes.c_int64
 _Pointer = ctypes.c_void_p
@@ -129,6 +134,7 @@ class Kernels:
             epsilon: Added to the mean square.
             added_TD: Is first added to the rows, in their place; of the weight's type.
         """
+        assert added_TD is None or x_THD.dtype == torch.float32
         shape = _norm_shape(x_THD, weight_D, epsilon)
         out = torch.empty(x_THD.shape, dtype=weight_D.dtype)
         added = _NO_ROWS if added_TD is None else rows_of(added_TD)
@@ -147,6 +153,7 @@ class Kernels:
 
     def turn(self, x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
         """Heads times the cosines, plus their other halves times the sines, both float32."""
+        assert cos_T1D.is_contiguous() and sin_T1D.is_contiguous()
         out = torch.empty(x_THD.shape, dtype=x_THD.dtype)
         self._turn(
             *(*x_THD.shape, is_half(x_THD), torch.get_num_threads()),
@@ -190,7 +197,7 @@ class Kernels:
         """
         rows, vocabulary = logits_RV.shape
         sums_RB = torch.empty((rows, shares_RW.shape[1] // block), dtype=torch.float64)
-        most_R = torch.empty(rows)
+        most_R = torch.empty(rows, dtype=torch.float32)
         self._shares(
             *(rows, vocabulary, block, is_half(logits_RV), torch.get_num_threads()),
             *(rows_of(logits_RV), colder_R.data_ptr(), rows_of(shares_RW)),
@@ -336,12 +343,22 @@ def _fits(x: Tensor) -> bool:
     return len(shape) < 3 or (len(shape) == 3 and x.stride(1) == size)
 
 
+def is_dense(x_THD: Tensor) -> bool:
+    """Whether the parts of each row lie one behind the other."""
+    return x_THD.stride(2) == 1 and x_THD.stride(1) == x_THD.shape[2]
+
+
 @functools.cache
 def kernels() -> Kernels | None:
     """The kernels of this machine; None if there are none, or they are switched off."""
-    path = Path(__file__).with_name(f"{_kind_of_machine()}.so")
-    is_off = os.environ.get(SWITCH, "").lower() in ("off", "0")
-    return None if is_off or not path.exists() else Kernels(path)
+    path = library_path(_kind_of_machine())
+    if os.environ.get(SWITCH, "").lower() in ("off", "0") or not path.exists():
+        return None
+    try:
+        return Kernels(path)
+    except OSError as exc:  # compiled where there were other libraries of C and OpenMP than here
+        _log.warning("computing without compiled kernels, which cannot be loaded: %s", exc)
+        return None
 
 
 def _kind_of_machine() -> str:
