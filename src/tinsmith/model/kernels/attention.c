@@ -1,4 +1,4 @@
-/* Attention to kept keys and values, without a way back: `native_attention.py` says what it is of.
+/* Attention to kept keys and values, without a way back: `kernel_attention.py` says of what.
  *
  * Queries come in the order of the sequence and see what is not after them, in blocks of keys at
  * fixed places. A query's numbers go through the same operations in the same order whatever
