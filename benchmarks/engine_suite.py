@@ -254,8 +254,8 @@ _HALF_NOTE = (
     "ours with the base's weights, and nothing else of the work: whoever computes the rest for "
     "nothing is so fast. Eight adapters are held against the loop and against ours, one after "
     "another: where our kernels multiply, the base's products on the way in take about a tenth "
-    "longer at 8 × 16 rows than at 1 × 128 for SmolLM2, those on the way back, which are PyTorch's, "
-    "more than twice as long, and steps cost the same either way."
+    "longer at 8 × 16 rows than at 1 × 128 for SmolLM2, those on the way back, which are "
+    "PyTorch's, more than twice as long, and steps cost the same either way."
 )
 _SLOW_NOTE = (
     " This machine has no hardware for bfloat16. Since the others need so long, even is 4 × 32 "
