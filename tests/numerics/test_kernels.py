@@ -242,7 +242,17 @@ def test_draws_do_not_follow_what_type_tensors_have_by_default() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "outputs", "inputs"),
-    [(1, 16, 32), (3, 112, 64), (8, 48, 96), (33, 80, 2080), (130, 64, 4128), (261, 192, 64)],
+    [
+        (1, 16, 32),
+        (3, 112, 64),
+        (5, 1, 8),
+        (9, 24, 34),
+        (20, 50, 96),
+        (8, 48, 96),
+        (33, 80, 2080),
+        (130, 64, 4128),
+        (261, 192, 64),
+    ],
 )
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_products_are_those_of_the_weights(
@@ -266,6 +276,29 @@ def test_products_are_those_of_the_weights(
             x_TI[row : row + 1], packed, outputs, bias_O if has_bias else None
         )
         assert torch.equal(alone_TO[0], found_TO[row])
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(8, 32), (24, 64), (50, 6), (192, 96), (3, 2)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [1.0, 4.0, 2.7])
+def test_products_with_weights_that_change_are_those_with_packed_ones(
+    kernels: Kernels, outputs: int, inputs: int, dtype: torch.dtype, scale: float
+) -> None:
+    """To the last bit: rounded, scaled, multiplied, rounded, and added to a part of rows."""
+    if not kernels.multiplies:
+        pytest.skip("products are for machines that multiply bfloat16")
+    weight_OI, x_TI = _rows(outputs, inputs, dtype=dtype), _rows(21, inputs, dtype=torch.bfloat16)
+    y_TO = _rows(21, outputs + 5, dtype=torch.bfloat16, seed=3)
+    half_OI = weight_OI.to(torch.bfloat16)
+    added_TO = kernels.product(x_TI, kernels.pack(half_OI * scale), outputs, None)
+    wanted_TO = y_TO.clone()
+    wanted_TO[:, 2:-3] += added_TO
+
+    plain_TO = kernels.product_once(x_TI, weight_OI)
+    kernels.add_product_once(y_TO[:, 2:-3], x_TI, weight_OI, scale)
+
+    assert torch.equal(plain_TO, kernels.product(x_TI, kernels.pack(half_OI), outputs, None))
+    assert torch.equal(y_TO, wanted_TO)
 
 
 @pytest.mark.usefixtures("by_kernels")

@@ -214,7 +214,8 @@ class Credentials:
         self._pause_clock = pause_clock
         self._static = static_key(settings)
         self._raw = self._static
-        self._token: str | None = None
+        self.token: str | None = None
+        """The JWT that is sent instead of the credential, if there is one."""
         self._expires_at = float("inf")
         self._usable_until = float("inf")
         self._renewal: asyncio.Lock | None = None
@@ -229,18 +230,13 @@ class Credentials:
 
     def current(self) -> str:
         """What to send now: the JWT if there is one, else the credential that `open` found."""
-        if self._token is not None:
-            return self._token
+        if self.token is not None:
+            return self.token
         return "" if self._raw is None else self._raw.reveal()
-
-    @property
-    def token(self) -> str | None:
-        """The JWT that is sent instead of the credential, if there is one."""
-        return self._token
 
     def is_stale(self) -> bool:
         """Whether the JWT may expire on the way, and should be renewed before it is sent."""
-        if self._token is None:
+        if self.token is None:
             return False
         return self._clock() >= self._usable_until and not self._must_pause()
 
@@ -275,19 +271,19 @@ class Credentials:
 
         The first exchange must succeed; when a later one fails the old token stays in use.
         """
-        replaced = self._token if refused is None else refused
+        replaced = self.token if refused is None else refused
         if self._renewal is None:
             self._renewal = asyncio.Lock()
         async with self._renewal:
             # Who waited while another was exchanged has that one, however short its life.
-            if self._token != replaced or not self._should_renew(refused):
+            if self.token != replaced or not self._should_renew(refused):
                 return
-            patience_s = None if self._token is None else RENEWAL_TIMEOUT_S
+            patience_s = None if self.token is None else RENEWAL_TIMEOUT_S
             try:
                 async with asyncio.timeout(patience_s):
                     self._keep(await exchange(await self.underlying(default_source)))
             except (TinkerError, TimeoutError) as error:
-                if self._token is None:
+                if self.token is None:
                     raise
                 self._failed_at = self._pause_clock()
                 _log.warning("the token stays in use, since its renewal failed: %r", error)
@@ -298,16 +294,16 @@ class Credentials:
         if not isinstance(expires_at, int | float) or expires_at <= now:
             # It does not say, or one of the two clocks is wrong: asked for again, but not at once.
             expires_at = now + 2 * USABLE_BEFORE_S
-        self._token, self._expires_at = token, expires_at
+        self.token, self._expires_at = token, expires_at
         # A token that lives for a minute or less would else be renewed for each request.
         self._usable_until = max(expires_at - USABLE_BEFORE_S, (now + expires_at) / 2)
 
     def _should_renew(self, refused: str | None) -> bool:
-        if self._token is None:
+        if self.token is None:
             return True
         if self._must_pause():
             return False
-        return self._token == refused or self._remaining_s() <= RENEW_BEFORE_S
+        return self.token == refused or self._remaining_s() <= RENEW_BEFORE_S
 
     def _must_pause(self) -> bool:
         """Whether a renewal failed a moment ago."""
@@ -327,7 +323,7 @@ class Credentials:
             NoIdentityError: The credential is a plain key, or a JWT of another kind.
         """
         claims = claims_of(self.current())
-        is_given_by_service = self._token is not None
+        is_given_by_service = self.token is not None
         if not is_given_by_service and not str(claims.get("iss", "")).startswith("passport-"):
             claims = {}  # whatever it says, it says of somebody else's users
         if not {"sub", "org_id"} <= claims.keys():

@@ -204,12 +204,23 @@ class Calls:
         )
 
     def begin(
-        self, endpoint: Endpoint, sent: HttpRequest, *, headers: Mapping[str, str]
+        self,
+        endpoint: Endpoint,
+        sent: HttpRequest,
+        *,
+        headers: Mapping[str, str],
+        on_over: Callable[[BegunCall], object],
     ) -> BegunCall | None:
         """Send a call at once, without a task that waits for its reply.
 
-        Where all is well nothing more is needed: `BegunCall.when_over` tells, and `whole_reply`
-        gives the reply. For all else `send` and `call_with` go on from where it got to.
+        Where all is well nothing more is needed: `BegunCall.whole_reply` gives the reply. For all
+        else `send` and `call_with` go on from where it got to.
+
+        Args:
+            endpoint: Where it goes.
+            sent: What is sent.
+            headers: Sent with it.
+            on_over: Called once, from the event loop, when the reply is there or will not come.
 
         Returns:
             None if something has to be waited for, or is wrong; `send` will do and say what.
@@ -218,15 +229,23 @@ class Calls:
             return None
         sent.headers.update(_own_headers(endpoint.name, endpoint.timeout_s, endpoint.is_management))
         sent.headers.update(headers)
-        key = new_idempotency_key()
+        call = BegunCall(self, on_over)
         try:
             self.check_open()
             carried = self._carrier().begin(
-                sent, pool=endpoint.pool, timeout_s=endpoint.timeout_s, idempotency_key=key
+                sent,
+                pool=endpoint.pool,
+                timeout_s=endpoint.timeout_s,
+                idempotency_key=call.idempotency_key,
+                on_over=call.over,
             )
         except TinkerError:
             return None
-        return None if carried is None else BegunCall(self, key, carried)
+        if carried is None:
+            return None
+        call.carried = carried
+        self.begun.add(call)
+        return call
 
     def end_begun(self) -> None:
         """Give up whatever `begin` sent and is not answered."""
@@ -370,28 +389,24 @@ class Calls:
 class BegunCall:
     """A call that was sent at once; see `Calls.begin`."""
 
-    __slots__ = ("_calls", "_fn", "began", "carried", "idempotency_key", "token")
+    __slots__ = ("_calls", "_on_over", "began", "carried", "idempotency_key", "token")
 
-    def __init__(self, calls: Calls, idempotency_key: str, carried: Begun) -> None:
+    carried: Begun
+
+    def __init__(self, calls: Calls, on_over: Callable[[BegunCall], object]) -> None:
         self._calls = calls
-        self._fn: Callable[[BegunCall], object] | None = None
+        self._on_over: Callable[[BegunCall], object] | None = on_over
         self.began = time.monotonic()
-        self.idempotency_key = idempotency_key
-        self.carried = carried
+        self.idempotency_key = new_idempotency_key()
         self.token = calls.credentials.token
         """What it was sent with, if that was no key."""
-        calls.begun.add(self)
-        carried.when_over(self._over)
 
-    def when_over(self, fn: Callable[[BegunCall], object]) -> None:
-        """Have `fn` called once, from the event loop, when the reply is there or will not come."""
-        self._fn = fn
-
-    def _over(self) -> None:
+    def over(self) -> None:
+        """The reply is there, or will not come."""
         self._calls.begun.discard(self)
-        fn, self._fn = self._fn, None  # it may hold whoever holds us: a circle
-        if fn is not None:
-            fn(self)
+        on_over, self._on_over = self._on_over, None  # it may hold whoever holds us: a circle
+        if on_over is not None:
+            on_over(self)
 
     def whole_reply(self) -> ExchangeReply | None:
         """The reply, if one came that takes the call and says nothing else."""

@@ -9,6 +9,7 @@ Knows nothing of how results are made or fetched.
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import collections
 import concurrent.futures
@@ -156,40 +157,28 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
         return super().result()
 
 
-class _LazyCondition:
-    """A condition that is made when a thread waits for it.
+class _LazyCondition(_thread.RLock):  # type: ignore[misc]  # it is not final, though mypy thinks so
+    """A lock, and a condition that is made when a thread waits for it.
 
     Most futures are awaited by coroutines, or settled before anybody asks. A condition is nine
     objects; with thousands of futures under way the garbage collector looks at them all the time.
     """
 
-    __slots__ = ("_condition", "_lock")
+    __slots__ = ("_condition",)
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
         self._condition: threading.Condition | None = None
-
-    def acquire(self) -> bool:
-        return self._lock.acquire()
-
-    def release(self) -> None:
-        self._lock.release()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Whoever calls this has acquired it, and so nobody else makes one meanwhile."""
         if self._condition is None:
-            self._condition = threading.Condition(self._lock)
+            self._condition = threading.Condition(self)
         return self._condition.wait(timeout)
 
     def notify_all(self) -> None:
-        if self._condition is not None:
-            self._condition.notify_all()
+        condition, self._condition = self._condition, None  # it holds us: a circle
+        if condition is not None:
+            condition.notify_all()
 
 
 async def within(timeout_s: float, work: Coroutine[Any, Any, T], what: str) -> T:

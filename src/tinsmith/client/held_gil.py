@@ -13,8 +13,10 @@ Only for Linux, and where there is `ctypes`: see `IS_AVAILABLE`.
 from __future__ import annotations
 
 import asyncio
+import math
 import mmap
 import os
+import select
 import selectors
 import socket
 import struct
@@ -24,7 +26,10 @@ import time
 from typing import Any
 
 ROOM_BYTES = 256 * 1024
-"""How much is read at a time, and the most that is written with the lock held."""
+"""How much is read at a time."""
+MOST_HELD_BYTES = 288 * 1024
+"""The most that is written with the lock held: what a connection writes as one piece, and a
+head."""
 MOST_EVENTS = 512
 """How many descriptors are told of at a time; the kernel tells of the others next."""
 
@@ -44,10 +49,11 @@ class _Calls:
         self.send.restype = ctypes.c_ssize_t
         self.epoll_wait = library.epoll_wait
         self.epoll_wait.argtypes = [number, address, number, number]
+        self.epoll_wait_released = ctypes.CDLL(None, use_errno=True).epoll_wait
+        """The one call that gives the lock up, for it is there to wait."""
+        self.epoll_wait_released.argtypes = self.epoll_wait.argtypes
         self.eventfd_write = library.eventfd_write
         self.eventfd_write.argtypes = [number, ctypes.c_uint64]
-        self.eventfd_read = library.eventfd_read
-        self.eventfd_read.argtypes = [number, address]
         self._errno = ctypes.get_errno
         self._address, self._byte = ctypes.addressof, ctypes.c_char
 
@@ -142,8 +148,10 @@ class HeldSocket(socket.socket):
         Raises:
             BlockingIOError: Nothing can be taken yet.
         """
-        if type(data) is not bytes or len(data) > ROOM_BYTES:
+        if len(data) > MOST_HELD_BYTES:
             return super().send(data, flags)  # a large copy: others may run meanwhile
+        if type(data) is not bytes:
+            data = bytes(data)  # a copy takes a hundredth of the time that the lock may be away
         count: int = _c.send(self.fileno(), data, len(data), flags | _NOW_AND_QUIETLY)
         if count < 0:
             raise _c.last_error()
@@ -164,6 +172,27 @@ if sys.platform == "linux":
             self._fd = self.fileno()
             self._room = _Room(MOST_EVENTS * _EVENT.size)
             self._keys: dict[int, selectors.SelectorKey] = {}
+            self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            # Told of once for each time that it is rung, and so never to be read.
+            at_once = select.EPOLLIN | select.EPOLLET
+            self._selector.register(self._bell, at_once)  # type: ignore[attr-defined]
+            # Nobody may ring while it is closed: the number may be another file's a moment later.
+            # Reentrant, for a signal's handler may ring while its thread does.
+            self._ringing = threading.RLock()
+
+        def ring(self) -> None:
+            """Have `select` return, now or the next time. From any thread; the lock is kept."""
+            with self._ringing:
+                if self._bell >= 0:
+                    _c.eventfd_write(self._bell, 1)
+
+        def close(self) -> None:
+            """As `selectors.EpollSelector.close`."""
+            with self._ringing:
+                bell, self._bell = self._bell, -1
+            if bell >= 0:
+                os.close(bell)
+            super().close()
 
         def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
             """As `selectors.EpollSelector.register`."""
@@ -184,15 +213,22 @@ if sys.platform == "linux":
             return key
 
         def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-            """As `selectors.EpollSelector.select`."""
+            """As `selectors.EpollSelector.select`; nothing is ready where it was rung for."""
             count = _c.epoll_wait(self._fd, self._room.address, MOST_EVENTS, 0)
-            if count <= 0:
-                is_over = count == 0 and timeout is not None and timeout <= 0
-                return [] if is_over else super().select(timeout)
+            if count == 0 and (timeout is None or timeout > 0):
+                # Rounded up, as who comes back too early has to ask again. A day is the most that
+                # asyncio waits.
+                wait_ms = -1 if timeout is None else math.ceil(timeout * 1e3)
+                count = _c.epoll_wait_released(self._fd, self._room.address, MOST_EVENTS, wait_ms)
+            if count < 0:
+                error = _c.last_error()
+                if isinstance(error, InterruptedError):
+                    return []
+                raise error
             ready = []
             for mask, fd in _EVENT.iter_unpack(self._room.view[: count * _EVENT.size]):
                 key = self._keys.get(fd)
-                if key is not None:
+                if key is not None:  # else it is the bell
                     # An error or a hang-up is for whoever waits for anything.
                     events = selectors.EVENT_READ if mask & ~_OUT else 0
                     events |= selectors.EVENT_WRITE if mask & ~_IN else 0
@@ -205,32 +241,10 @@ if sys.platform == "linux":
         time = staticmethod(time.monotonic)  # asyncio's own clock, asked twenty times for a sample
 
         def __init__(self) -> None:
-            super().__init__(HeldSelector())
-            self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            self._rung = _Room(8)
-            # Nobody may ring while it is closed: the number may be another file's a moment later.
-            # Reentrant, for a signal's handler may ring while its thread does.
-            self._ringing = threading.RLock()
-            self.add_reader(self._bell, self._heard)
-
-        def _write_to_self(self) -> None:
-            """Wake the loop. The name is asyncio's: without it, asyncio would use its own pipe."""
-            with self._ringing:
-                if self._bell >= 0:
-                    _c.eventfd_write(self._bell, 1)
-
-        def _heard(self) -> None:
-            _c.eventfd_read(self._bell, self._rung.address)
-
-        def close(self) -> None:
-            """As any event loop's."""
-            if not self.is_running():  # else it is refused below
-                with self._ringing:
-                    bell, self._bell = self._bell, -1
-                if bell >= 0:
-                    self.remove_reader(bell)
-                    os.close(bell)
-            super().close()
+            selector = HeldSelector()
+            super().__init__(selector)
+            # Wakes the loop. The name is asyncio's: without it, asyncio would use its own pipe.
+            self._write_to_self = selector.ring
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop | None:

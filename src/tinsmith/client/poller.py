@@ -91,11 +91,14 @@ class Poll:
         self._began = clock()
         self._told_at = self._began + TOLD_AFTER_S - TOLD_EVERY_S
 
-    def begin(self) -> BegunCall | None:
-        """Ask at once; see `Calls.begin`. `found` says what came, and `result` goes on from it."""
+    def begin(self, on_over: Callable[[BegunCall], object]) -> bool:
+        """Ask at once, if that can be; see `Calls.begin`.
+
+        When it is over, `found` says what came, and `result` goes on from it.
+        """
         endpoint, sent, headers = self._request()
-        self._begun = self._session.begin(endpoint, sent, headers=headers)
-        return self._begun
+        self._begun = self._session.begin(endpoint, sent, headers=headers, on_over=on_over)
+        return self._begun is not None
 
     def found(self) -> Any:
         """The result that `begin` brought, once it is over; None if there is more to it."""

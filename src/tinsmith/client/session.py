@@ -110,7 +110,7 @@ class Session(Calls):
 
     def check_open(self) -> None:
         """Raise `ClosedError` if it was closed, or used before this process was forked."""
-        if self.is_inherited():
+        if self._forks != _forks.count and self.is_inherited():
             raise ClosedError(
                 "the client belongs to the process that this one was forked from",
                 remedy="make a new one here; one that was not used before the fork will do",

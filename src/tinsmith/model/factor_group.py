@@ -49,6 +49,9 @@ class FactorGroup:
 
     def add_to(self, y_TO: Tensor, x_TI: Tensor) -> Tensor:
         """`Factors.add_to`."""
+        if self._members[0].kernels is not None:
+            parts = zip(self._members, self._rows(y_TO), self._rows(x_TI), strict=True)
+            return torch.stack([one.add_to(y, x) for one, y, x in parts])
         t_GTR = self.inner(x_TI)
         ys, ts = columns(self._rows(y_TO), self._outputs), columns(t_GTR, self._ranks)
         for y, t, b_GOR in zip(ys, ts, self._bs_GOR, strict=True):

@@ -1,4 +1,4 @@
-"""Attention by a compiled kernel (`kernels/attention.c`), for samples and for the way of passes in.
+"""Attention by a compiled kernel (`kernels/attention.c`): for samples, and the way in of passes.
 
 One call for each layer keeps the new rows' keys and values and lets every row attend to what it
 sees, with a window or without. A row's result does not depend on rows beside it, to the last bit,

@@ -8,7 +8,8 @@ Without it, products take other kernels where a thread has fewer than `FEWEST_RO
 rows are padded in either case: packed, four take a fifth less time than one or two. Passes with
 gradients do without it in float32: it is slower for many rows. Small weights do so in all passes;
 which are small is a matter of their sides alone. Others that lose nothing in sixteen bits have a
-faster product for few rows and many (`half_weights.py`), which takes the place of both.
+faster product for few rows and many (`half_weights.py`), which takes the place of both; and so have
+all of bfloat16 where there are compiled kernels for the processor (`kernels/library.py`).
 
 Weights may be held in a narrower type than is computed in: bfloat16 on a machine that multiplies
 float32 alone. They are then widened just before each product, block by block in a buffer that
@@ -83,7 +84,9 @@ class Linear:
             self._blocks = weight_OI.tensor_split(_block_count(weight_OI.shape, self.dtype))
         elif is_packed and weight_OI.numel() > SMALL_NUMBERS and weight_OI.shape[1] >= HALF_INPUTS:
             self._half = try_halve(weight_OI)
-        kernels = product_kernels(weight_OI) if is_packed and not self._blocks else None
+        kernels = (
+            product_kernels(weight_OI, weight_OI.dtype) if is_packed and not self._blocks else None
+        )
         if kernels is not None:
             self._own = kernels, kernels.pack(weight_OI)
         elif is_packed and not self._blocks and self._half is None and can_pack(weight_OI):

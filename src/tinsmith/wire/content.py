@@ -7,13 +7,13 @@
 Unpacking is where a small hostile body could take all memory, so it goes piece by piece and stops
 at the limit; nothing that a body says of its own size is believed, except that it is too large.
 
-Knows nothing of what the bodies mean. The zstd library is imported on first use.
+Knows nothing of what the bodies mean. The libraries for zstd and gzip are imported on first use:
+most answers are short, and not packed.
 """
 
 from __future__ import annotations
 
 import re
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
@@ -30,6 +30,9 @@ _LARGEST_LEVEL = 19  # from 20 on, zstd looks back further than _WINDOW_LOG_MAX
 
 _WINDOW_LOG_MAX = 23
 """8 MiB: the furthest that RFC 9659 lets a zstd-encoded HTTP body look back."""
+
+_MOST_WINDOW_BITS = 15
+"""zlib's largest window, 32 KiB, with which it reads any stream."""
 
 _MAX_FRAMES = 1024
 """A body may be several frames. Each costs about 10 µs to open and can be 9 bytes long."""
@@ -266,19 +269,22 @@ def _announced_sizes(frame: memoryview) -> tuple[int | None, int]:
 
 
 def _unpack_gzip(body: memoryview, unpacked: _Unpacked) -> None:
-    _unpack_zlib(body, unpacked, name="gzip", wbits=16 + zlib.MAX_WBITS, max_streams=_MAX_FRAMES)
+    wbits = 16 + _MOST_WINDOW_BITS
+    _unpack_zlib(body, unpacked, name="gzip", wbits=wbits, max_streams=_MAX_FRAMES)
 
 
 def _unpack_deflate(body: memoryview, unpacked: _Unpacked) -> None:
     # RFC 9110 means the zlib format; some senders leave its two-byte header and checksum away.
     has_header = len(body) > 1 and body[0] & 0x0F == 8 and (body[0] << 8 | body[1]) % 31 == 0
-    wbits = zlib.MAX_WBITS if has_header else -zlib.MAX_WBITS
+    wbits = _MOST_WINDOW_BITS if has_header else -_MOST_WINDOW_BITS
     _unpack_zlib(body, unpacked, name="deflate", wbits=wbits, max_streams=1)
 
 
 def _unpack_zlib(
     body: memoryview, unpacked: _Unpacked, *, name: str, wbits: int, max_streams: int
 ) -> None:
+    import zlib
+
     start = 0
     try:
         for _ in range(max_streams):
@@ -292,6 +298,8 @@ def _unpack_zlib(
 
 def _unpack_zlib_stream(body: memoryview, unpacked: _Unpacked, name: str, wbits: int) -> int:
     """Decode one stream from the body's beginning; returns how many bytes it had."""
+    import zlib
+
     decoder = zlib.decompressobj(wbits)
     feed = _slices(body)
     taken = 0

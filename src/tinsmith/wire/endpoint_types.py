@@ -52,6 +52,8 @@ class RetryClass(enum.Enum):
 class Pool(enum.Enum):
     """Which connections carry a call, so that slow ones never hold up others (S22)."""
 
+    __hash__ = object.__hash__  # an enum's own is Python code, and pools are looked up by it
+
     SESSION = "session"
     SAMPLE = "sample"
     TRAIN = "train"

@@ -260,7 +260,7 @@ def encode_body(value: Record | Frozen, format: Format) -> Parts:  # noqa: A002
     """A body in the given format."""
     if format is Format.JSON:
         return json_format.encode_parts(value)
-    codec = _protobuf_codec(type(value))
+    codec = _protobuf_codec(type(value))  # type: ignore[arg-type]  # types are hashable
     if codec is None:
         raise ValidationError(f"{type(value).__name__} has no protobuf form")
     return codec[0](value)
@@ -281,7 +281,8 @@ def decode_body(
     return codec[1](body, limits)
 
 
-def _protobuf_codec(as_type: type) -> tuple[Encode, Decode] | None:
+@functools.cache
+def _protobuf_codec(as_type: type[Any]) -> tuple[Encode, Decode] | None:
     return next((_PROTOBUF[cls] for cls in as_type.__mro__ if cls in _PROTOBUF), None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 
 import pytest
 
@@ -28,14 +29,22 @@ class Held:
 
 
 def begin(
-    transport: DirectTransport, body: bytes = b"{}", timeout_s: float = 20.0
+    transport: DirectTransport,
+    body: bytes = b"{}",
+    timeout_s: float = 20.0,
+    on_over: Callable[[], object] | None = None,
 ) -> tuple[Begun, asyncio.Event]:
     """Begin a request; gives what was begun, and what is set when it is over."""
     request = HttpRequest("POST", "/api/v1/asample", {}, {}, [body])
-    begun = transport.begin(request, pool=Pool.SAMPLE, timeout_s=timeout_s, idempotency_key="k")
-    assert begun is not None
     over = asyncio.Event()
-    begun.when_over(over.set)
+    begun = transport.begin(
+        request,
+        pool=Pool.SAMPLE,
+        timeout_s=timeout_s,
+        idempotency_key="k",
+        on_over=on_over or over.set,
+    )
+    assert begun is not None
     return begun, over
 
 
@@ -137,8 +146,7 @@ def test_whoever_fails_on_being_told_harms_no_other(is_answered: bool) -> None:
         asyncio.get_running_loop().set_exception_handler(
             lambda _, context: complaints.append(context["exception"])
         )
-        first, _over = begin(transport, b"first")
-        first.when_over(fail)
+        begin(transport, b"first", on_over=fail)
         second, over = begin(transport, b"second", timeout_s=5.0)
         await over.wait()
         reply = second.whole_reply()
@@ -161,9 +169,8 @@ def test_whoever_fails_on_being_told_keeps_nothing_from_being_closed() -> None:
         asyncio.get_running_loop().set_exception_handler(
             lambda _, context: complaints.append(context["exception"])
         )
-        many = [begin(transport)[0] for _ in range(3)]
-        for begun in many:
-            begun.when_over(fail)
+        for _ in range(3):
+            begin(transport, on_over=fail)
         await server.wait_received(3)
         await transport.close()
 

@@ -90,6 +90,23 @@ def test_reading_and_writing_hand_the_lock_to_nobody() -> None:
     assert after == before
 
 
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_the_pieces_of_a_large_body_are_written_with_the_lock_held(
+    kind: Callable[[bytes], bytes | bytearray | memoryview],
+) -> None:
+    piece = kind(bytes(128 * 1024))
+    with pairs(1) as [(ours, theirs)], hand_overs() as handed_over:
+        before = handed_over()
+        for _ in range(200):
+            theirs.send(piece)
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    ours.recv(len(piece))
+        after = handed_over()
+
+    assert after == before
+
+
 def test_a_plain_socket_does_hand_it_over() -> None:
     """Else the other tests would prove nothing."""
     ours, theirs = socket.socketpair()

@@ -38,7 +38,6 @@ class SampleCall:
     """A sample that a user waits for. For the background loop, but for the constructor."""
 
     __slots__ = (
-        "_about_bytes",
         "_early",
         "_on_end",
         "_timer",
@@ -58,6 +57,7 @@ class SampleCall:
         "sent_at",
         "seq_id",
         "sequence_ids",
+        "size",
         "submit_s",
         "task",
         "timeout_s",
@@ -80,7 +80,8 @@ class SampleCall:
         self.seq_id = seq_id
         self.written: PackedText | None = None
         self._early: EarlyText | None = None
-        self._about_bytes = _ABOUT_BYTES + sum(map(_about_bytes, request.prompt.chunks))
+        self.size = _ABOUT_BYTES + sum(map(_about_bytes, request.prompt.chunks))
+        """How many bytes the request takes; at most about so many while it was never written."""
         self.request_id: str | None = None
         self.sequence_ids: Sequence[str] = ()
         self.began = 0.0
@@ -139,16 +140,12 @@ class SampleCall:
         first, *rest = made.text
         numbered = [b'{"seq_id":%d,' % self.seq_id, memoryview(first)[1:], *rest]
         self.written = PackedText(numbered, made.arrays)
+        self.size = self.written.size
 
     @property
     def is_packed(self) -> bool:
         """Whether it was written with token ids as memory."""
         return self.written is not None and bool(self.written.arrays)
-
-    @property
-    def size(self) -> int:
-        """How many bytes the request takes; at most about so many while it is not written."""
-        return self._about_bytes if self.written is None else self.written.size
 
     # The end
 

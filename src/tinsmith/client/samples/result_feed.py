@@ -10,18 +10,18 @@ lost brings them again. `docs/extensions.md` says what travels.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from tinsmith.client.queue_state import StateTeller
 from tinsmith.client.retry import Retrier
 from tinsmith.client.samples.call import SampleCall
-from tinsmith.client.samples.shared_poll import SharedPoll
+from tinsmith.client.samples.shared_poll import Asked, SharedPoll
 from tinsmith.client.session import Session, death_of
 from tinsmith.errors import APIStatusError, ResultExpiredError, TinkerError
 from tinsmith.types import extensions as x
+from tinsmith.wire.endpoints import ENDPOINTS
 from tinsmith.wire.failures import error_from_failed
 
 _log = logging.getLogger(__name__)
@@ -39,6 +39,8 @@ LINGERS_FROM = 16
 
 class ResultFeed(SharedPoll[x.ResultCompletion]):
     """Settles the samples of one sampler and clone."""
+
+    endpoint = ENDPOINTS["retrieve_results"]
 
     def __init__(
         self,
@@ -65,39 +67,37 @@ class ResultFeed(SharedPoll[x.ResultCompletion]):
         super().__init__(session, sampling_session_id, clone_id, retrier=retrier, fetch=fetch)
         self._observer = observer
         self._fail = fail
-        self._is_wanted = asyncio.Event()
-
-    def wait(self, call: SampleCall) -> None:
-        """Settle a sample when it has ended."""
-        self._is_wanted.set()
-        super().wait(call)
+        self._report_timer: asyncio.TimerHandle | None = None
 
     # Polls
 
-    async def _before_report(self) -> None:
-        """Let reports wait a moment for a sample whose poll they can ride on."""
-        self._is_wanted.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(REPORT_AFTER_S):
-                await self._is_wanted.wait()
+    def _ensure_polling(self) -> None:
+        """Poll for those who wait; reports alone may wait for a sample whose poll they ride on.
 
-    async def _ask(self, *, is_held: bool) -> bool:
-        asked_at = time.monotonic()
-        reported = list(self._retrieved)[: x.MOST_REPORTED]
-        answer: x.ResultsRetrieveResponse = await self._session.call(
-            "retrieve_results",
-            x.ResultsRetrieveRequest(
-                target=self._target,
-                prev_cursor=self._cursor,
-                retrieved_request_ids=reported,
-                inline_bytes=INLINE_BYTES,
-                timeout=None if is_held else 0.0,
-                linger_ms=LINGER_MS if len(self._waiting) >= LINGERS_FROM else 0.0,
-            ),
-        )
-        self._reported(reported)
+        The timer is left when that comes: to set and cancel one for each sample costs more.
+        """
+        if self._waiting:
+            super()._ensure_polling()
+        elif self._retrieved and self._report_timer is None:
+            loop = asyncio.get_running_loop()
+            self._report_timer = loop.call_later(REPORT_AFTER_S, self._report)
+
+    def _report(self) -> None:
+        self._report_timer = None
+        if not self._session.is_closing:  # else there is nobody to report to
+            super()._ensure_polling()
+
+    def _question(self, *, is_held: bool) -> dict[str, Any]:
+        question = {
+            "inline_bytes": INLINE_BYTES,
+            "answer_bytes": x.DEFAULT_ANSWER_BYTES,
+            "linger_ms": LINGER_MS if len(self._waiting) >= LINGERS_FROM else 0.0,
+        }
+        return question if is_held else {**question, "timeout": 0.0}
+
+    def _hear(self, answer: x.ResultsRetrieveResponse, asked: Asked) -> bool:
         self._cursor = answer.cursor
-        self._take_queue_state(answer, asked_at)
+        self._take_queue_state(answer, asked.at)
         self._deliver(answer.completions)
         return bool(answer.completions)
 

@@ -196,11 +196,6 @@ class Sampler:
         if size is None or not self._room.take_nowait(size):
             self._start_fetching(call, poll, size)
             return
-        begun = poll.begin()
-        if begun is None:
-            self._room.give_back(size)
-            self._start_fetching(call, poll, size)
-            return
 
         def answered(_: object) -> None:
             self._room.give_back(size)
@@ -217,7 +212,9 @@ class Sampler:
             except Exception as error:  # noqa: BLE001 - there is no task that ends with it
                 call.fail(error)
 
-        begun.when_over(answered)
+        if not poll.begin(answered):
+            self._room.give_back(size)
+            self._start_fetching(call, poll, size)
 
     def _start_fetching(self, call: SampleCall, poll: Poll, size: int | None) -> None:
         def ended(task: asyncio.Task[None]) -> None:

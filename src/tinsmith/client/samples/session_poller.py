@@ -7,25 +7,24 @@ A sample that has ended is handed on, for its result to be fetched.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from tinsmith.client.samples.shared_poll import SharedPoll
+from tinsmith.client.samples.shared_poll import Asked, SharedPoll
 from tinsmith.types.futures import FutureCompletion, FutureFinished, FuturesRetrieveResponse
-from tinsmith.types.requests import FuturesRetrieveRequest
+from tinsmith.wire.endpoints import ENDPOINTS
 
 
 class SessionPoller(SharedPoll[FutureCompletion]):
     """Says when the samples of one sampler and clone have ended."""
 
-    async def _ask(self, *, is_held: bool) -> bool:
+    endpoint = ENDPOINTS["retrieve_futures"]
+
+    def _question(self, *, is_held: bool) -> dict[str, Any]:
         del is_held  # the server decides how long it holds a poll
-        reported = sorted(self._retrieved)
-        answer: FuturesRetrieveResponse = await self._session.call(
-            "retrieve_futures",
-            FuturesRetrieveRequest(
-                target=self._target, prev_cursor=self._cursor, retrieved_request_ids=reported
-            ),
-        )
-        self._reported(reported)
+        return {}
+
+    def _hear(self, answer: FuturesRetrieveResponse, asked: Asked) -> bool:
+        del asked
         self._cursor = answer.cursor
         self._deliver(answer.completions)
         return bool(answer.completions)

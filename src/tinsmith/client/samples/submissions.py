@@ -79,20 +79,10 @@ class Submissions:
         endpoint = ENDPOINTS["asample" if len(group) == 1 else "asample_many"]
         assert group[0].written is not None
         sent = packed_request(endpoint, group[0].written if len(group) == 1 else joined(group))
-        begun = self._session.begin(endpoint, sent, headers={"x-stainless-retry-count": "0"})
-        if begun is None:
-            self._send_by_task(group, size, endpoint, sent)
-        else:
-            self._await_answer(group, size, endpoint, sent, begun)
-        return size
-
-    def _await_answer(
-        self, group: Group, size: int, endpoint: Endpoint, sent: HttpRequest, begun: BegunCall
-    ) -> None:
-        """Take the first answer without a task, if it is a good one."""
         awaited = self._retrier.begin_wait(endpoint.name)
 
         def answered(begun: BegunCall) -> None:
+            """Take the first answer without a task, if it is a good one."""
             reply = begun.whole_reply()
             self._retrier.end_wait(awaited, is_reached=reply is not None)
             if reply is None:
@@ -106,7 +96,11 @@ class Submissions:
             except Exception as error:  # noqa: BLE001 - there is no task that ends with it
                 fail_all(group, error)
 
-        begun.when_over(answered)
+        headers = {"x-stainless-retry-count": "0"}
+        if self._session.begin(endpoint, sent, headers=headers, on_over=answered) is None:
+            self._retrier.end_wait(awaited)
+            self._send_by_task(group, size, endpoint, sent)
+        return size
 
     def _send_by_task(
         self,

@@ -62,10 +62,6 @@ class StreamReply(msgspec.Struct, frozen=True):
 class Begun(Protocol):
     """A request that was sent at once, and whose reply is on its way."""
 
-    def when_over(self, fn: Callable[[], object]) -> None:
-        """Have `fn` called once, from the event loop, when the reply is there or will not come."""
-        ...
-
     def whole_reply(self) -> ExchangeReply | None:
         """The reply, once it is over; None if none came, or none that can be read."""
         ...
@@ -83,11 +79,24 @@ class Transport(Protocol):
     """Carries requests to a service."""
 
     def begin(
-        self, request: HttpRequest, *, pool: Pool, timeout_s: float, idempotency_key: str
+        self,
+        request: HttpRequest,
+        *,
+        pool: Pool,
+        timeout_s: float,
+        idempotency_key: str,
+        on_over: Callable[[], object],
     ) -> Begun | None:
-        """Send a request without waiting; it is over when its reply is there.
+        """Send a request without waiting.
 
         For those who make thousands of small calls: a task for each costs more than the call.
+
+        Args:
+            request: What to send.
+            pool: Over which connections.
+            timeout_s: For the whole exchange.
+            idempotency_key: The same for every try of one call.
+            on_over: Called once, from the event loop, when the reply is there or will not come.
 
         Returns:
             None if more than a connection has to be waited for, and `send` has to do it.
@@ -147,10 +156,16 @@ class NeverAtOnce:
     """For transports whose every request has to be waited for."""
 
     def begin(
-        self, request: HttpRequest, *, pool: Pool, timeout_s: float, idempotency_key: str
+        self,
+        request: HttpRequest,
+        *,
+        pool: Pool,
+        timeout_s: float,
+        idempotency_key: str,
+        on_over: Callable[[], object],
     ) -> Begun | None:
         """As `Transport.begin`."""
-        del request, pool, timeout_s, idempotency_key
+        del request, pool, timeout_s, idempotency_key, on_over
         return None
 
 

@@ -118,7 +118,9 @@ class Connection(ReplyProtocol):
         self._is_touched = False
         self.check_writable()
         self._on_over = on_over
-        self._watch(deadline)
+        self._deadline = deadline
+        if self._alarm is None or self._alarm_at > deadline:
+            self._set_alarm()
 
     def _end(self, found: RawReply | BaseException) -> None:
         """The exchange is over, if there is one."""
@@ -131,17 +133,15 @@ class Connection(ReplyProtocol):
             self.is_open = False  # answered early: the rest may never be read
         on_over(found)
 
-    def _watch(self, deadline: float) -> None:
+    def _set_alarm(self) -> None:
         """See that the exchange ends in time.
 
         An alarm that is set already is left: when it rings, it is set anew if there is more time.
         So the exchanges of a connection share one; to set and cancel one for each is a dozen calls.
         """
-        self._deadline = deadline
-        if self._alarm is not None and self._alarm_at <= deadline:
-            return
         self._stop_alarm()
-        self._alarm, self._alarm_at = self._loop.call_at(deadline, self._ring), deadline
+        self._alarm_at = self._deadline
+        self._alarm = self._loop.call_at(self._deadline, self._ring)
 
     def _ring(self) -> None:
         self._alarm = None
@@ -150,7 +150,7 @@ class Connection(ReplyProtocol):
         if self._deadline <= self._alarm_at:
             self.fail(TimeoutError("no reply in time"))
         else:
-            self._watch(self._deadline)
+            self._set_alarm()
 
     def _stop_alarm(self) -> None:
         if self._alarm is not None:
@@ -234,7 +234,7 @@ class Connection(ReplyProtocol):
 
     def on_headers_complete(self) -> None:
         """All headers are there."""
-        super().on_headers_complete()
+        self.status = self._parser.get_status_code()
         content.check_size(int(self.headers.get("content-length", 0)), self._most_bytes)
 
     def on_body(self, piece: bytes) -> None:

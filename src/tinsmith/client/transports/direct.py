@@ -47,6 +47,8 @@ class DirectTransport:
         self._settings = settings
         self._credentials = credentials
         self._address = Address(settings)
+        self.limits = settings.limits
+        """How much memory a reply may take."""
         self._pools: dict[Pool, ConnectionPool] = {}
         self._heads = Heads(settings, self._address.host_header)
         self._streams: set[StreamConnection] = set()
@@ -70,16 +72,21 @@ class DirectTransport:
         return await self.reply_of(exchange, exchange.run(), timeout_s)
 
     def begin(
-        self, request: HttpRequest, *, pool: Pool, timeout_s: float, idempotency_key: str
+        self,
+        request: HttpRequest,
+        *,
+        pool: Pool,
+        timeout_s: float,
+        idempotency_key: str,
+        on_over: Callable[[], object],
     ) -> Begun | None:
         """As `Transport.begin`: if the body is small."""
         if self._is_closed or not is_small(request.parts):
             return None
         head = self._heads.of(request, idempotency_key, self._credentials())
         deadline = asyncio.get_running_loop().time() + timeout_s
-        begun = _BegunExchange(
-            self, _Exchange(self._pool(pool), head, request, deadline), timeout_s
-        )
+        exchange = _Exchange(self._pool(pool), head, request, deadline)
+        begun = _BegunExchange(self, exchange, timeout_s, on_over)
         return begun if begun.start() else None
 
     async def reply_of(
@@ -101,11 +108,7 @@ class DirectTransport:
         except OSError as exc:
             is_unreached = not isinstance(exc, ConnectionLostError)
             raise connection_error(self._settings, request, exc, is_unreached) from exc
-        return self.unpacked(found)
-
-    def unpacked(self, raw: RawReply) -> ExchangeReply:
-        """A reply with its body decompressed; raises `DecodeError`."""
-        return unpacked(raw.status, raw.headers, raw.body, self._settings.limits)
+        return unpacked(found.status, found.headers, found.body, self.limits)
 
     @contextlib.asynccontextmanager
     async def stream(
@@ -193,21 +196,27 @@ class _BegunExchange:
         "_alarm",
         "_connection",
         "_exchange",
-        "_fn",
         "_found",
+        "_on_over",
         "_timeout_s",
         "_transport",
         "_turn",
     )
 
-    def __init__(self, transport: DirectTransport, exchange: _Exchange, timeout_s: float) -> None:
+    def __init__(
+        self,
+        transport: DirectTransport,
+        exchange: _Exchange,
+        timeout_s: float,
+        on_over: Callable[[], object],
+    ) -> None:
         self._transport = transport
         self._exchange = exchange
         self._timeout_s = timeout_s
         self._turn: asyncio.Future[Connection] | None = None
         self._alarm: asyncio.TimerHandle | None = None
         self._connection: Connection | None = None
-        self._fn: Callable[[], object] | None = None
+        self._on_over: Callable[[], object] | None = on_over
         self._found: RawReply | BaseException | None = None
 
     def start(self) -> bool:
@@ -262,28 +271,26 @@ class _BegunExchange:
             self._alarm.cancel()
             self._alarm = None
 
-    def when_over(self, fn: Callable[[], object]) -> None:
-        self._fn = fn
-
     def _over(self, found: RawReply | BaseException) -> None:
         self._found = found
         connection, self._connection = self._connection, None
         if connection is not None:
             self._exchange.connections.give_back(connection)
-        fn, self._fn = self._fn, None  # it may hold whoever holds us: a circle
-        if fn is None:
+        on_over, self._on_over = self._on_over, None  # it may hold whoever holds us: a circle
+        if on_over is None:
             return
         try:
-            fn()
+            on_over()
         except Exception as error:  # noqa: BLE001 - as of any callback: others count on who calls us
             told = {"message": f"{self._exchange.request.path}: told in vain", "exception": error}
             asyncio.get_running_loop().call_exception_handler(told)
 
     def whole_reply(self) -> ExchangeReply | None:
-        if not isinstance(self._found, RawReply):
+        found = self._found
+        if not isinstance(found, RawReply):
             return None
         try:
-            return self._transport.unpacked(self._found)
+            return unpacked(found.status, found.headers, found.body, self._transport.limits)
         except (DecodeError, MemoryError):  # `reply` says so
             return None
 

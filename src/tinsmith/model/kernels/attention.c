@@ -1,4 +1,4 @@
-/* Attention to kept keys and values, without a way back: `native_attention.py` says what it is of.
+/* Attention to kept keys and values, without a way back: `kernel_attention.py` says of what.
  *
  * Queries come in the order of the sequence and see what is not after them, in blocks of keys at
  * fixed places. A query's numbers go through the same operations in the same order whatever
@@ -78,17 +78,6 @@ static __attribute__((noinline)) desk *desk_of_thread(void) {
 #else
 #define FIRST_PLACES ((vec){0, 1, 2, 3, 4, 5, 6, 7})
 #endif
-
-INLINE void transpose(uvec rows[LANES]) {
-    for (int stage = 1; stage < LANES; stage *= 2) {
-        uvec made[LANES];
-        for (int i = 0; i < LANES / 2; i++) {
-            made[2 * i] = LOW(rows[i], rows[i + LANES / 2]);
-            made[2 * i + 1] = HIGH(rows[i], rows[i + LANES / 2]);
-        }
-        memcpy(rows, made, sizeof made);
-    }
-}
 
 /* LANES keys from a dimension on, turned; those from `count` on are 0. Two numbers of sixteen bits
  * are turned as one of 32. */

@@ -19,6 +19,7 @@ import functools
 import logging
 import os
 import platform
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ from tinsmith.model.kernels.names import library_path
 
 ROW_STEP = 32
 """Rows of any multiple of it can be computed, and halves of them: no vector is only half full."""
-OUTPUT_STEP = 16
-"""Likewise of the outputs of products."""
+_OUTPUT_STEP = 16
+"""Packed weights are filled up to so many outputs."""
 MOST_HEAD_SIZE = 256
 MOST_QUERIES = 96
 """Of one key head, that a thread takes at a time; as in `attention.c`."""
@@ -84,8 +85,11 @@ _ARGUMENTS: dict[str, list[Any]] = {
     ],
     "pack": [_Number, _Number, Rows, _Pointer],
     "product": [*[_Number] * 4, Rows, _Pointer, _Pointer, Rows],
+    "product_once": [
+        *(*[_Number] * 4, Rows, Rows, _Number, ctypes.c_float, _Number, _Pointer, Rows),
+    ],
 }
-_OF_SOME = {"pack", "product"}
+_OF_SOME = {"pack", "product", "product_once"}
 """What only some libraries have: those of machines that multiply bfloat16."""
 _NO_ROWS = Rows(None, 0)
 
@@ -112,6 +116,7 @@ class Kernels:
         self._attend: Any
         self._pack: Any
         self._product: Any
+        self._product_once: Any
 
     def norm(
         self,
@@ -223,7 +228,7 @@ class Kernels:
     def pack(self, weight_OI: Tensor) -> Tensor:
         """Weights in bfloat16 as `product` reads them."""
         outputs, inputs = weight_OI.shape
-        packed = torch.empty(outputs * inputs // 2, dtype=torch.int32)
+        packed = torch.empty(_whole_vectors(outputs) * inputs // 2, dtype=torch.int32)
         self._pack(outputs, inputs, rows_of(weight_OI), packed.data_ptr())
         return packed
 
@@ -231,24 +236,73 @@ class Kernels:
         """x·Wᵀ and a bias, with a W that was packed; all in bfloat16."""
         rows, inputs = x_TI.shape
         y_TO = torch.empty((rows, outputs), dtype=torch.bfloat16)
-        bias = None if bias_O is None else bias_O.data_ptr()
         self._product(
-            *(rows, outputs, inputs, torch.get_num_threads()),
-            *(rows_of(x_TI), packed.data_ptr(), bias, rows_of(y_TO)),
+            *(rows, outputs, inputs, torch.get_num_threads(), rows_of(x_TI), packed.data_ptr()),
+            *(None if bias_O is None else bias_O.data_ptr(), rows_of(y_TO)),
         )
         return y_TO
 
+    def product_once(self, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+        """`product`, with weights that are not packed, in bfloat16 or rounded to it."""
+        y_TO = torch.empty((x_TI.shape[0], weight_OI.shape[0]), dtype=torch.bfloat16)
+        self._once(x_TI, weight_OI, 1.0, y_TO, is_added=False)
+        return y_TO
 
-def product_kernels(weight_OI: Tensor) -> Kernels | None:
-    """The kernels, if products with such weights are faster by them.
+    def add_product_once(self, y_TO: Tensor, x_TI: Tensor, weight_OI: Tensor, scale: float) -> None:
+        """The same with rounded weights times a scale, rounded again, added to what is there."""
+        if is_half(weight_OI) and scale != 1.0:
+            weight_OI = weight_OI * scale
+        self._once(x_TI, weight_OI, scale, y_TO, is_added=True)
+
+    def _once(
+        self, x_TI: Tensor, weight_OI: Tensor, scale: float, y_TO: Tensor, *, is_added: bool
+    ) -> None:
+        outputs, inputs = weight_OI.shape
+        room = _room(_whole_vectors(outputs) * inputs // 2)
+        self._product_once(
+            *(len(x_TI), outputs, inputs, torch.get_num_threads(), rows_of(x_TI)),
+            *(rows_of(weight_OI), is_half(weight_OI), scale, is_added),
+            *(room.data_ptr(), rows_of(y_TO)),
+        )
+
+
+class _OfThread(threading.local):
+    room: Tensor | None = None
+
+
+_OF_THREAD = _OfThread()
+
+
+def _room(numbers: int) -> Tensor:
+    """Memory of this thread, until it asks again: fresh memory costs more than to fill it."""
+    room = _OF_THREAD.room
+    if room is None or len(room) < numbers:
+        # What is made in a sampler's step could else be written in such steps alone.
+        with torch.inference_mode(mode=False):
+            room = torch.empty(numbers, dtype=torch.int32)
+        _OF_THREAD.room = room
+    return room
+
+
+def _whole_vectors(outputs: int) -> int:
+    return -(-outputs // _OUTPUT_STEP) * _OUTPUT_STEP
+
+
+def product_kernels(weight_OI: Tensor, dtype: torch.dtype) -> Kernels | None:
+    """The kernels, if products with such weights, in such a type, are faster by them.
 
     Not where a processor multiplies whole tiles of bfloat16: PyTorch's products use these.
     """
-    found = kernels_for(weight_OI)
-    is_half_row = weight_OI.shape[0] % OUTPUT_STEP == 0 and is_half(weight_OI)
-    if found is None or not found.multiplies or not is_half_row:
+    found = kernels()
+    if found is None or not found.multiplies or not weight_OI.is_cpu or dtype != torch.bfloat16:
         return None
-    return None if torch.cpu._is_amx_tile_supported() else found
+    is_known = weight_OI.dtype in _TYPES and weight_OI.stride(1) == 1
+    return found if is_known and weight_OI.shape[1] % 2 == 0 and not _has_tiles() else None
+
+
+@functools.cache
+def _has_tiles() -> bool:
+    return torch.cpu._is_amx_tile_supported()
 
 
 def rows_of(tensor: Tensor) -> Rows:

@@ -130,6 +130,18 @@ INLINE float largest_of(vec x) {
     return x[0];
 }
 
+/* As many rows as there are lanes become columns. */
+INLINE void transpose(uvec rows[LANES]) {
+    for (int stage = 1; stage < LANES; stage *= 2) {
+        uvec made[LANES];
+        for (int i = 0; i < LANES / 2; i++) {
+            made[2 * i] = LOW(rows[i], rows[i + LANES / 2]);
+            made[2 * i + 1] = HIGH(rows[i], rows[i + LANES / 2]);
+        }
+        memcpy(rows, made, sizeof made);
+    }
+}
+
 /* e to the power of each, to two units in the last place. 0 of what is below -87 in most builds and
  * below -104 in others, infinity above 88, NaN of NaN.
  *

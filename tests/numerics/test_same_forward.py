@@ -1,0 +1,93 @@
+"""Samples and passes give a token the same log-probability, in bfloat16 too where kernels multiply.
+
+Rounding in bfloat16 is coarse, and what is rounded the other way in one layer changes most numbers
+after a few: only what is computed in the same way agrees at all.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.numerics.sample_works import logprobs_of, prompt_of, run, work
+from tests.numerics.small_models import make_model
+from tinsmith.engines.base import WeightsId
+from tinsmith.engines.embedded.sampler import Sampler
+from tinsmith.model.kernels.library import product_kernels
+from tinsmith.model.load_weights import load_transformer
+from tinsmith.model.lora import LoraLayout, LoraSpan
+from tinsmith.model.pack_attention import PackAttention, Stretch
+from tinsmith.model.transformer import Transformer
+
+BOUND = 2e-6
+"""Of the sum over a vocabulary, which is formed in two ways."""
+LENGTHS = (1, 63, 100, 200)
+"""Of prompts: less than a block of keys, and more, and no whole number of them."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
+    if product_kernels(torch.zeros(2, 2), torch.bfloat16) is None:
+        pytest.skip("there are no kernels that multiply in bfloat16 on this machine")
+    folder = tmp_path_factory.mktemp("deep")
+    make_model(
+        folder,
+        hidden_size=128,
+        intermediate_size=256,
+        head_dim=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=8,
+    )
+    return load_transformer(folder, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("rank", [None, 2, 8, 12, 32])
+@pytest.mark.parametrize("num_samples", [1, 3])
+def test_sampled_logprobs_equal_those_of_forward_in_bfloat16(
+    model: Transformer, rank: int | None, num_samples: int
+) -> None:
+    """Of the base and of adapters of any even rank, of one sample of a prompt and of several."""
+    sampler = Sampler(model)
+    trained = None
+    if rank is not None:
+        layout = LoraLayout(model.architecture, rank, attention=True, mlp=True, unembed=True)
+        chance = torch.Generator().manual_seed(rank)
+        flat = torch.randn(layout.size, generator=chance) * 0.1
+        trained = layout.fused(flat, model.dtype)
+        sampler.add_weights(WeightsId("w"), layout.fused(flat, model.dtype, is_frozen=True))
+    weights = None if rank is None else "w"
+    prompts = {f"of-{length}": prompt_of(length, length) for length in LENGTHS}
+    works = [
+        work(name, prompt, weights, num_samples=num_samples, max_tokens=80)
+        for name, prompt in prompts.items()
+    ]
+
+    answers = run(sampler, *works)
+
+    for name, prompt in prompts.items():
+        for one in answers[name].sequences:
+            assert one.logprobs_np is not None
+            expected = logprobs_of(model, [*prompt, *one.tokens], trained)[len(prompt) - 1 :]
+            np.testing.assert_allclose(one.logprobs_np, expected, atol=BOUND)
+
+
+def test_passes_with_gradients_and_without_are_the_same(model: Transformer) -> None:
+    """To the last bit: `forward` and `forward_backward` say the same of a token."""
+    layout = LoraLayout(model.architecture, 8, attention=True, mlp=True, unembed=False)
+    flat = torch.randn(layout.size, generator=torch.Generator().manual_seed(1)) * 0.1
+    tokens, count = torch.tensor(prompt_of(150)), 150
+
+    def hidden() -> torch.Tensor:
+        made = layout.fused(flat, model.dtype, gradients=torch.empty(layout.size))
+        spans = [LoraSpan(0, count, made)]
+        return model.hidden(
+            tokens, torch.arange(count), PackAttention([Stretch(0, count)]), spans
+        ).detach()
+
+    with_gradients = hidden()
+    with torch.no_grad():
+        without = hidden()
+
+    assert torch.equal(with_gradients, without)
