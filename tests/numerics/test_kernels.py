@@ -301,6 +301,18 @@ def test_products_with_weights_that_change_are_those_with_packed_ones(
     assert torch.equal(y_TO, wanted_TO)
 
 
+def test_products_take_rows_that_lie_across(kernels: Kernels) -> None:
+    """Code of `transformers` may hand on a view in which inputs do not lie beside each other."""
+    if not kernels.multiplies:
+        pytest.skip("products are for machines that multiply bfloat16")
+    x_TI, weight_OI = (_rows(n, 64, dtype=torch.bfloat16, seed=n) for n in (5, 7))
+    across_TI = x_TI.T.contiguous().T
+
+    found_TO = kernels.product_once(across_TI, weight_OI)
+
+    assert torch.equal(found_TO, kernels.product_once(x_TI, weight_OI))
+
+
 @pytest.mark.usefixtures("by_kernels")
 def test_rows_of_another_type_than_the_weights_are_refused(kernels: Kernels) -> None:
     if not kernels.multiplies:

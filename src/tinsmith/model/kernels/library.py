@@ -257,7 +257,9 @@ class Kernels:
     def _once(
         self, x_TI: Tensor, weight_OI: Tensor, scale: float, y_TO: Tensor, *, is_added: bool
     ) -> None:
+        assert x_TI.dtype == y_TO.dtype == torch.bfloat16
         outputs, inputs = weight_OI.shape
+        x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
         room = _room(_whole_vectors(outputs) * inputs // 2)
         self._product_once(
             *(len(x_TI), outputs, inputs, torch.get_num_threads(), rows_of(x_TI)),
