@@ -556,3 +556,18 @@ def test_layers_without_kernels_are_those_with_them(
         assert found.dtype == wanted.dtype
         bound = 4 * NEAR[dtype] * max(1.0, float(wanted.abs().max()))
         assert float((found.double() - wanted.double()).abs().max()) <= bound
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_passes_within_a_window_are_the_same_beside_longer_ones(dtype: torch.dtype) -> None:
+    """What is longer than the window is left to masks; who is beside it is not."""
+    q_THD, k_TGD, v_TGD = (
+        _rows(60, heads, 64, dtype=dtype, seed=seed) for seed, heads in enumerate((4, 2, 2))
+    )
+    rule = AttentionRule(0.125, 10)
+    given = q_THD, k_TGD, v_TGD
+
+    alone = PackAttention([Stretch(0, 8)]).attend(0, rule, *(rows[:8] for rows in given))
+    beside = PackAttention([Stretch(0, 8), Stretch(8, 60)]).attend(0, rule, *given)
+
+    assert torch.equal(beside[:8], alone)

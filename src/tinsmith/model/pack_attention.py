@@ -95,7 +95,8 @@ class PackAttention:
         """`Attention.attend`."""
         del layer
         plan = self._plan(reach_of(rule, q_THD.device), has_one_key_head=k_TGD.shape[1] == 1)
-        way_in = None if plan.masked else self._way_in(rule, q_THD, k_TGD, v_TGD)
+        # Also beside stretches that are left to masks: bits may not follow from who is there.
+        way_in = self._way_in(rule, q_THD, k_TGD, v_TGD)
         out_THD: Tensor = _FlashPack.apply(q_THD, k_TGD, v_TGD, plan, rule, way_in)  # type: ignore[no-untyped-call]
         if not plan.masked:
             return out_THD
