@@ -25,7 +25,7 @@ FOLDER = Path("src/tinsmith/model/kernels")
 SECONDS = 300.0
 """For a compiler that hangs."""
 _FLAGS = ["-O3", "-std=gnu11", "-shared", "-fPIC", "-fopenmp"]
-"""A compiler without OpenMP fails: kernels of one thread were not tried beside PyTorch with many."""
+"""A compiler without OpenMP fails: kernels of one thread were not tried beside PyTorch of many."""
 _X86_FLAGS = {
     "x86-64-v3": ["-march=x86-64-v3"],
     "x86-64-v4": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
