@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tinsmith.engines.embedded.loading import chosen_types
 from tinsmith.model.factor_group import FactorGroup, can_group
+from tinsmith.model.kernels import library
 from tinsmith.model.lora import Factors
 
 pytestmark = [
@@ -18,6 +19,12 @@ pytestmark = [
     ),
 ]
 INPUTS, OUTPUTS, MEMBERS = 96, (160, 64), 3
+
+
+@pytest.fixture(autouse=True)
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those compute with each by itself."""
+    monkeypatch.setattr(library, "kernels", lambda: None)
 
 
 def _factors(rank: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Factors:
@@ -88,3 +95,10 @@ def test_only_what_is_alike_goes_together() -> None:
     assert not can_group(one, _factors(8, 2), 8)
     assert not can_group(_factors(1, 1), _factors(1, 2), 1000)
     assert not can_group(wide, other_wide, 16)
+
+
+def test_what_kernels_compute_with_is_left_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    one, other = _factors(8, 1), _factors(8, 2)
+
+    assert can_group(one, other, 16) == (one.by_kernels is None)

@@ -26,6 +26,7 @@ from tinsmith.model.kernels.library import Kernels
 from tinsmith.model.kernels.names import library_path
 from tinsmith.model.kv_cache import CachedStretch, Run, SequenceKeys
 from tinsmith.model.linear import Linear
+from tinsmith.model.lora import Factors
 from tinsmith.model.pack_attention import PackAttention, Stretch
 from tinsmith.model.sample_tokens import DrawSettings, chances, draw
 
@@ -52,6 +53,15 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
 @pytest.fixture
 def by_kernels(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "kernels", lambda: kernels)
+
+
+@pytest.fixture
+def products() -> Kernels:
+    """Kernels that multiply, which only one of the libraries has."""
+    found = library.kernels()
+    if found is None or not found.multiplies:
+        pytest.skip("products are for machines that multiply bfloat16")
+    return found
 
 
 def _close(found: Tensor, wanted: Tensor) -> None:
@@ -256,67 +266,152 @@ def test_draws_do_not_follow_what_type_tensors_have_by_default() -> None:
 )
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_products_are_those_of_the_weights(
-    kernels: Kernels, rows: int, outputs: int, inputs: int, has_bias: bool
+    products: Kernels, rows: int, outputs: int, inputs: int, has_bias: bool
 ) -> None:
     """One row and more than a block, panels of one to three vectors, inputs of several strips."""
-    if not kernels.multiplies:
-        pytest.skip("products are for machines that multiply bfloat16")
     weight_OI = _rows(outputs, inputs, dtype=torch.bfloat16, size=inputs**-0.5)
     x_TI, bias_O = (
         _rows(*shape, dtype=torch.bfloat16, seed=2) for shape in ((rows, inputs), (outputs,))
     )
     wanted_TO = x_TI.double() @ weight_OI.double().T + (bias_O.double() if has_bias else 0.0)
 
-    packed = kernels.pack(weight_OI)
-    found_TO = kernels.product(x_TI, packed, outputs, bias_O if has_bias else None)
+    packed = products.pack(weight_OI)
+    found_TO = products.product(x_TI, packed, outputs, bias_O if has_bias else None)
 
     _close(found_TO, wanted_TO)
     for row in range(rows):
-        alone_TO = kernels.product(
+        alone_TO = products.product(
             x_TI[row : row + 1], packed, outputs, bias_O if has_bias else None
         )
         assert torch.equal(alone_TO[0], found_TO[row])
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), [(8, 32), (24, 64), (50, 6), (192, 96), (3, 2)])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scale", [1.0, 4.0, 2.7])
-def test_products_with_weights_that_change_are_those_with_packed_ones(
-    kernels: Kernels, outputs: int, inputs: int, dtype: torch.dtype, scale: float
+def _factors(inputs: int, outputs: tuple[int, ...], rank: int, scale: float) -> Factors:
+    """With gradients that mean nothing yet."""
+    a_RI = _rows(len(outputs) * rank, inputs, dtype=torch.float32, seed=5)
+    bs_OR = [_rows(one, rank, dtype=torch.float32, seed=6 + n) for n, one in enumerate(outputs)]
+    made = Factors(a_RI, bs_OR, scale, torch.bfloat16)
+    made.gradients = [torch.full_like(one, math.nan) for one in made.held]
+    return made
+
+
+_FACTOR_SHAPES = [
+    *((576, (576, 192, 192), 32), (64, (300, 20), 8), (6, (50,), 2), (2, (2,), 2), (96, (4096,), 12)),
+    *((4096, (64,), 64), (1536, (576,), 130)),
+]
+"""Panels of one to three vectors, outputs of several blocks, inputs of several strips."""
+
+
+@pytest.mark.usefixtures("products", "threads")
+@pytest.mark.parametrize(("inputs", "outputs", "rank"), _FACTOR_SHAPES)
+@pytest.mark.parametrize("rows", [1, 7, 16, 131])
+@pytest.mark.parametrize("scale", [1.0, 2.7])
+def test_factors_add_what_frozen_ones_do(
+    inputs: int, outputs: tuple[int, ...], rank: int, rows: int, scale: float
 ) -> None:
-    """To the last bit: rounded, scaled, multiplied, rounded, and added to a part of rows."""
-    if not kernels.multiplies:
-        pytest.skip("products are for machines that multiply bfloat16")
-    weight_OI, x_TI = _rows(outputs, inputs, dtype=dtype), _rows(21, inputs, dtype=torch.bfloat16)
-    y_TO = _rows(21, outputs + 5, dtype=torch.bfloat16, seed=3)
-    half_OI = weight_OI.to(torch.bfloat16)
-    added_TO = kernels.product(x_TI, kernels.pack(half_OI * scale), outputs, None)
+    """To the last bit, and in a part of the rows' columns alone."""
+    factors, frozen = (_factors(inputs, outputs, rank, scale) for _ in range(2))
+    frozen.freeze()
+    x_TI = _rows(rows, inputs, dtype=torch.bfloat16)
+    y_TO = _rows(rows, sum(outputs) + 5, dtype=torch.bfloat16, seed=3)
     wanted_TO = y_TO.clone()
-    wanted_TO[:, 2:-3] += added_TO
 
-    plain_TO = kernels.product_once(x_TI, weight_OI)
-    kernels.add_product_once(y_TO[:, 2:-3], x_TI, weight_OI, scale)
+    t_TR = factors.add_to(y_TO[:, 2:-3], x_TI)
+    wanted_TR = frozen.add_to(wanted_TO[:, 2:-3], x_TI)
 
-    assert torch.equal(plain_TO, kernels.product(x_TI, kernels.pack(half_OI), outputs, None))
+    assert factors.by_kernels is not None
     assert torch.equal(y_TO, wanted_TO)
+    assert torch.equal(t_TR, wanted_TR * scale)
 
 
-def test_products_take_rows_that_lie_across(kernels: Kernels) -> None:
+@pytest.mark.usefixtures("products", "threads")
+@pytest.mark.parametrize(("inputs", "outputs", "rank"), _FACTOR_SHAPES)
+@pytest.mark.parametrize("rows", [1, 7, 16, 131, 3000])
+@pytest.mark.parametrize("scale", [1.0, 2.7])
+def test_factors_go_back_by_the_formula(
+    inputs: int, outputs: tuple[int, ...], rank: int, rows: int, scale: float
+) -> None:
+    """The inputs' gradient is added to; the factors' are written first, and then added to."""
+    factors = _factors(inputs, outputs, rank, scale)
+    a_RI, *bs_OR = (one.bfloat16().double() for one in factors.held)
+    given_TO = _rows(rows, sum(outputs) + 5, dtype=torch.bfloat16, seed=3)
+    x_TI, dx_TI = (_rows(rows, inputs, dtype=torch.bfloat16, seed=seed) for seed in (0, 1))
+    dy_TO, t_TR = given_TO[:, 2:-3], (scale * (x_TI.double() @ a_RI.T)).bfloat16()
+    dys, ts = dy_TO.double().split(outputs, -1), t_TR.double().split(rank, -1)
+    dt_TR = scale * torch.cat([dy @ b_OR for dy, b_OR in zip(dys, bs_OR, strict=True)], -1)
+    dt_TR = dt_TR.bfloat16().double()
+    wanted = [dt_TR.T @ x_TI.double(), *(dy.T @ t for dy, t in zip(dys, ts, strict=True))]
+    wanted_TI = dx_TI.double() + dt_TR @ a_RI
+
+    factors.backward(dx_TI, dy_TO, x_TI, t_TR)
+    once = [one.clone() for one in factors.gradients]
+    factors.backward(torch.zeros_like(dx_TI), dy_TO, x_TI, t_TR)
+
+    for found, formula in zip([dx_TI, *once], [wanted_TI, *wanted], strict=True):
+        _near(found, formula)
+    for one, two in zip(once, factors.gradients, strict=True):
+        torch.testing.assert_close(two, 2 * one)
+
+
+def _near(found: Tensor, wanted: Tensor) -> None:
+    """Up to one rounding, on average."""
+    error = (found.double() - wanted).square().mean().sqrt()
+    assert error <= NEAR[torch.bfloat16] * wanted.square().mean().sqrt(), float(error)
+
+
+@pytest.mark.usefixtures("products", "threads")
+def test_gradients_of_factors_do_not_follow_the_number_of_threads() -> None:
+    x_TI, dy_TO = (_rows(131, n, dtype=torch.bfloat16, seed=n) for n in (96, 700))
+    t_TR = _rows(131, 16, dtype=torch.bfloat16)
+
+    def gathered() -> list[Tensor]:
+        factors, dx_TI = _factors(96, (600, 100), 8, 1.0), torch.zeros_like(x_TI)
+        factors.backward(dx_TI, dy_TO, x_TI, t_TR)
+        return [dx_TI, *factors.gradients]
+
+    found = gathered()
+    torch.set_num_threads(1)
+
+    assert all(map(torch.equal, found, gathered()))
+
+
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize("outputs", [(7,), (64, 33)])
+def test_an_odd_number_of_outputs_goes_back_by_pytorch(outputs: tuple[int, ...]) -> None:
+    """As a vocabulary may have."""
+    factors = _factors(64, outputs, 8, 1.0)
+    x_TI, dx_TI = (_rows(9, 64, dtype=torch.bfloat16, seed=seed) for seed in (0, 1))
+    y_TO = _rows(9, sum(outputs), dtype=torch.bfloat16)
+
+    t_TR = factors.add_to(y_TO.clone(), x_TI)
+    factors.backward(dx_TI, y_TO, x_TI, t_TR)
+
+    rights = [x_TI, *t_TR.split(8, -1)]
+    b_slopes = [y.T @ t for y, t in zip(y_TO.split(outputs, -1), rights[1:], strict=True)]
+    for found, wanted in zip(factors.gradients[1:], b_slopes, strict=True):
+        _near(found, wanted.double())
+
+
+@pytest.mark.usefixtures("products")
+def test_factors_take_rows_that_lie_across() -> None:
     """Code of `transformers` may hand on a view in which inputs do not lie beside each other."""
-    if not kernels.multiplies:
-        pytest.skip("products are for machines that multiply bfloat16")
-    x_TI, weight_OI = (_rows(n, 64, dtype=torch.bfloat16, seed=n) for n in (5, 7))
-    across_TI = x_TI.T.contiguous().T
+    factors = _factors(64, (48,), 8, 1.0)
+    x_TI, dy_TO = (_rows(5, n, dtype=torch.bfloat16, seed=n) for n in (64, 48))
 
-    found_TO = kernels.product_once(across_TI, weight_OI)
+    def run(x_TI: Tensor, dy_TO: Tensor) -> list[Tensor]:
+        y_TO, dx_TI = torch.zeros(5, 48).bfloat16(), torch.zeros(5, 64).bfloat16()
+        factors.has_gradients = False
+        t_TR = factors.add_to(y_TO, x_TI)
+        factors.backward(dx_TI, dy_TO, x_TI, t_TR)
+        return [y_TO, dx_TI, *(one.clone() for one in factors.gradients)]
 
-    assert torch.equal(found_TO, kernels.product_once(x_TI, weight_OI))
+    across = run(x_TI.T.contiguous().T, dy_TO.T.contiguous().T)
+
+    assert all(map(torch.equal, across, run(x_TI, dy_TO)))
 
 
-@pytest.mark.usefixtures("by_kernels")
-def test_rows_of_another_type_than_the_weights_are_refused(kernels: Kernels) -> None:
-    if not kernels.multiplies:
-        pytest.skip("products are for machines that multiply bfloat16")
+@pytest.mark.usefixtures("products")
+def test_rows_of_another_type_than_the_weights_are_refused() -> None:
     linear = Linear(_rows(64, 64, dtype=torch.bfloat16))
 
     with pytest.raises(RuntimeError, match="dtype"):

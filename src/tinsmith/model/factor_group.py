@@ -2,7 +2,8 @@
 
 A product of a few rows takes less time than the call of oneDNN that makes it. And where it is left
 to oneDNN, each comes out the same, bit for bit, in a group and alone. In float32 there is no such
-group: calls take less time, and threads share out one product in another way than several.
+group: calls take less time, and threads share out one product in another way than several. Nor is
+there one where compiled kernels compute: a call of theirs costs less than to put factors together.
 """
 
 # G adapter of the group, I input, O output, R rank, T row of an adapter
@@ -26,7 +27,8 @@ def can_group(one: Factors, other: Factors, rows: int) -> bool:
     rank, narrowest = one.ranks[0], min(one.inputs, *one.outputs)
     # With a rank of 1 they are products of a matrix and a vector, which are summed up otherwise.
     is_same = one.dtype == torch.bfloat16 and rank > 1 and rows * rank * narrowest > MOST_SMALL
-    return is_same and (one.dtype, one.shapes) == (other.dtype, other.shapes)
+    is_same = is_same and (one.dtype, one.shapes) == (other.dtype, other.shapes)
+    return is_same and one.by_kernels is None and other.by_kernels is None
 
 
 class FactorGroup:
@@ -49,9 +51,6 @@ class FactorGroup:
 
     def add_to(self, y_TO: Tensor, x_TI: Tensor) -> Tensor:
         """`Factors.add_to`."""
-        if self._members[0].kernels is not None:
-            parts = zip(self._members, self._rows(y_TO), self._rows(x_TI), strict=True)
-            return torch.stack([one.add_to(y, x) for one, y, x in parts])
         t_GTR = self.inner(x_TI)
         ys, ts = columns(self._rows(y_TO), self._outputs), columns(t_GTR, self._ranks)
         for y, t, b_GOR in zip(ys, ts, self._bs_GOR, strict=True):

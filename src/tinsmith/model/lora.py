@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.model.architecture import ALPHA, Architecture, LinearKind, LinearShape
-from tinsmith.model.kernels.library import Kernels, product_kernels
+from tinsmith.model.kernel_factors import KernelFactors, factor_kernels
 from tinsmith.model.linear import Linear
 
 
@@ -80,10 +80,12 @@ class Factors:
         return [a_RI, *bs_OR]
 
     @functools.cached_property
-    def kernels(self) -> Kernels | None:
-        """Those that multiply as frozen factors do, if they can multiply with these."""
-        found = [product_kernels(one, self.dtype) for one in self.held]
-        return found[0] if all(found) else None
+    def by_kernels(self) -> KernelFactors | None:
+        """What computes with them where there are kernels that can."""
+        kernels = factor_kernels(self.held, self.dtype)
+        if kernels is None:
+            return None
+        return KernelFactors(kernels, self.held, self.gradients, self.scale)
 
     def freeze(self) -> None:
         """Make rows independent of each other, as those of the base are; see `linear.py`."""
@@ -102,25 +104,20 @@ class Factors:
             t_TR = a(x_TI)
             y_TO.add_(b(t_TR))
             return t_TR
-        if self.kernels is not None:
-            return self._add_by_kernels(self.kernels, y_TO, x_TI)
+        if self.by_kernels is not None:
+            return self.by_kernels.add_to(y_TO, x_TI)
         t_TR = self.inner(x_TI)
         ys, ts = columns(y_TO, self.outputs), columns(t_TR, self.ranks)
         for y, t, b_OR in zip(ys, ts, self._used[1:], strict=True):
             y.addmm_(t, b_OR.T)
         return t_TR
 
-    def _add_by_kernels(self, kernels: Kernels, y_TO: Tensor, x_TI: Tensor) -> Tensor:
-        """As frozen factors do it, to the last bit: samples then get what passes get."""
-        a_RI, *bs_OR = self.held
-        t_TR = kernels.product_once(x_TI, a_RI)
-        ys, ts = columns(y_TO, self.outputs), columns(t_TR, self.ranks)
-        for y, t, b_OR in zip(ys, ts, bs_OR, strict=True):
-            kernels.add_product_once(y, t, b_OR, self.scale)
-        return scaled(t_TR, self.scale)
-
     def backward(self, dx_TI: Tensor, dy_TO: Tensor, x_TI: Tensor, t_TR: Tensor) -> None:
         """Add to the inputs' gradient, and to the factors' own."""
+        if self.by_kernels is not None and self.by_kernels.goes_back:
+            self.by_kernels.backward(dx_TI, dy_TO, x_TI, t_TR, is_added=self.has_gradients)
+            self.has_gradients = bool(self.gradients)
+            return
         a_RI, *bs_OR = self._used
         dt_TR = torch.empty_like(t_TR)
         dys, dts = columns(dy_TO, self.outputs), columns(dt_TR, self.ranks)

@@ -35,6 +35,8 @@ _OUTPUT_STEP = 16
 MOST_HEAD_SIZE = 256
 MOST_QUERIES = 96
 """Of one key head, that a thread takes at a time; as in `attention.c`."""
+MOST_PARTS = 3
+"""Of a linear layer, that have factors of their own; as in `factors.c`."""
 SWITCH = "TINSMITH_KERNELS"
 """Set to `off`, the environment's variable of this name has everything computed by PyTorch."""
 _TYPES = frozenset((torch.float32, torch.bfloat16))
@@ -72,6 +74,18 @@ class AttentionShape(ctypes.Structure):
     ]
 
 
+class FactorsOfLayer(ctypes.Structure):
+    """`factors` of `factors.c`."""
+
+    _fields_ = [
+        *((name, _Number) for name in ("inputs", "rank", "parts")),
+        ("outputs", _Number * MOST_PARTS),
+        ("scale", ctypes.c_float),
+        ("factors", _Pointer * (1 + MOST_PARTS)),
+        ("slopes", _Pointer * (1 + MOST_PARTS)),
+    ]
+
+
 _ARGUMENTS: dict[str, list[Any]] = {
     "norm": [ctypes.POINTER(_NormShape), _Number, Rows, Rows, _Pointer, Rows],
     "norm_back": [ctypes.POINTER(_NormShape), _Number, Rows, _Pointer, Rows, Rows],
@@ -85,11 +99,16 @@ _ARGUMENTS: dict[str, list[Any]] = {
     ],
     "pack": [_Number, _Number, Rows, _Pointer],
     "product": [*[_Number] * 4, Rows, _Pointer, _Pointer, Rows],
-    "product_once": [
-        *(*[_Number] * 4, Rows, Rows, _Number, ctypes.c_float, _Number, _Pointer, Rows),
+    "factors_room": [ctypes.POINTER(FactorsOfLayer), _Number],
+    "factors_add": [
+        *(ctypes.POINTER(FactorsOfLayer), _Number, _Number, Rows, Rows, Rows, _Pointer),
+    ],
+    "factors_back": [
+        *(ctypes.POINTER(FactorsOfLayer), *[_Number] * 3, Rows, Rows, Rows, Rows, _Pointer),
     ],
 }
-_OF_SOME = {"pack", "product", "product_once"}
+_RESULTS = {"factors_room": _Number}
+_OF_SOME = {"pack", "product", "factors_room", "factors_add", "factors_back"}
 """What only some libraries have: those of machines that multiply bfloat16."""
 _NO_ROWS = Rows(None, 0)
 
@@ -105,7 +124,7 @@ class Kernels:
             if name in _OF_SOME and not self.multiplies:
                 continue
             function = library[f"tinsmith_{name}"]
-            function.argtypes, function.restype = arguments, None
+            function.argtypes, function.restype = arguments, _RESULTS.get(name)
             setattr(self, f"_{name}", function)
         self._norm: Any
         self._norm_back: Any
@@ -116,7 +135,9 @@ class Kernels:
         self._attend: Any
         self._pack: Any
         self._product: Any
-        self._product_once: Any
+        self._factors_room: Any
+        self._factors_add: Any
+        self._factors_back: Any
 
     def norm(
         self,
@@ -242,29 +263,35 @@ class Kernels:
         )
         return y_TO
 
-    def product_once(self, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
-        """`product`, with weights that are not packed, in bfloat16 or rounded to it."""
-        y_TO = torch.empty((x_TI.shape[0], weight_OI.shape[0]), dtype=torch.bfloat16)
-        self._once(x_TI, weight_OI, 1.0, y_TO, is_added=False)
-        return y_TO
-
-    def add_product_once(self, y_TO: Tensor, x_TI: Tensor, weight_OI: Tensor, scale: float) -> None:
-        """The same with rounded weights times a scale, rounded again, added to what is there."""
-        if is_half(weight_OI) and scale != 1.0:
-            weight_OI = weight_OI * scale
-        self._once(x_TI, weight_OI, scale, y_TO, is_added=True)
-
-    def _once(
-        self, x_TI: Tensor, weight_OI: Tensor, scale: float, y_TO: Tensor, *, is_added: bool
+    def add_factors(
+        self, factors: FactorsOfLayer, x_TI: Tensor, y_TO: Tensor, t_TR: Tensor
     ) -> None:
+        """`tinsmith_factors_add` of `factors.c`; rows are bfloat16."""
         assert x_TI.dtype == y_TO.dtype == torch.bfloat16
-        outputs, inputs = weight_OI.shape
-        x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
-        room = _room(_whole_vectors(outputs) * inputs // 2)
-        self._product_once(
-            *(len(x_TI), outputs, inputs, torch.get_num_threads(), rows_of(x_TI)),
-            *(rows_of(weight_OI), is_half(weight_OI), scale, is_added),
-            *(room.data_ptr(), rows_of(y_TO)),
+        rows = len(x_TI)
+        room = _room(self._factors_room(factors, rows))
+        self._factors_add(
+            *(factors, rows, torch.get_num_threads(), rows_of(x_TI), rows_of(y_TO), rows_of(t_TR)),
+            room.data_ptr(),
+        )
+
+    def factors_back(
+        self,
+        factors: FactorsOfLayer,
+        dy_TO: Tensor,
+        x_TI: Tensor,
+        t_TR: Tensor,
+        dx_TI: Tensor,
+        *,
+        is_added: bool,
+    ) -> None:
+        """`tinsmith_factors_back` of `factors.c`; rows are bfloat16."""
+        assert dy_TO.dtype == x_TI.dtype == t_TR.dtype == dx_TI.dtype == torch.bfloat16
+        rows = len(x_TI)
+        room = _room(self._factors_room(factors, rows))
+        self._factors_back(
+            *(factors, rows, torch.get_num_threads(), is_added),
+            *(rows_of(dy_TO), rows_of(x_TI), rows_of(t_TR), rows_of(dx_TI), room.data_ptr()),
         )
 
 
