@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tinsmith.engines.embedded.loading import chosen_types
 from tinsmith.model.factor_group import FactorGroup, can_group
+from tinsmith.model.factor_place import FactorPlace
 from tinsmith.model.kernels import library
 from tinsmith.model.lora import Factors
 
@@ -29,11 +30,9 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _factors(rank: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Factors:
     chance = torch.Generator().manual_seed(seed)
-    shapes = [(len(OUTPUTS) * rank, INPUTS), *((outputs, rank) for outputs in OUTPUTS)]
-    a_RI, *bs_OR = (torch.randn(shape, generator=chance) for shape in shapes)
-    made = Factors(a_RI, bs_OR, 32 / rank, dtype)
-    made.gradients = [torch.full_like(one, torch.nan) for one in made.held]
-    return made
+    place = FactorPlace(0, INPUTS, OUTPUTS, rank, 32 / rank)
+    flat_N = torch.randn(place.end, generator=chance)
+    return Factors(place, flat_N, dtype, gradients_N=torch.full_like(flat_N, torch.nan))
 
 
 def _run(factors: Factors | FactorGroup, x_TI: Tensor, y_TO: Tensor, dy_TO: Tensor) -> list[Tensor]:

@@ -21,6 +21,7 @@ from tinsmith.model import layers
 from tinsmith.model.architecture import Architecture, LayerShape
 from tinsmith.model.attention import AttentionRule
 from tinsmith.model.cached_attention import CachedAttention
+from tinsmith.model.factor_place import FactorPlace
 from tinsmith.model.kernels import library
 from tinsmith.model.kernels.library import Kernels
 from tinsmith.model.kernels.names import library_path
@@ -288,16 +289,15 @@ def test_products_are_those_of_the_weights(
 
 def _factors(inputs: int, outputs: tuple[int, ...], rank: int, scale: float) -> Factors:
     """With gradients that mean nothing yet."""
-    a_RI = _rows(len(outputs) * rank, inputs, dtype=torch.float32, seed=5)
-    bs_OR = [_rows(one, rank, dtype=torch.float32, seed=6 + n) for n, one in enumerate(outputs)]
-    made = Factors(a_RI, bs_OR, scale, torch.bfloat16)
-    made.gradients = [torch.full_like(one, math.nan) for one in made.held]
-    return made
+    place = FactorPlace(3, inputs, outputs, rank, scale)
+    flat_N = _rows(place.end, dtype=torch.float32, seed=5)
+    gradients_N = torch.full_like(flat_N, math.nan)
+    return Factors(place, flat_N, torch.bfloat16, gradients_N=gradients_N)
 
 
 _FACTOR_SHAPES = [
-    *((576, (576, 192, 192), 32), (64, (300, 20), 8), (6, (50,), 2), (2, (2,), 2), (96, (4096,), 12)),
-    *((4096, (64,), 64), (1536, (576,), 130)),
+    *((576, (576, 192, 192), 32), (64, (300, 20), 8), (6, (50,), 2), (2, (2,), 2)),
+    *((96, (4096,), 12), (4096, (64,), 64), (1536, (576,), 130)),
 ]
 """Panels of one to three vectors, outputs of several blocks, inputs of several strips."""
 
@@ -354,9 +354,9 @@ def test_factors_go_back_by_the_formula(
 
 
 def _near(found: Tensor, wanted: Tensor) -> None:
-    """Up to one rounding, on average."""
+    """Up to two roundings, of what is added and of the sum, on average."""
     error = (found.double() - wanted).square().mean().sqrt()
-    assert error <= NEAR[torch.bfloat16] * wanted.square().mean().sqrt(), float(error)
+    assert error <= 2 * NEAR[torch.bfloat16] * wanted.square().mean().sqrt(), float(error)
 
 
 @pytest.mark.usefixtures("products", "threads")

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tinsmith.model.factor_place import FactorPlace
 from tinsmith.model.lora import Factors, columns, scaled
 
 MOST_SMALL = 16**3
@@ -24,11 +25,18 @@ would so treat small ones differently in a group and alone."""
 
 def can_group(one: Factors, other: Factors, rows: int) -> bool:
     """Whether they fit together, and so many rows of each come out the same as alone."""
-    rank, narrowest = one.ranks[0], min(one.inputs, *one.outputs)
+    if one.by_kernels is not None or other.by_kernels is not None:
+        return False
+    place = one.place
+    narrowest = min(place.inputs, *place.outputs)
     # With a rank of 1 they are products of a matrix and a vector, which are summed up otherwise.
-    is_same = one.dtype == torch.bfloat16 and rank > 1 and rows * rank * narrowest > MOST_SMALL
-    is_same = is_same and (one.dtype, one.shapes) == (other.dtype, other.shapes)
-    return is_same and one.by_kernels is None and other.by_kernels is None
+    is_large = place.rank > 1 and rows * place.rank * narrowest > MOST_SMALL
+    is_same = (one.dtype, _shape(place)) == (other.dtype, _shape(other.place))
+    return one.dtype == torch.bfloat16 and is_large and is_same
+
+
+def _shape(place: FactorPlace) -> tuple[int, list[int], int]:
+    return place.inputs, place.outputs, place.rank
 
 
 class FactorGroup:
@@ -40,19 +48,18 @@ class FactorGroup:
 
     def __init__(self, members: Sequence[Factors]) -> None:
         self._members = members
-        self._scale = members[0].scale
-        self._outputs, self._ranks = members[0].outputs, members[0].ranks
+        self._place = members[0].place
         held = zip(*(one.held for one in members), strict=True)
         self._a_GRI, *self._bs_GOR = [_stacked(some, members[0].dtype) for some in held]
 
     def inner(self, x_TI: Tensor) -> Tensor:
         """`Factors.inner`."""
-        return scaled(torch.bmm(self._rows(x_TI), self._a_GRI.mT), self._scale)
+        return scaled(torch.bmm(self._rows(x_TI), self._a_GRI.mT), self._place.scale)
 
     def add_to(self, y_TO: Tensor, x_TI: Tensor) -> Tensor:
         """`Factors.add_to`."""
         t_GTR = self.inner(x_TI)
-        ys, ts = columns(self._rows(y_TO), self._outputs), columns(t_GTR, self._ranks)
+        ys, ts = columns(self._rows(y_TO), self._place.outputs), columns(t_GTR, self._place.ranks)
         for y, t, b_GOR in zip(ys, ts, self._bs_GOR, strict=True):
             y.baddbmm_(t, b_GOR.mT)
         return t_GTR
@@ -60,11 +67,11 @@ class FactorGroup:
     def backward(self, dx_TI: Tensor, dy_TO: Tensor, x_TI: Tensor, t_GTR: Tensor) -> None:
         """`Factors.backward`."""
         # Copied once, since each product would copy what is not in one piece.
-        dys = [dy.contiguous() for dy in columns(self._rows(dy_TO), self._outputs)]
+        dys = [dy.contiguous() for dy in columns(self._rows(dy_TO), self._place.outputs)]
         dts = [torch.bmm(dy, b_GOR) for dy, b_GOR in zip(dys, self._bs_GOR, strict=True)]
-        dt_GTR = scaled(torch.cat(dts, -1), self._scale)
+        dt_GTR = scaled(torch.cat(dts, -1), self._place.scale)
         self._rows(dx_TI).baddbmm_(dt_GTR, self._a_GRI)
-        lefts, rights = (dt_GTR, *dys), (self._rows(x_TI), *columns(t_GTR, self._ranks))
+        lefts, rights = (dt_GTR, *dys), (self._rows(x_TI), *columns(t_GTR, self._place.ranks))
         made = [torch.bmm(one.mT, other) for one, other in zip(lefts, rights, strict=True)]
         for member, *gradients in zip(self._members, *made, strict=True):
             member.gather(gradients)

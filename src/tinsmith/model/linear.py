@@ -84,10 +84,9 @@ class Linear:
             self._blocks = weight_OI.tensor_split(_block_count(weight_OI.shape, self.dtype))
         elif is_packed and weight_OI.numel() > SMALL_NUMBERS and weight_OI.shape[1] >= HALF_INPUTS:
             self._half = try_halve(weight_OI)
-        kernels = (
-            product_kernels(weight_OI, weight_OI.dtype) if is_packed and not self._blocks else None
-        )
-        if kernels is not None:
+        can_be_own = weight_OI.shape[1] % 2 == 0 and weight_OI.stride(1) == 1 and not self._blocks
+        kernels = product_kernels(weight_OI.device, weight_OI.dtype) if can_be_own else None
+        if is_packed and kernels is not None:
             self._own = kernels, kernels.pack(weight_OI)
         elif is_packed and not self._blocks and self._half is None and can_pack(weight_OI):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _PACKED_FOR_ROWS)

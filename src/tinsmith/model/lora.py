@@ -10,7 +10,7 @@ their A factors lie beside each other and are one matrix too.
 Knows nothing of files; how layers are called in them is `checkpoints/format.py`'s.
 """
 
-# I input, O output, R rank, T row of the pack
+# I input, O output, R rank, T row of the pack, N number of the vector
 
 from __future__ import annotations
 
@@ -18,84 +18,82 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tinsmith.model.architecture import ALPHA, Architecture, LinearKind, LinearShape
+from tinsmith.model.factor_place import FactorPlace
 from tinsmith.model.kernel_factors import KernelFactors, factor_kernels
 from tinsmith.model.linear import Linear
-
-
-class _Place(NamedTuple):
-    """Where the factors of a linear layer lie in the flat vector."""
-
-    shape: LinearShape
-    a_start: int
-    b_starts: tuple[int, ...]
 
 
 class Factors:
     """Those of one linear layer, as passes use them; with their gradients if it is trained.
 
     Args:
-        a_RI: Of all parts, one below the other.
-        bs_OR: Of each part.
-        scale: ALPHA / rank.
+        place: Where they are.
+        flat_N: The vector that they lie in.
         dtype: What is computed in.
-        cast: Gives both in that type; without it each is cast by itself.
+        gradients_N: Where their gradients lie, whatever is there before; None if there are none.
+        cast: Gives the vector in that type; without it each factor is cast by itself.
     """
 
     def __init__(
         self,
-        a_RI: Tensor,
-        bs_OR: list[Tensor],
-        scale: float,
+        place: FactorPlace,
+        flat_N: Tensor,
         dtype: torch.dtype,
-        cast: Callable[[], tuple[Tensor, list[Tensor]]] | None = None,
+        *,
+        gradients_N: Tensor | None = None,
+        cast: Callable[[], Tensor] | None = None,
     ) -> None:
-        self.held = [a_RI, *bs_OR]
-        """As they lie in the flat vector."""
-        self.scale = scale
+        self.place = place
         self.dtype = dtype
-        self.inputs = a_RI.shape[1]
-        self.outputs = [b_OR.shape[0] for b_OR in bs_OR]
-        self.ranks = [b_OR.shape[1] for b_OR in bs_OR]
-        self.shapes = [one.shape for one in self.held]
-        self.gradients: list[Tensor] = []
-        """In the order of `held`."""
         self.has_gradients = False
         """Whether they were written; what is in them before means nothing."""
+        self._flat_N = flat_N
+        self._gradients_N = gradients_N
         self._cast = cast
         self._frozen: tuple[Linear, Linear] | None = None
+
+    # Views are made when they are asked for: kernels need none, and a pass has thousands.
+
+    @functools.cached_property
+    def held(self) -> list[Tensor]:
+        """A, and B of each part, as they lie in the vector."""
+        return self.place.views(self._flat_N)
+
+    @functools.cached_property
+    def gradients(self) -> list[Tensor]:
+        """In the order of `held`; empty if there are none."""
+        return [] if self._gradients_N is None else self.place.views(self._gradients_N)
 
     @functools.cached_property
     def _used(self) -> list[Tensor]:
         """As they are multiplied, unless that is in a group."""
         if self._cast is None:
             return [one.to(self.dtype) for one in self.held]
-        a_RI, bs_OR = self._cast()
-        return [a_RI, *bs_OR]
+        return self.place.views(self._cast())
 
     @functools.cached_property
     def by_kernels(self) -> KernelFactors | None:
         """What computes with them where there are kernels that can."""
-        kernels = factor_kernels(self.held, self.dtype)
+        kernels = factor_kernels(self.place, self._flat_N, self.dtype)
         if kernels is None:
             return None
-        return KernelFactors(kernels, self.held, self.gradients, self.scale)
+        return KernelFactors(kernels, self.place, self._flat_N, self._gradients_N)
 
     def freeze(self) -> None:
         """Make rows independent of each other, as those of the base are; see `linear.py`."""
         a_RI, *bs_OR = self._used
         # The parts as one matrix, with zeros between them: one call instead of three for few rows.
-        self._frozen = Linear(a_RI), Linear(torch.block_diag(*bs_OR) * self.scale)
+        self._frozen = Linear(a_RI), Linear(torch.block_diag(*bs_OR) * self.place.scale)
 
     def inner(self, x_TI: Tensor) -> Tensor:
         """What B is multiplied by: x·Aᵀ, scaled."""
-        return scaled(x_TI @ self._used[0].T, self.scale)
+        return scaled(x_TI @ self._used[0].T, self.place.scale)
 
     def add_to(self, y_TO: Tensor, x_TI: Tensor) -> Tensor:
         """Add what the adapter changes to the layer's outputs; what `inner` is, for `backward`."""
@@ -107,7 +105,7 @@ class Factors:
         if self.by_kernels is not None:
             return self.by_kernels.add_to(y_TO, x_TI)
         t_TR = self.inner(x_TI)
-        ys, ts = columns(y_TO, self.outputs), columns(t_TR, self.ranks)
+        ys, ts = columns(y_TO, self.place.outputs), columns(t_TR, self.place.ranks)
         for y, t, b_OR in zip(ys, ts, self._used[1:], strict=True):
             y.addmm_(t, b_OR.T)
         return t_TR
@@ -116,17 +114,17 @@ class Factors:
         """Add to the inputs' gradient, and to the factors' own."""
         if self.by_kernels is not None and self.by_kernels.goes_back:
             self.by_kernels.backward(dx_TI, dy_TO, x_TI, t_TR, is_added=self.has_gradients)
-            self.has_gradients = bool(self.gradients)
+            self.has_gradients = self._gradients_N is not None
             return
         a_RI, *bs_OR = self._used
         dt_TR = torch.empty_like(t_TR)
-        dys, dts = columns(dy_TO, self.outputs), columns(dt_TR, self.ranks)
+        dys, dts = columns(dy_TO, self.place.outputs), columns(dt_TR, self.place.ranks)
         for dy, dt, b_OR in zip(dys, dts, bs_OR, strict=True):
             torch.mm(dy, b_OR, out=dt)
-        dx_TI.addmm_(scaled(dt_TR, self.scale), a_RI)
+        dx_TI.addmm_(scaled(dt_TR, self.place.scale), a_RI)
         if not self.gradients:
             return
-        lefts, rights = (dt_TR, *dys), (x_TI, *columns(t_TR, self.ranks))
+        lefts, rights = (dt_TR, *dys), (x_TI, *columns(t_TR, self.place.ranks))
         for gradient, left, right in zip(self.gradients, lefts, rights, strict=True):
             # The first sum is written over what is there, which saves clearing it.
             if gradient.dtype == left.dtype:
@@ -203,45 +201,25 @@ class LoraLayout:
         self.rank = rank
         self.scale = ALPHA / rank
         groups = {"attention": attention, "mlp": mlp, "unembed": unembed}
-        self._places: list[_Place] = []
+        self._places: list[tuple[LinearShape, FactorPlace]] = []
         self.size = 0
         """How many floats the vector has."""
         for shape in architecture.linears():
             if groups[shape.group]:
-                self._places.append(self._placed(shape))
-
-    def _placed(self, shape: LinearShape) -> _Place:
-        a_start = self.size
-        self.size += len(shape.parts) * self.rank * shape.inputs
-        b_starts: list[int] = []
-        for _, outputs in shape.parts:
-            b_starts.append(self.size)
-            self.size += outputs * self.rank
-        return _Place(shape, a_start, tuple(b_starts))
+                outputs = [one for _, one in shape.parts]
+                place = FactorPlace(self.size, shape.inputs, outputs, rank, self.scale)
+                self._places.append((shape, place))
+                self.size = place.end
 
     def factors(self, flat: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """A and B of each layer by its name in the base model, as views of the vector."""
         found: dict[str, tuple[Tensor, Tensor]] = {}
-        for place in self._places:
-            a_RI, bs_OR = self._views(flat, place)
-            for number, (name, _) in enumerate(place.shape.parts):
+        for shape, place in self._places:
+            a_RI, *bs_OR = place.views(flat)
+            for number, (name, _) in enumerate(shape.parts):
                 rows = slice(number * self.rank, (number + 1) * self.rank)
                 found[name] = a_RI[rows], bs_OR[number]
         return found
-
-    def _views(self, flat: Tensor, place: _Place) -> tuple[Tensor, list[Tensor]]:
-        rows, inputs = len(place.shape.parts) * self.rank, place.shape.inputs
-        # One call each, where a slice of the right shape is two: small models have many factors.
-        before = flat.storage_offset()
-        a_RI = flat.as_strided((rows, inputs), (inputs, 1), before + place.a_start)
-        bs_OR = [
-            flat.as_strided((outputs, self.rank), (self.rank, 1), before + start)
-            for start, (_, outputs) in zip(place.b_starts, place.shape.parts, strict=True)
-        ]
-        return a_RI, bs_OR
-
-    def _cast_views(self, cast: Callable[[], Tensor], place: _Place) -> tuple[Tensor, list[Tensor]]:
-        return self._views(cast(), place)
 
     def fresh(self, seed: str) -> Tensor:
         """Weights that change nothing yet. The same seed gives the same, on every machine."""
@@ -249,9 +227,9 @@ class LoraLayout:
         # Made on the CPU: generators of devices differ.
         chance = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         flat = torch.zeros(self.size)
-        for place in self._places:
-            a_RI, _ = self._views(flat, place)
-            bound = 1.0 / math.sqrt(place.shape.inputs)
+        for _, place in self._places:
+            a_RI, *_ = place.views(flat)
+            bound = 1.0 / math.sqrt(place.inputs)
             a_RI.uniform_(-bound, bound, generator=chance)
         return flat
 
@@ -281,16 +259,12 @@ class LoraLayout:
             return flat.to(dtype)  # at once, which takes less time than for each factor
 
         factors: dict[tuple[int, LinearKind], Factors] = {}
-        for place in self._places:
-            a_RI, bs_OR = self._views(flat, place)
+        for shape, place in self._places:
             # Later, and not for the head alone: groups of layers have copies of their own.
-            is_by_itself = flat.dtype == dtype or place.shape.kind == "head"
-            used = None if is_by_itself else partial(self._cast_views, cast, place)
-            made = Factors(a_RI, bs_OR, self.scale, dtype, used)
-            if gradients is not None:
-                a_RI, bs_OR = self._views(gradients, place)
-                made.gradients = [a_RI, *bs_OR]
+            is_by_itself = flat.dtype == dtype or shape.kind == "head"
+            used = None if is_by_itself else cast
+            made = Factors(place, flat, dtype, gradients_N=gradients, cast=used)
             if is_frozen:
                 made.freeze()
-            factors[place.shape.layer, place.shape.kind] = made
+            factors[shape.layer, shape.kind] = made
         return FusedLora(factors, gradients)

@@ -12,13 +12,18 @@
 #define MOST_PARTS 3
 #define SLOPE_BLOCK 256   /* outputs whose slopes are turned at a time: as many as caches hold */
 
-/* Those of one layer: A has `rank` rows for each part, B is apart for each. Slopes, if there are any,
- * lie as the factors do. */
+/* Those of one layer, in a vector of all: A has `rank` rows for each part, B is apart for each. `starts`
+ * are that of A and those of each B. */
 typedef struct {
-    int64_t inputs, rank, parts, outputs[MOST_PARTS];
+    int64_t inputs, rank, parts, outputs[MOST_PARTS], starts[1 + MOST_PARTS];
     float scale;
-    char *a, *b[MOST_PARTS], *a_slopes, *b_slopes[MOST_PARTS];
 } factors;
+
+INLINE rows_of a_of(const factors *f, const float *flat) { return (rows_of){(char *)(flat + f->starts[0]), f->inputs}; }
+
+INLINE rows_of b_of(const factors *f, const float *flat, int64_t part) {
+    return (rows_of){(char *)(flat + f->starts[1 + part]), f->rank};
+}
 
 INLINE int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
 
@@ -34,10 +39,10 @@ int64_t tinsmith_factors_room(const factors *f, int64_t rows) {
 
 /* x·Aᵀ in `t`, and (x·Aᵀ)·Bᵀ added to `y`; `t` is then scaled. */
 void tinsmith_factors_add(
-    const factors *f, int64_t rows, int64_t threads, rows_of x, rows_of y, rows_of t, uint32_t *room
+    const factors *f, const float *flat, int64_t rows, int64_t threads, rows_of x, rows_of y, rows_of t, uint32_t *room
 ) {
     const int64_t inner = f->rank * f->parts;
-    pack(inner, f->inputs, (rows_of){f->a, f->inputs}, 0, 1.0f, room);
+    pack(inner, f->inputs, a_of(f, flat), 0, 1.0f, room);
     product(
         rows, inner, f->inputs / 2, threads, (left_rows){x.at, x.step * 2, 4}, room,
         (sums_to){t.at, t.step, 1, 0, NULL, 1.0f}
@@ -45,7 +50,7 @@ void tinsmith_factors_add(
     int64_t first = 0;
     for (int64_t part = 0; part < f->parts; part++) {
         const int64_t outputs = f->outputs[part];
-        pack(outputs, f->rank, (rows_of){f->b[part], f->rank}, 0, f->scale, room);
+        pack(outputs, f->rank, b_of(f, flat, part), 0, f->scale, room);
         product(
             rows, outputs, f->rank / 2, threads, (left_rows){t.at + part * f->rank * 2, t.step * 2, 4}, room,
             (sums_to){y.at + first * 2, y.step, 1, 1, NULL, 1.0f}
@@ -80,10 +85,11 @@ static void slopes(
 }
 
 /* Given the outputs' slopes `dy`, and `t` as it came of the way in: what is added to the inputs' `dx`,
- * and the factors' own slopes, which are added to what is there if `is_added`. */
+ * and the factors' own slopes, in a vector that lies as `flat` does if there is one: added to what is
+ * there if `is_added`. */
 void tinsmith_factors_back(
-    const factors *f, int64_t rows, int64_t threads, int64_t is_added, rows_of dy, rows_of x, rows_of t, rows_of dx,
-    uint32_t *room
+    const factors *f, const float *flat, float *gathered, int64_t rows, int64_t threads, int64_t is_added, rows_of dy,
+    rows_of x, rows_of t, rows_of dx, uint32_t *room
 ) {
     const int64_t inner = f->rank * f->parts;
     const rows_of dt = {(char *)room, inner};
@@ -91,25 +97,25 @@ void tinsmith_factors_back(
     int64_t first = 0;
     for (int64_t part = 0; part < f->parts; part++) {
         const int64_t outputs = f->outputs[part];
-        pack_inputs(outputs, f->rank, (rows_of){f->b[part], f->rank}, 0, PANEL, room);
+        pack_inputs(outputs, f->rank, b_of(f, flat, part), 0, PANEL, room);
         product(
             rows, f->rank, outputs / 2, threads, (left_rows){dy.at + first * 2, dy.step * 2, 4}, room,
             (sums_to){dt.at + part * f->rank * 2, inner, 1, 0, NULL, f->scale}
         );
         first += outputs;
     }
-    pack_inputs(inner, f->inputs, (rows_of){f->a, f->inputs}, 0, PANEL, room);
+    pack_inputs(inner, f->inputs, a_of(f, flat), 0, PANEL, room);
     product(
         rows, f->inputs, inner / 2, threads, (left_rows){dt.at, inner * 2, 4}, room,
         (sums_to){dx.at, dx.step, 1, 1, NULL, 1.0f}
     );
-    if (!f->a_slopes) return;
-    slopes(rows, threads, dt, inner, x, f->inputs, f->a_slopes, (int)is_added, room);
+    if (!gathered) return;
+    slopes(rows, threads, dt, inner, x, f->inputs, a_of(f, gathered).at, (int)is_added, room);
     first = 0;
     for (int64_t part = 0; part < f->parts; part++) {
         const rows_of of_part = {t.at + part * f->rank * 2, t.step};
         const rows_of dy_part = {dy.at + first * 2, dy.step};
-        slopes(rows, threads, dy_part, f->outputs[part], of_part, f->rank, f->b_slopes[part], (int)is_added, room);
+        slopes(rows, threads, dy_part, f->outputs[part], of_part, f->rank, b_of(f, gathered, part).at, (int)is_added, room);
         first += f->outputs[part];
     }
 }

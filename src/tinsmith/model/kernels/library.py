@@ -80,9 +80,8 @@ class FactorsOfLayer(ctypes.Structure):
     _fields_ = [
         *((name, _Number) for name in ("inputs", "rank", "parts")),
         ("outputs", _Number * MOST_PARTS),
+        ("starts", _Number * (1 + MOST_PARTS)),
         ("scale", ctypes.c_float),
-        ("factors", _Pointer * (1 + MOST_PARTS)),
-        ("slopes", _Pointer * (1 + MOST_PARTS)),
     ]
 
 
@@ -101,10 +100,17 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "product": [*[_Number] * 4, Rows, _Pointer, _Pointer, Rows],
     "factors_room": [ctypes.POINTER(FactorsOfLayer), _Number],
     "factors_add": [
-        *(ctypes.POINTER(FactorsOfLayer), _Number, _Number, Rows, Rows, Rows, _Pointer),
+        *(ctypes.POINTER(FactorsOfLayer), _Pointer, _Number, _Number, Rows, Rows, Rows, _Pointer),
     ],
     "factors_back": [
-        *(ctypes.POINTER(FactorsOfLayer), *[_Number] * 3, Rows, Rows, Rows, Rows, _Pointer),
+        *(
+            ctypes.POINTER(FactorsOfLayer),
+            _Pointer,
+            _Pointer,
+            *[_Number] * 3,
+            *[Rows] * 4,
+            _Pointer,
+        ),
     ],
 }
 _RESULTS = {"factors_room": _Number}
@@ -264,20 +270,22 @@ class Kernels:
         return y_TO
 
     def add_factors(
-        self, factors: FactorsOfLayer, x_TI: Tensor, y_TO: Tensor, t_TR: Tensor
+        self, factors: FactorsOfLayer, flat_N: Tensor, x_TI: Tensor, y_TO: Tensor, t_TR: Tensor
     ) -> None:
         """`tinsmith_factors_add` of `factors.c`; rows are bfloat16."""
         assert x_TI.dtype == y_TO.dtype == torch.bfloat16
         rows = len(x_TI)
         room = _room(self._factors_room(factors, rows))
         self._factors_add(
-            *(factors, rows, torch.get_num_threads(), rows_of(x_TI), rows_of(y_TO), rows_of(t_TR)),
-            room.data_ptr(),
+            *(factors, flat_N.data_ptr(), rows, torch.get_num_threads()),
+            *(rows_of(x_TI), rows_of(y_TO), rows_of(t_TR), room.data_ptr()),
         )
 
     def factors_back(
         self,
         factors: FactorsOfLayer,
+        flat_N: Tensor,
+        gradients_N: Tensor | None,
         dy_TO: Tensor,
         x_TI: Tensor,
         t_TR: Tensor,
@@ -290,7 +298,8 @@ class Kernels:
         rows = len(x_TI)
         room = _room(self._factors_room(factors, rows))
         self._factors_back(
-            *(factors, rows, torch.get_num_threads(), is_added),
+            *(factors, flat_N.data_ptr(), None if gradients_N is None else gradients_N.data_ptr()),
+            *(rows, torch.get_num_threads(), is_added),
             *(rows_of(dy_TO), rows_of(x_TI), rows_of(t_TR), rows_of(dx_TI), room.data_ptr()),
         )
 
@@ -317,16 +326,15 @@ def _whole_vectors(outputs: int) -> int:
     return -(-outputs // _OUTPUT_STEP) * _OUTPUT_STEP
 
 
-def product_kernels(weight_OI: Tensor, dtype: torch.dtype) -> Kernels | None:
-    """The kernels, if products with such weights, in such a type, are faster by them.
+def product_kernels(device: torch.device, dtype: torch.dtype) -> Kernels | None:
+    """The kernels, if products there, in such a type, are faster by them.
 
     Not where a processor multiplies whole tiles of bfloat16: PyTorch's products use these.
     """
     found = kernels()
-    if found is None or not found.multiplies or not weight_OI.is_cpu or dtype != torch.bfloat16:
+    if found is None or not found.multiplies or device.type != "cpu" or dtype != torch.bfloat16:
         return None
-    is_known = weight_OI.dtype in _TYPES and weight_OI.stride(1) == 1
-    return found if is_known and weight_OI.shape[1] % 2 == 0 and not _has_tiles() else None
+    return None if _has_tiles() else found
 
 
 @functools.cache
