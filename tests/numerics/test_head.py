@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tinsmith.model.head import Head
+from tinsmith.model.head import MOST_TARGETS, Head
 from tinsmith.model.linear import Linear
 
 VOCABULARY, FEATURES, ROWS = 40_000, 8, 120
@@ -22,7 +22,7 @@ def _two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.usefixtures("_two_threads")
+@pytest.mark.usefixtures("_two_threads", "computed_by")
 def test_a_row_is_the_same_alone_and_among_others() -> None:
     """Bit for bit; what shares a pack cannot be seen in the numbers."""
     chance = torch.Generator().manual_seed(0)
@@ -38,7 +38,7 @@ def test_a_row_is_the_same_alone_and_among_others() -> None:
             assert torch.equal(head.logprobs(hidden_RD[some], targets_RK[some]), together_RK[some])
 
 
-@pytest.mark.usefixtures("_two_threads")
+@pytest.mark.usefixtures("_two_threads", "computed_by")
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_a_rows_gradient_is_the_same_alone_and_among_others(softcap: float | None) -> None:
     """Bit for bit, and so is what the loss is told of it."""
@@ -58,3 +58,33 @@ def test_a_rows_gradient_is_the_same_alone_and_among_others(softcap: float | Non
             alone = found(start, start + rows)
             assert torch.equal(alone[0], together[0][start : start + rows])
             assert torch.equal(alone[1], together[1][start : start + rows])
+
+
+@pytest.mark.usefixtures("computed_by")
+@pytest.mark.parametrize("targets", [1, 3, MOST_TARGETS + 1])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_gradients_are_those_of_autograd(targets: int, softcap: float | None) -> None:
+    """Of rows with one target and with many, some of which have no slope."""
+    chance = torch.Generator().manual_seed(0)
+    weight_VD = torch.randn(301, FEATURES, generator=chance)
+    hidden_RD = torch.randn(20, FEATURES, generator=chance)
+    targets_RK = torch.randint(301, (20, targets), generator=chance)
+    slopes_RK = torch.randn(20, targets, generator=chance)
+    slopes_RK[4:9] = 0.0
+    wanted_RD = hidden_RD.double().requires_grad_()
+    logits_RV = wanted_RD @ weight_VD.double().T
+    if softcap is not None:
+        logits_RV = softcap * (logits_RV / softcap).tanh()
+    wanted_RK = logits_RV.log_softmax(-1).gather(1, targets_RK)
+    wanted_RK.backward(slopes_RK.double())
+    head = Head(Linear(weight_VD), softcap)
+
+    found_RK, gradient_RD = head.logprobs_and_slopes(
+        hidden_RD, targets_RK, [], lambda start, end, _: slopes_RK[start:end]
+    )
+
+    assert wanted_RD.grad is not None
+    torch.testing.assert_close(found_RK, wanted_RK.detach().float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradient_RD, wanted_RD.grad.float(), rtol=1e-4, atol=1e-4)
+    again_RD = head.backward(hidden_RD, targets_RK, slopes_RK)
+    torch.testing.assert_close(again_RD, gradient_RD)

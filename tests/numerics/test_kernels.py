@@ -213,6 +213,49 @@ def test_shares_are_those_of_a_softmax(
     assert torch.allclose(sums_RB, blocks_RB, rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocabulary", [5, 256, 1000])
+def test_totals_are_the_last_sums_of_shares(
+    kernels: Kernels, dtype: torch.dtype, vocabulary: int
+) -> None:
+    """Bit for bit: passes and samples divide by the same."""
+    logits_RV = _rows(5, vocabulary, dtype=dtype, size=5.0)
+    shares_RW = torch.empty(5, -(-vocabulary // 256) * 256)
+    sums_RB, wanted_R = kernels.shares(logits_RV, torch.ones(5), 256, shares_RW)
+
+    totals_R, most_R = kernels.totals(logits_RV, 256)
+
+    assert torch.equal(totals_R, sums_RB[:, -1])
+    assert torch.equal(most_R, wanted_R)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocabulary", [5, 256, 1003])
+@pytest.mark.parametrize("targets", [1, 7])
+def test_slopes_of_logits_are_those_of_autograd(
+    kernels: Kernels, dtype: torch.dtype, vocabulary: int, targets: int
+) -> None:
+    """Also where a token is a target several times, and where it has nearly all of the shares."""
+    logits_RV = _rows(9, vocabulary, dtype=dtype, size=2.0)
+    logits_RV[3, 2] = 15.0
+    tokens_RK = torch.randint(5, (9, targets), generator=torch.Generator().manual_seed(1))
+    tokens_RK[3] = 2
+    slopes_RK = _rows(9, targets, dtype=torch.float32, seed=3)
+    wanted_RV = logits_RV.double().requires_grad_()
+    logprobs_RK = wanted_RV.log_softmax(-1).gather(1, tokens_RK)
+    logprobs_RK.backward(slopes_RK.double())
+
+    totals_R, most_R = kernels.totals(logits_RV, 256)
+    factors_R = (-slopes_RK.sum(-1) / totals_R).float()
+    found_RV = kernels.logit_slopes(logits_RV, most_R, factors_R, tokens_RK, slopes_RK)
+
+    assert wanted_RV.grad is not None
+    _close(found_RV, wanted_RV.grad)
+    sure_R = found_RV[3].double() / wanted_RV.grad[3] - 1.0
+    assert float(sure_R[2].abs()) <= max(0.05, NEAR[dtype]), "what is left of 1 was rounded away"
+
+
 def test_shares_of_what_is_no_number_are_none(kernels: Kernels) -> None:
     """A NaN anywhere, and nothing finite; tokens that cannot be drawn have a share of 0."""
     logits_RV = _rows(4, 100, dtype=torch.float32)

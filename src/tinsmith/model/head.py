@@ -15,13 +15,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tinsmith.model.kernels.library import Kernels, kernels_for
 from tinsmith.model.linear import Linear
 from tinsmith.model.lora import LoraSpan
 from tinsmith.model.lora_linear import FactorSpan, spans_of
+from tinsmith.model.sample_tokens import BLOCK
 
 SLICE_BYTES = 24 << 20
 """Allocators of C libraries give blocks of 32 MB and more back to the system when they are free,
 and fresh memory is dear: with slices of 64 MB a pass of a 30M model took a tenth longer."""
+MOST_TARGETS = 256
+"""Of a row, for kernels: they compare each with each."""
 _CACHED_ROWS = 16
 """Rows that are weighed at a time: as many logits as caches hold."""
 SlopesOf = Callable[[int, int, Tensor], Tensor]
@@ -39,6 +43,33 @@ class _Weights(NamedTuple):
         """Of those that count alone."""
         bent_RV = None if self.bent_RV is None else self.bent_RV[counts_R]
         return _Weights(self.weights_RV[counts_R], self.sums_R1[counts_R], bent_RV)
+
+    def back(self, targets_RK: Tensor, slopes_RK: Tensor) -> Tensor:
+        """What the loss changes by with each logit, given its slopes. The weights are used up."""
+        # d lp / d logits is 1 at the target, less the probabilities everywhere.
+        d_RV = self.weights_RV.mul_(-slopes_RK.sum(-1, keepdim=True) / self.sums_R1)
+        d_RV.scatter_add_(1, targets_RK, slopes_RK)
+        return d_RV if self.bent_RV is None else d_RV.mul_(self.bent_RV)
+
+
+class _KernelWeights(NamedTuple):
+    """The same where kernels compute it, which need no copy of the logits in float32."""
+
+    kernels: Kernels
+    logits_RV: Tensor
+    totals_R: Tensor
+    most_R: Tensor
+
+    def of_rows(self, counts_R: Tensor) -> _KernelWeights:
+        """`_Weights.of_rows`."""
+        _, *kept = self
+        return _KernelWeights(self.kernels, *(one[counts_R] for one in kept))
+
+    def back(self, targets_RK: Tensor, slopes_RK: Tensor) -> Tensor:
+        """`_Weights.back`."""
+        factors_R = (-slopes_RK.sum(-1) / self.totals_R).float()
+        given = self.logits_RV, self.most_R, factors_R, targets_RK, slopes_RK
+        return self.kernels.logit_slopes(*given)
 
 
 class Head:
@@ -65,8 +96,8 @@ class Head:
         spans = spans_of(loras, -1, "head")
         found_RK = torch.empty(targets_RK.shape, device=targets_RK.device)
         for start, end in self._slices(hidden_RD.shape[0], spans):
-            logits_RV = self._logits(hidden_RD[start:end], _cut(spans, start, end)).float()
-            found_RK[start:end] = _weigh(logits_RV, targets_RK[start:end])[0]
+            logits_RV = self._logits(hidden_RD[start:end], _cut(spans, start, end))
+            found_RK[start:end] = self._weighed(logits_RV, targets_RK[start:end])[0]
         return found_RK
 
     @torch.no_grad()
@@ -87,16 +118,15 @@ class Head:
         gradient_RD = torch.zeros_like(hidden_RD)
         for start, end in self._slices(hidden_RD.shape[0], spans):
             here = slice(start, end)
-            logits_RV = self._logits(hidden_RD[here], _cut(spans, start, end)).float()
-            bent_RV = self._bent(logits_RV)
-            found_RK[here], sums_R1 = _weigh(logits_RV, targets_RK[here])
+            logits_RV = self._logits(hidden_RD[here], _cut(spans, start, end))
+            found_RK[here], weights = self._weighed(logits_RV, targets_RK[here])
             slopes_RK = slopes_of(start, end, found_RK[here])
             self._back(
                 gradient_RD[here],
                 hidden_RD[here],
                 targets_RK[here],
                 slopes_RK,
-                _Weights(logits_RV, sums_R1, bent_RV),
+                weights,
                 _cut(spans, start, end),
             )
         return found_RK, gradient_RD
@@ -116,15 +146,14 @@ class Head:
             here = slice(start, end)
             if not slopes_RK[here].any():
                 continue
-            logits_RV = self._logits(hidden_RD[here], _cut(spans, start, end)).float()
-            bent_RV = self._bent(logits_RV)
-            _, sums_R1 = _weigh(logits_RV, targets_RK[here])
+            logits_RV = self._logits(hidden_RD[here], _cut(spans, start, end))
+            _, weights = self._weighed(logits_RV, targets_RK[here])
             self._back(
                 gradient_RD[here],
                 hidden_RD[here],
                 targets_RK[here],
                 slopes_RK[here],
-                _Weights(logits_RV, sums_R1, bent_RV),
+                weights,
                 _cut(spans, start, end),
             )
         return gradient_RD
@@ -152,6 +181,22 @@ class Head:
             logits_RV = logits_RV.float().div_(self._softcap).tanh_().mul_(self._softcap)
         return logits_RV
 
+    def _weighed(
+        self, logits_RV: Tensor, targets_RK: Tensor
+    ) -> tuple[Tensor, _Weights | _KernelWeights]:
+        """The targets' log-probabilities, and what the way back needs; logits are used up."""
+        kernels = kernels_for(logits_RV[:, :0])
+        if kernels is None or self._softcap is not None or targets_RK.shape[1] > MOST_TARGETS:
+            logits_RV = logits_RV.float()
+            bent_RV = self._bent(logits_RV)
+            found_RK, sums_R1 = _weigh(logits_RV, targets_RK)
+            return found_RK, _Weights(logits_RV, sums_R1, bent_RV)
+        totals_R, most_R = kernels.totals(logits_RV, BLOCK)
+        # As samples get theirs, to the last bit.
+        log_totals_R1 = (totals_R.log() + most_R).unsqueeze(-1)
+        found_RK = (logits_RV.gather(1, targets_RK) - log_totals_R1).float()
+        return found_RK, _KernelWeights(kernels, logits_RV, totals_R, most_R)
+
     def _bent(self, logits_RV: Tensor) -> Tensor | None:
         """How much a logit changes with what it was before the cap."""
         return None if self._softcap is None else 1.0 - (logits_RV / self._softcap).square()
@@ -162,7 +207,7 @@ class Head:
         hidden_RD: Tensor,
         targets_RK: Tensor,
         slopes_RK: Tensor,
-        weights: _Weights,
+        weights: _Weights | _KernelWeights,
         spans: list[FactorSpan],
     ) -> None:
         """Write the gradient of one slice's rows. The weights are used up."""
@@ -175,12 +220,7 @@ class Head:
             spans = _kept(spans, counts_R)
             slopes_RK, targets_RK = slopes_RK[counts_R], targets_RK[counts_R]
             weights, hidden_RD = weights.of_rows(counts_R), hidden_RD[counts_R]
-        # d lp / d logits is 1 at the target, less the probabilities everywhere.
-        d_RV = weights.weights_RV.mul_(-slopes_RK.sum(-1, keepdim=True) / weights.sums_R1)
-        d_RV.scatter_add_(1, targets_RK, slopes_RK)
-        if weights.bent_RV is not None:
-            d_RV.mul_(weights.bent_RV)
-        d_RV = d_RV.to(hidden_RD.dtype)
+        d_RV = weights.back(targets_RK, slopes_RK).to(hidden_RD.dtype)
         gradient_RD = self._linear.input_gradient(d_RV)
         for start, end, factors in spans:
             x_RD = hidden_RD[start:end]

@@ -92,6 +92,8 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "gate": [*[_Number] * 5, Rows, Rows],
     "gate_back": [*[_Number] * 5, Rows, Rows, Rows],
     "shares": [*[_Number] * 5, Rows, _Pointer, Rows, _Pointer, _Pointer],
+    "totals": [*[_Number] * 5, Rows, _Pointer, _Pointer],
+    "logit_slopes": [*[_Number] * 4, Rows, _Pointer, _Pointer, _Number, _Pointer, _Pointer, Rows],
     "attend": [
         *(ctypes.POINTER(AttentionShape), _Number, _Pointer, _Pointer, _Number),
         *(*[Rows] * 4, _Pointer),
@@ -138,6 +140,8 @@ class Kernels:
         self._gate: Any
         self._gate_back: Any
         self._shares: Any
+        self._totals: Any
+        self._logit_slopes: Any
         self._attend: Any
         self._pack: Any
         self._product: Any
@@ -231,6 +235,44 @@ class Kernels:
             *(sums_RB.data_ptr(), most_R.data_ptr()),
         )
         return sums_RB, most_R
+
+    def totals(self, logits_RV: Tensor, block: int) -> tuple[Tensor, Tensor]:
+        """The last sums of `shares` with `colder_R` of 1, and the largest logits."""
+        rows, vocabulary = logits_RV.shape
+        totals_R = torch.empty(rows, dtype=torch.float64)
+        most_R = torch.empty(rows, dtype=torch.float32)
+        self._totals(
+            *(rows, vocabulary, block, is_half(logits_RV), torch.get_num_threads()),
+            *(rows_of(logits_RV), totals_R.data_ptr(), most_R.data_ptr()),
+        )
+        return totals_R, most_R
+
+    def logit_slopes(
+        self,
+        logits_RV: Tensor,
+        most_R: Tensor,
+        factors_R: Tensor,
+        targets_RK: Tensor,
+        slopes_RK: Tensor,
+    ) -> Tensor:
+        """Each logit's share times its row's factor; plus, at each target, the target's slope.
+
+        Args:
+            logits_RV: Of a vocabulary.
+            most_R: The largest of each row, float32.
+            factors_R: float32.
+            targets_RK: Some tokens of each row, not many; int64. One may be there more than once.
+            slopes_RK: Of these, float32.
+        """
+        rows, vocabulary = logits_RV.shape
+        targets_RK, slopes_RK = targets_RK.contiguous(), slopes_RK.contiguous()
+        out_RV = torch.empty((rows, vocabulary), dtype=logits_RV.dtype)
+        self._logit_slopes(
+            *(rows, vocabulary, is_half(logits_RV), torch.get_num_threads()),
+            *(rows_of(logits_RV), most_R.data_ptr(), factors_R.data_ptr()),
+            *(targets_RK.shape[1], targets_RK.data_ptr(), slopes_RK.data_ptr(), rows_of(out_RV)),
+        )
+        return out_RV
 
     def attend(
         self,

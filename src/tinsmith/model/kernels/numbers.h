@@ -90,6 +90,12 @@ INLINE void write(void *to, int64_t at, vec x, int is_half) {
     memcpy((uint16_t *)to + at, &half, sizeof half);
 }
 
+INLINE void write_one(void *to, int64_t at, float x, int is_half) {
+    uint16_t some[2 * LANES];
+    write(some, 0, all(x), is_half);
+    memcpy((char *)to + at * (is_half ? 2 : 4), some, is_half ? 2 : 4);
+}
+
 /* Lanes are added up, and compared, in a fixed order. */
 
 #if defined(__clang__)

@@ -7,10 +7,6 @@
 #include "numbers.h"
 #include "rows.h"
 
-#define FOR_ROWS(index, count, threads) \
-    _Pragma("omp parallel for schedule(static) num_threads(threads) if (threads > 1)") \
-    for (int64_t index = 0; index < (count); index++)
-
 /* Norms */
 
 INLINE float scale_of(const void *x, int64_t at, int64_t size, float epsilon, int is_half) {
@@ -167,54 +163,5 @@ void tinsmith_gate_back(
         else if (is_gelu) gate_back_row(x, dy, dx, row, inner, 1, 0);
         else if (is_half) gate_back_row(x, dy, dx, row, inner, 0, 1);
         else gate_back_row(x, dy, dx, row, inner, 0, 0);
-    }
-}
-
-/* Shares of a vocabulary */
-
-INLINE void share_row(
-    rows_of logits, rows_of shares, double *sums, float *most, int64_t row, int64_t vocabulary, int64_t block, float colder,
-    int is_half
-) {
-    const int64_t from = row * logits.step, whole = vocabulary - vocabulary % LANES;
-    float *to = (float *)shares.at + row * shares.step;
-    vec largest = all(-INFINITY);
-    for (int64_t v = 0; v < whole; v += LANES) largest = larger(largest, read(logits.at, from + v, is_half));
-    float top = largest_of(largest);
-    for (int64_t v = whole; v < vocabulary; v++) {
-        const float one = read_one(logits.at, from + v, is_half);
-        if (one > top) top = one;
-    }
-    most[row] = top;
-    double total = 0.0;
-    const int64_t blocks = (vocabulary + block - 1) / block;
-    for (int64_t b = 0; b < blocks; b++) {
-        vec sum = {0};
-        for (int64_t v = b * block; v < (b + 1) * block; v += LANES) {
-            vec one = all(-INFINITY);
-            if (v < whole) one = read(logits.at, from + v, is_half);
-            else
-                for (int lane = 0; lane < LANES && v + lane < vocabulary; lane++)
-                    one[lane] = read_one(logits.at, from + v + lane, is_half);
-            one = power_of_e((one - top) * colder);
-            write(to, v, one, 0);
-            sum += one;
-        }
-        total += (double)sum_of(sum);
-        sums[row * blocks + b] = total;
-    }
-}
-
-/* e to the power of how far each logit is below the largest of its row, times what `colder` has for
- * that row; behind the vocabulary 0, up to a whole number of blocks. And sums: of each block and all
- * before it. */
-void tinsmith_shares(
-    int64_t rows, int64_t vocabulary, int64_t block, int64_t is_half, int64_t threads_wanted, rows_of logits,
-    const float *colder, rows_of shares, double *sums, float *most
-) {
-    const int threads = (int)threads_wanted;
-    FOR_ROWS(row, rows, threads) {
-        if (is_half) share_row(logits, shares, sums, most, row, vocabulary, block, colder[row], 1);
-        else share_row(logits, shares, sums, most, row, vocabulary, block, colder[row], 0);
     }
 }

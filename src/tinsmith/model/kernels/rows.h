@@ -11,6 +11,10 @@ typedef struct {
     int64_t step;
 } rows_of;
 
+#define FOR_ROWS(index, count, threads) \
+    _Pragma("omp parallel for schedule(static) num_threads(threads) if (threads > 1)") \
+    for (int64_t index = 0; index < (count); index++)
+
 /* What rows are normed by: each of their `parts` by itself. */
 typedef struct {
     int64_t parts, size, x_half, out_half, threads;
