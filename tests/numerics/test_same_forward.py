@@ -1,7 +1,7 @@
 """Samples and passes give a token the same log-probability, in bfloat16 too where kernels multiply.
 
 Rounding in bfloat16 is coarse, and what is rounded the other way in one layer changes most numbers
-after a few: only what is computed in the same way agrees at all.
+after a few: only what is computed in the same way agrees at all, and that agrees to the last bit.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
 def test_sampled_logprobs_equal_those_of_forward_in_bfloat16(
     model: Transformer, rank: int | None, num_samples: int
 ) -> None:
-    """To the last bit: of the base and of adapters of any even rank, of one sample and of several."""
+    """To the last bit, of the base and adapters of any even rank, of one sample and several."""
     sampler = Sampler(model)
     trained = None
     if rank is not None:
