@@ -1,4 +1,4 @@
-"""Attention by a compiled kernel (`kernels/attention.c`): for samples, and the way in of passes.
+"""Attention by compiled kernels: for samples, and for passes (`kernels/attention.c`) and back.
 
 One call for each layer keeps the new rows' keys and values and lets every row attend to what it
 sees, with a window or without. A row's result does not depend on rows beside it, to the last bit,
@@ -20,11 +20,14 @@ from tinsmith.model.attention import AttentionRule
 from tinsmith.model.kernels.library import (
     MOST_HEAD_SIZE,
     MOST_QUERIES,
+    AttentionRows,
     AttentionShape,
     Kernels,
     is_dense,
     is_half,
     kernels_for,
+    product_kernels,
+    rows_of,
 )
 
 
@@ -97,6 +100,52 @@ class KernelAttention:
             *(len(self._starts) - 1, _dense(q_THD), _dense(k_TGD), _dense(v_TGD)),
             sums_TH,
         )
+
+
+class KernelWayBack:
+    """The way back through the layers of a pack, in bfloat16 (`kernels/attention_back.c`).
+
+    Args:
+        kernels: Those that multiply.
+        stretches: Where each begins and how many rows it has, and the same of what it follows; in
+            an order in which a prefix may be anywhere.
+    """
+
+    def __init__(self, kernels: Kernels, stretches: Sequence[tuple[int, int, int, int]]) -> None:
+        self._kernels = kernels
+        self._stretches = np.array(stretches, np.int64).reshape(-1, 4)
+        self._longest = max((rows for _, rows, _, _ in stretches), default=0)
+
+    def slopes(
+        self,
+        scale: float,
+        given: Sequence[Tensor],
+        sums_TH: Tensor,
+        slopes: Sequence[Tensor],
+    ) -> None:
+        """Write the slopes of queries, keys and values, in the rows of stretches.
+
+        Args:
+            scale: Of scores.
+            given: Queries, keys, values, what rows took of them, and its slopes.
+            sums_TH: As the way in told them.
+            slopes: Where they are put; one row behind the other.
+        """
+        q, k, v, out, dout = (_dense(one) for one in given)
+        rows, heads, size = q.shape
+        told = AttentionRows(
+            *(rows, heads, k.shape[1], size, torch.get_num_threads(), scale),
+            *(rows_of(one) for one in (q, k, v, out, dout)),
+            sums_TH.data_ptr(),
+            *(rows_of(one) for one in slopes),
+        )
+        place, count = self._stretches.ctypes.data, len(self._stretches)
+        self._kernels.attend_back(told, place, count, self._longest)
+
+
+def way_back_kernels(q_THD: Tensor) -> Kernels | None:
+    """The kernels, if they also go back through what they computed on the way in."""
+    return product_kernels(q_THD.device, q_THD.dtype)
 
 
 def most_rows(heads: int, key_heads: int) -> int:

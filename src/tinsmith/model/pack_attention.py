@@ -3,7 +3,8 @@
 Its stretches are sequences, or what is left of them behind a prefix that several share and that is
 computed once. The way back needs no more than the parts that `attention.py` tells of: given the
 joined result and its logarithm, the kernel's own gradient of a part is that part's share. Where
-there is a compiled kernel, the way in is one call of it, the same that samples make.
+there is a compiled kernel, the way in is one call of it, the same that samples make; and where
+kernels multiply in bfloat16, so is the way back.
 """
 
 # T row of the pack, H query head, G key head, D dimension of a head
@@ -27,8 +28,10 @@ from tinsmith.model.attention import (
 from tinsmith.model.kernel_attention import (
     KernelAttention,
     KernelStretch,
+    KernelWayBack,
     attention_kernels,
     most_rows,
+    way_back_kernels,
 )
 from tinsmith.model.kernels.library import Kernels
 from tinsmith.model.masked_attention import masked_attention
@@ -76,6 +79,8 @@ class _Plan(NamedTuple):
     pasts: list[_Past]
     masked: list[int]
     """The numbers of the stretches that are left to masks."""
+    way_back: KernelWayBack | None
+    """What goes back through the others where kernels do."""
 
 
 class PackAttention:
@@ -84,8 +89,9 @@ class PackAttention:
     def __init__(self, stretches: Sequence[Stretch]) -> None:
         self._stretches = tuple(stretches)
         self._lengths = [one.end - one.start for one in stretches]
-        self._plans: dict[tuple[int, bool], _Plan] = {}
-        """By how long a sequence may be for the flash kernel, and whether there is one key head."""
+        self._plans: dict[tuple[int, bool, bool], _Plan] = {}
+        """By how long a sequence may be for the flash kernel, whether there is one key head, and
+        whether kernels go back."""
         self._ways_in: dict[tuple[torch.Size, torch.Size, torch.dtype], _WayIn] = {}
         """By the shapes of queries and keys, which layers may have of several kinds."""
 
@@ -94,9 +100,10 @@ class PackAttention:
     ) -> Tensor:
         """`Attention.attend`."""
         del layer
-        plan = self._plan(reach_of(rule, q_THD.device), has_one_key_head=k_TGD.shape[1] == 1)
         # Also beside stretches that are left to masks: bits may not follow from who is there.
         way_in = self._way_in(rule, q_THD, k_TGD, v_TGD)
+        kernels = None if way_in is None else way_back_kernels(q_THD)
+        plan = self._plan(reach_of(rule, q_THD.device), k_TGD.shape[1] == 1, kernels)
         out_THD: Tensor = _FlashPack.apply(q_THD, k_TGD, v_TGD, plan, rule, way_in)  # type: ignore[no-untyped-call]
         if not plan.masked:
             return out_THD
@@ -121,8 +128,8 @@ class PackAttention:
             self._ways_in[kind] = _WayIn(kernels, self._stretches, q_THD, k_TGD)
         return self._ways_in[kind]
 
-    def _plan(self, reach: int, *, has_one_key_head: bool) -> _Plan:
-        kind = reach, has_one_key_head
+    def _plan(self, reach: int, has_one_key_head: bool, kernels: Kernels | None) -> _Plan:
+        kind = reach, has_one_key_head, kernels is not None
         if kind not in self._plans:
             whole = [one for one in self._stretches if one.sequence_length <= reach]
             masked = [
@@ -131,7 +138,8 @@ class PackAttention:
             # One sequence with one key head is all that a call has to do, and threads then share
             # its products, which gives other bits: it may not matter who lies beside it.
             blocks = [_Block(*one[:2], 1) for one in whole] if has_one_key_head else _blocks(whole)
-            self._plans[kind] = _Plan(blocks, _pasts(whole), masked)
+            way_back = None if kernels is None else KernelWayBack(kernels, _told(whole))
+            self._plans[kind] = _Plan(blocks, _pasts(whole), masked, way_back)
         return self._plans[kind]
 
     def done(self) -> None:
@@ -149,6 +157,15 @@ def _pasts(stretches: Sequence[Stretch]) -> list[_Past]:
         _Past(group[0].start, group[-1].end, slice(*group[0].prefix))
         for group in groups
         if group[0].prefix is not None
+    ]
+
+
+def _told(stretches: Sequence[Stretch]) -> list[tuple[int, int, int, int]]:
+    """Starts and numbers of rows, as `KernelWayBack` wants them."""
+    prefixes = (one.prefix or (0, 0) for one in stretches)
+    return [
+        (one.start, one.end - one.start, first, last - first)
+        for one, (first, last) in zip(stretches, prefixes, strict=True)
     ]
 
 
@@ -220,6 +237,10 @@ class _FlashPack(torch.autograd.Function):
     def backward(ctx: Any, dout_THD: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         q_THD, k_TGD, v_TGD, out_THD, sums_TH = ctx.saved_tensors
         dq_THD, dk_TGD, dv_TGD = (_room_for(rows, ctx.plan) for rows in (q_THD, k_TGD, v_TGD))
+        if ctx.plan.way_back is not None:
+            given = q_THD, k_TGD, v_TGD, out_THD, dout_THD
+            ctx.plan.way_back.slopes(ctx.scale, given, sums_TH, (dq_THD, dk_TGD, dv_TGD))
+            return dq_THD, dk_TGD, dv_TGD, None, None, None
         for start, end, count in ctx.plan.blocks:
             dout, q, k, v, out, sums = (
                 heads_first(rows[start:end], count)
@@ -262,7 +283,8 @@ def _by_flash(
 
 def _room_for(rows: Tensor, plan: _Plan) -> Tensor:
     """What a plan fills; zeros where it leaves rows out."""
-    return torch.zeros_like(rows) if plan.masked else torch.empty_like(rows)
+    room = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+    return room.zero_() if plan.masked else room
 
 
 def _past_of(

@@ -74,6 +74,18 @@ class AttentionShape(ctypes.Structure):
     ]
 
 
+class AttentionRows(ctypes.Structure):
+    """`attention` of `attention_back.c`."""
+
+    _fields_ = [
+        *((name, _Number) for name in ("rows", "heads", "key_heads", "size", "threads")),
+        ("scale", ctypes.c_float),
+        *((name, Rows) for name in ("q", "k", "v", "out", "dout")),
+        ("sums", _Pointer),
+        *((name, Rows) for name in ("dq", "dk", "dv")),
+    ]
+
+
 class FactorsOfLayer(ctypes.Structure):
     """`factors` of `factors.c`."""
 
@@ -98,6 +110,8 @@ _ARGUMENTS: dict[str, list[Any]] = {
         *(ctypes.POINTER(AttentionShape), _Number, _Pointer, _Pointer, _Number),
         *(*[Rows] * 4, _Pointer),
     ],
+    "attend_back_room": [ctypes.POINTER(AttentionRows), _Number],
+    "attend_back": [ctypes.POINTER(AttentionRows), _Pointer, _Number, _Pointer, _Number],
     "pack": [_Number, _Number, Rows, _Pointer],
     "product": [*[_Number] * 4, Rows, _Pointer, _Pointer, Rows],
     "factors_room": [ctypes.POINTER(FactorsOfLayer), _Number],
@@ -115,8 +129,11 @@ _ARGUMENTS: dict[str, list[Any]] = {
         ),
     ],
 }
-_RESULTS = {"factors_room": _Number}
-_OF_SOME = {"pack", "product", "factors_room", "factors_add", "factors_back"}
+_RESULTS = {"factors_room": _Number, "attend_back_room": _Number}
+_OF_SOME = {
+    *("pack", "product", "factors_room", "factors_add", "factors_back"),
+    *("attend_back_room", "attend_back"),
+}
 """What only some libraries have: those of machines that multiply bfloat16."""
 _NO_ROWS = Rows(None, 0)
 
@@ -143,6 +160,8 @@ class Kernels:
         self._totals: Any
         self._logit_slopes: Any
         self._attend: Any
+        self._attend_back_room: Any
+        self._attend_back: Any
         self._pack: Any
         self._product: Any
         self._factors_room: Any
@@ -293,6 +312,12 @@ class Kernels:
             *(rows_of(v_TGD), rows_of(out_THD), None if sums_TH is None else sums_TH.data_ptr()),
         )
         return out_THD
+
+    def attend_back(self, rows: AttentionRows, stretches: int, count: int, longest: int) -> None:
+        """`tinsmith_attend_back` of `attention_back.c`; stretches by their address."""
+        numbers = self._attend_back_room(rows, longest)
+        room = _room(numbers * rows.threads)
+        self._attend_back(rows, stretches, count, room.data_ptr(), numbers)
 
     def pack(self, weight_OI: Tensor) -> Tensor:
         """Weights in bfloat16 as `product` reads them."""
