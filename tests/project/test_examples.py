@@ -57,6 +57,17 @@ def _said(*command: str, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.parametrize("name", [*TOURS, *LOOPS, "written_for_tinker"])
+def test_help_says_what_an_example_is_about_and_starts_nothing(name: str) -> None:
+    program = ROOT / "examples" / f"{name}.py"
+
+    said = _said(str(program), "--help")
+
+    about = program.read_text(encoding="utf-8").splitlines()[0].strip('"')
+    assert said.startswith("usage: ")
+    assert about in " ".join(said.split())
+
+
 @pytest.mark.parametrize("name", TOURS)
 def test_a_tour_runs(name: str) -> None:
     said = _said(str(ROOT / "examples" / f"{name}.py"))
