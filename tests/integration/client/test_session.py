@@ -17,6 +17,7 @@ import msgspec
 import pytest
 
 from tinsmith.client import dynamic_flags, waits
+from tinsmith.client.background import background
 from tinsmith.client.retry import RetryBudget
 from tinsmith.client.service import ServiceClient
 from tinsmith.client.settings import Secret, settings_from
@@ -456,14 +457,14 @@ def test_a_long_wait_for_a_plain_call_is_told(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    soon = msgspec.structs.replace(waits.ANSWERS, after_s=0.2)
-    monkeypatch.setattr(client._lease.session.retrier._unanswered, "_telling", soon)
+    soon = msgspec.structs.replace(waits.FUTURES, after_s=0.2)
+    monkeypatch.setattr(background().waits, "_telling", soon)
     monkeypatch.setattr(waits, "LOOK_EVERY_S", 0.05)
     told = threading.Event()
 
     class Listener(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if "get_server_capabilities: no answer" in record.getMessage():
+            if "an answer from the service to get_server_capabilities" in record.getMessage():
                 told.set()
 
     listener = Listener()
