@@ -389,6 +389,12 @@ class TrainingClient(SavingCalls):
         )
         return info
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a TrainingClient numbers its calls in one place and is not pickled; save its state "
+            "and make another from that there, or pass a SamplingClient"
+        )
+
     def __repr__(self) -> str:
         return f"TrainingClient(model_id={self.model_id!r})"
 

@@ -18,6 +18,7 @@ import pytest
 
 from tinsmith.client import dynamic_flags, waits
 from tinsmith.client.background import background
+from tinsmith.client.rest import RestClient
 from tinsmith.client.retry import RetryBudget
 from tinsmith.client.service import ServiceClient
 from tinsmith.client.settings import Secret, settings_from
@@ -314,6 +315,23 @@ def test_s40_no_secret_shows_in_repr_or_pickle() -> None:
         assert "hidden" not in shown
     with pytest.raises(TypeError):
         pickle.dumps(Secret("tml-secret"))
+
+
+def test_what_cannot_be_pickled_says_what_to_do_instead(client: ServiceClient) -> None:
+    training = client.create_lora_training_client("m", rank=2)
+    sampler = client.create_sampling_client(base_model="m")
+    future = sampler.sample(ModelInput.from_ints([1]), 1, SamplingParams(max_tokens=1))
+
+    remedies = {
+        client: "make one in the other process",
+        RestClient(client.holder): "make one in the other process",
+        training: "pass a SamplingClient",
+        future: "pass its result",
+    }
+
+    for held, remedy in remedies.items():
+        with pytest.raises(TypeError, match=f"is not pickled; .*{remedy}"):
+            pickle.dumps(held)
 
 
 def test_s40_no_secret_shows_in_an_error(service: ScriptedService) -> None:
