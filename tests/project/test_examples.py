@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 import re
@@ -37,8 +36,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         shutil.copy(file, folder / "model")
     ours = {"TINSMITH_HOME": str(folder / "home")}
     ours["TINSMITH_SERVE_MODELS"] = f"{NAME}={folder / 'model'}"
-    # Samplers of a base model know its name alone, which is the real one's.
-    ours["TINSMITH_TOKENIZERS"] = json.dumps({NAME: str(folder / "model")})
     kept = {name: value for name, value in os.environ.items() if "TINKER_" not in name}
     return {**kept, **ours}
 
