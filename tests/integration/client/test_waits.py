@@ -139,7 +139,7 @@ def a_tokenizer(_: ScriptedService, client: ServiceClient) -> object:
     [
         (a_result, "optim_step of", "its result"),
         (a_paused_queue, "optim_step of", "paused_capacity: out of GPUs"),
-        (calls_before_it, "Forward of", "the calls before it"),
+        (calls_before_it, "forward of", "the calls before it"),
         (a_second_try, "optim_step of", "another try"),
         (a_limiter, "sample of", "429 of the test"),
         (samples, "sample of", "one of 7"),
