@@ -7,6 +7,8 @@ the faults that it is told to make.
 
 from __future__ import annotations
 
+import argparse
+
 import tinsmith
 from tinsmith.testing import ScriptedService, running_service
 
@@ -17,6 +19,7 @@ PARAMS = tinsmith.SamplingParams(max_tokens=12, seed=1)
 
 def main() -> None:
     """Walk through the tour."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     print("The client, against a service for tests (a formula, no network: nothing is learned)\n")
     extensions = {
         "tinsmith_stream": True,

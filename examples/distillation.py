@@ -22,7 +22,7 @@ STEP = tinsmith.AdamParams(learning_rate=1e-3)
 def main() -> None:
     """Teach a teacher, then a student by the teacher."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=6, help="of training (%(default)s)")
     steps = parser.parse_args().steps
     with tinsmith.ServiceClient() as client:
         teacher = client.create_lora_training_client(MODEL, rank=8, seed=0)

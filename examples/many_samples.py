@@ -16,7 +16,7 @@ MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 def main() -> None:
     """Ask about many numbers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--prompts", type=int, default=64, help="how many (%(default)s)")
     count = parser.parse_args().prompts
     with tinsmith.ServiceClient() as client:
         sampler = client.create_sampling_client(base_model=MODEL)

@@ -27,7 +27,7 @@ PAIRS = [
 def main() -> None:
     """Prefer the short answer of each pair to the stiff one."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=6, help="of training (%(default)s)")
     steps = parser.parse_args().steps
     with tinsmith.ServiceClient() as client:
         training = client.create_lora_training_client(MODEL, rank=16, seed=0)

@@ -43,7 +43,7 @@ def datum(
 def main() -> None:
     """Sample, reward, train, some steps long."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=24, help="of training (%(default)s)")
     steps = parser.parse_args().steps
     chance = random.Random(0)
     with tinsmith.ServiceClient() as client:

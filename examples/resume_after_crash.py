@@ -8,6 +8,7 @@ and a checkpoint with the optimizer goes on as if nothing had happened.
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
@@ -45,6 +46,7 @@ def doomed() -> None:
 
 def main() -> None:
     """Run the program that dies, then resume from what it saved."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     first = subprocess.run(
         [sys.executable, __file__, "doomed"], stdout=subprocess.PIPE, text=True, check=False
     )

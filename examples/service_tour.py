@@ -7,6 +7,7 @@ trained, so that losses fall, but it knows no language.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import socket
 import subprocess
@@ -80,6 +81,7 @@ def serving() -> Iterator[Service]:
 
 def main() -> None:
     """Train once undisturbed and once with a kill, and compare."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     print("The service, with an engine of arithmetic in the place of a network\n")
     print(f"1. {STEPS} steps, undisturbed")
     with serving() as service:

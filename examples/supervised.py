@@ -25,7 +25,7 @@ QUESTION = "The shop closes at five in the afternoon."
 def main() -> None:
     """Train, and ask before and after."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=10, help="of training (%(default)s)")
     steps = parser.parse_args().steps
     with tinsmith.ServiceClient() as client:
         training = client.create_lora_training_client(MODEL, rank=16, seed=0)

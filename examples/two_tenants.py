@@ -5,6 +5,7 @@ python examples/two_tenants.py
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import socket
 import subprocess
@@ -25,6 +26,7 @@ DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 def main() -> None:
     """Make two keys, serve, and let both train."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     with tempfile.TemporaryDirectory() as data:
         keys = {tenant: make_key(data, tenant) for tenant in ("ada", "bob")}
         with serving(data) as url:

@@ -6,6 +6,8 @@ encoded as a server would, and decoded as a client will.
 
 from __future__ import annotations
 
+import argparse
+
 import tinsmith
 from tinsmith import errors
 from tinsmith.types import ForwardBackwardInput, ForwardBackwardRequest
@@ -16,6 +18,7 @@ from tinsmith.wire.limits import DecodeLimits
 
 def main() -> None:
     """Walk through the tour."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     print(f"tinsmith {tinsmith.__version__}: the types and their bytes\n")
     training_request()
     sample_request()

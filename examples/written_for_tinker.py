@@ -9,6 +9,8 @@ For the second way, `tinker` has to be installed, and TINKER_BASE_URL and TINKER
 
 from __future__ import annotations
 
+import argparse
+
 import tinker
 from tinker import types
 
@@ -17,6 +19,7 @@ MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 def main() -> None:
     """Train three steps, and sample."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     service = tinker.ServiceClient()
     training = service.create_lora_training_client(base_model=MODEL, rank=8, seed=0)
     tokens = [11, 12, 13, 14, 15, 16, 17, 18]

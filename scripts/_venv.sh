@@ -83,7 +83,7 @@ _install() {
     rm -rf "$dir"
     "$python" -m venv "$dir"
   fi
-  say "installing ${wanted[*]} as pinned in constraints.txt"
+  say "installing ${wanted[*]} as pinned in constraints.txt; this may take minutes"
   # By variable, not by option: so the pins hold for the build backend too.
   PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
     "$dir/bin/python" -m pip install --quiet "${wanted[@]}"

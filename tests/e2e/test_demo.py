@@ -41,7 +41,7 @@ def _printed_by_demo(model: Path, out: Path) -> str:
         text=True,
         timeout=600,
     )
-    assert ended.returncode == 0, ended.stderr + (out / "data" / "service.log").read_text()
+    assert ended.returncode == 0, ended.stderr + (out / "demo-data" / "service.log").read_text()
     return ended.stdout
 
 

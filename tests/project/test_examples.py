@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 import re
@@ -37,8 +36,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         shutil.copy(file, folder / "model")
     ours = {"TINSMITH_HOME": str(folder / "home")}
     ours["TINSMITH_SERVE_MODELS"] = f"{NAME}={folder / 'model'}"
-    # Samplers of a base model know its name alone, which is the real one's.
-    ours["TINSMITH_TOKENIZERS"] = json.dumps({NAME: str(folder / "model")})
     kept = {name: value for name, value in os.environ.items() if "TINKER_" not in name}
     return {**kept, **ours}
 
@@ -55,6 +52,17 @@ def _said(*command: str, **environment: str) -> str:
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout
+
+
+@pytest.mark.parametrize("name", [*TOURS, *LOOPS, "written_for_tinker"])
+def test_help_says_what_an_example_is_about_and_starts_nothing(name: str) -> None:
+    program = ROOT / "examples" / f"{name}.py"
+
+    said = _said(str(program), "--help")
+
+    about = program.read_text(encoding="utf-8").splitlines()[0].strip('"')
+    assert said.startswith("usage: ")
+    assert about in " ".join(said.split())
 
 
 @pytest.mark.parametrize("name", TOURS)

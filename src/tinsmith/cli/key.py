@@ -90,7 +90,9 @@ def list_keys(arguments: argparse.Namespace) -> None:
     from tinsmith.cli.text import counted
     from tinsmith.server import keys
 
-    found = _on_ledger(arguments, lambda ledger: keys.list_keys(ledger, arguments.tenant))
+    found = _on_ledger(
+        arguments, lambda ledger: keys.list_keys(ledger, arguments.tenant), may_make=False
+    )
     show(
         arguments.format,
         {"keys": [_plain(key) for key in found]},
@@ -107,7 +109,9 @@ def revoke_key(arguments: argparse.Namespace) -> None:
     from tinsmith.cli.output import show
     from tinsmith.server import keys
 
-    key = _on_ledger(arguments, lambda ledger: keys.revoke_key(ledger, arguments.id))
+    key = _on_ledger(
+        arguments, lambda ledger: keys.revoke_key(ledger, arguments.id), may_make=False
+    )
     show(
         arguments.format,
         _plain(key),
@@ -129,7 +133,7 @@ def change_quotas(arguments: argparse.Namespace) -> None:
             raise UnknownEntryError(f"there is no tenant {arguments.tenant!r:.80}")
         return await keys.add_tenant(ledger, arguments.tenant, dict(arguments.quota))
 
-    tenant = _on_ledger(arguments, change)
+    tenant = _on_ledger(arguments, change, may_make=False)
     shown = [(name, str(tenant.quotas.get(name, "none"))) for name in keys.QUOTAS]
     show(
         arguments.format,
@@ -138,8 +142,10 @@ def change_quotas(arguments: argparse.Namespace) -> None:
     )
 
 
-def _on_ledger(arguments: argparse.Namespace, work: Callable[[Ledger], Awaitable[T]]) -> T:
-    """Do something with the entries of the service's ledger.
+def _on_ledger(
+    arguments: argparse.Namespace, work: Callable[[Ledger], Awaitable[T]], *, may_make: bool = True
+) -> T:
+    """Do something with the entries of the service's ledger, which may have to be made first.
 
     Raises:
         UsageError: What was given cannot be used.
@@ -154,7 +160,7 @@ def _on_ledger(arguments: argparse.Namespace, work: Callable[[Ledger], Awaitable
     address = loaded_settings(arguments).settings.database
 
     async def run() -> T:
-        async with await open_ledger_beside(address) as ledger:
+        async with await open_ledger_beside(address, may_make=may_make) as ledger:
             return await work(ledger)
 
     try:

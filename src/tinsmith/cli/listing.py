@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import sys
 from typing import TypeVar
 
 from tinsmith.cli.text import counted
@@ -24,7 +25,7 @@ def taken(pages: Pages[T], arguments: argparse.Namespace, what: str) -> list[T]:
     """As many items as were asked for, with a bar where that takes several pages."""
     found: list[T] = []
     with Progress(f"Fetching {what}", None, format_=arguments.format) as bar:
-        for item in itertools.islice(pages, arguments.limit or None):
+        for item in itertools.islice(pages, min(arguments.limit, sys.maxsize) or None):
             found.append(item)
             bar.total = arguments.limit or pages.total_count
             bar.add(1)

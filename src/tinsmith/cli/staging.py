@@ -57,7 +57,8 @@ class Staging:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if not self._resume or kind is None:
+        has_parts = any(path.is_file() for path in self.files.rglob("*"))
+        if not self._resume or kind is None or not has_parts:
             shutil.rmtree(self.folder, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)

@@ -143,6 +143,7 @@ class Calls:
             began=None if begun is None else begun.began,
             final=_final_errors(endpoint),
             asleep=asleep,
+            is_watched=endpoint.name not in _SAMPLES,  # who sends them tells what they wait for
         )
 
     async def exchange(
@@ -441,11 +442,11 @@ def _own_headers(endpoint_name: str, timeout_s: float, is_management: bool) -> M
 
 
 _AFTER_CLOSE = frozenset({"finish_session"})
+_SAMPLES = frozenset({"asample", "asample_many"})
 
 
 def _final_errors(endpoint: Endpoint) -> tuple[type[APIError], ...]:
     """Errors that somebody else deals with, though another try might help."""
     if endpoint.retry is RetryClass.EXCHANGE:
         return (BillingError,)  # to make something is not paused for want of funds, but refused
-    is_sample = endpoint.name in ("asample", "asample_many")
-    return (RateLimitError,) if is_sample else ()  # the limiter's
+    return (RateLimitError,) if endpoint.name in _SAMPLES else ()  # the limiter's

@@ -47,6 +47,9 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
         self.what = what
         self._stop_work: Callable[[], object] | None = None
 
+    def __reduce__(self) -> Any:
+        raise TypeError("a future is settled in this process and is not pickled; pass its result")
+
     def result(self, timeout: float | None = None) -> T:
         """Wait for the result.
 

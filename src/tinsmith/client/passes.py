@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from tinsmith.client import chunking
 from tinsmith.client.dispatch import Place
@@ -30,10 +30,11 @@ def pass_bodies(
 
     Raises:
         ValidationError: There is no data.
+        TypeError: The data are no datums, or the loss is no name.
     """
     flags = submitter.session.flags
     chunks = chunking.split(
-        data,
+        _checked(data, loss_fn),
         max_datums=flags.fwdbwd_max_chunk_len,
         max_bytes=flags.fwdbwd_max_chunk_bytes_count,
     )
@@ -49,6 +50,21 @@ def pass_bodies(
         )
         for chunk in chunks
     ]
+
+
+def _checked(data: Sequence[Datum], loss_fn: LossFnType) -> list[Datum]:
+    if not isinstance(loss_fn, str):
+        raise TypeError(
+            f"loss_fn is {type(loss_fn).__name__}, and not the name of a loss, as 'cross_entropy' "
+            "is; a function of your own goes to forward_backward_custom"
+        )
+    if not isinstance(data, Iterable):
+        raise TypeError(f"data is a list of Datum, not {type(data).__name__}")
+    datums = list(data)
+    for index, datum in enumerate(datums):
+        if not hasattr(datum, "model_input"):
+            raise TypeError(f"data[{index}] is {type(datum).__name__}, and not a Datum")
+    return datums
 
 
 async def run_pass(

@@ -25,7 +25,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from tinsmith.client import events
-from tinsmith.client.waits import ANSWERS, Wait, Waits, say
+from tinsmith.client.waits import ANSWERS, Waits, say, saying
 from tinsmith.errors import (
     APIConnectionError,
     APIError,
@@ -216,6 +216,7 @@ class Retrier:
         began: float | None = None,
         final: tuple[type[APIError], ...] = (),
         asleep: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+        is_watched: bool = True,
     ) -> T:
         """Make a call until it succeeds, fails for good, or its budget is used up.
 
@@ -225,6 +226,7 @@ class Retrier:
             began: When its first try was sent, by the retrier's clock; now if None.
             final: Errors that are raised at once although they may pass.
             asleep: Entered between two tries, to give back what the call holds while it waits.
+            is_watched: Whether it is told if nobody answers for long; False if others tell it.
 
         Raises:
             APIError: The last attempt's, with the number of attempts and the time in its notes.
@@ -233,7 +235,9 @@ class Retrier:
         number = 0
         while True:
             try:
-                result = await self._watched(attempt, number, what)
+                result = await (
+                    self._watched(attempt, number, what) if is_watched else attempt(number)
+                )
             except APIError as error:
                 self._contact.was_made |= not isinstance(error, APIConnectionError) or isinstance(
                     error, APITimeoutError
@@ -270,20 +274,18 @@ class Retrier:
         return logging.WARNING
 
     async def _watched(self, attempt: Callable[[int], Awaitable[T]], number: int, what: str) -> T:
-        awaited = self.begin_wait(what)
-        try:
-            return await attempt(number)
-        finally:
-            self.end_wait(awaited)
+        with saying(f"an answer from the service to {what}") as is_told:
+            if is_told:
+                return await attempt(number)
+            awaited = self._unanswered.begin(what)
+            try:
+                return await attempt(number)
+            finally:
+                self._unanswered.end(awaited)
 
-    def begin_wait(self, what: str) -> Wait:
-        """A call was sent; if it is not answered for long, that is told."""
-        return self._unanswered.begin(what)
-
-    def end_wait(self, awaited: Wait, *, is_reached: bool = False) -> None:
-        """It was answered, or given up."""
-        self._unanswered.end(awaited)
-        self._contact.was_made |= is_reached
+    def reached(self) -> None:
+        """Note that the service answered a call that was made beside this."""
+        self._contact.was_made = True
 
     def _next_delay_s(self, error: APIError, number: int, elapsed_s: float) -> float | None:
         """How long to wait before the next attempt; None if there should be none."""

@@ -320,19 +320,22 @@ class SamplingClient(ManySamples):
         Raises:
             TokenizerError: It could not be found or loaded.
         """
-        work = self._tokenizer.get_async(self._get_base_model)
+        work = self._tokenizer.get_async(self._get_names)
         return background().run(work, "get_tokenizer", timeout)
 
     async def get_tokenizer_async(self, *, timeout: float | None = None) -> Any:
         """As `get_tokenizer`, without blocking."""
-        work = self._tokenizer.get_async(self._get_base_model)
+        work = self._tokenizer.get_async(self._get_names)
         return await background().start(work, "get_tokenizer", timeout)
 
     async def _get_base_model(self) -> str:
+        return (await self._get_names())[0]
+
+    async def _get_names(self) -> tuple[str, str | None]:
         sampler: GetSamplerResponse = await self._lease.session.call(
             "get_sampler", r.GetSamplerRequest(sampler_id=self._sampling_session_id)
         )
-        return sampler.base_model
+        return sampler.base_model, sampler.tokenizer_id
 
     def _check_sample(
         self, num_samples: int, sampling_params: SamplingParams, options: dict[str, Any]

@@ -497,6 +497,11 @@ class ServiceClient:
         """This client's hold on its session, for programs that reach below the surface."""
         return self._lease
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a ServiceClient holds connections and is not pickled; make one in the other process"
+        )
+
     def __repr__(self) -> str:
         return f"ServiceClient(base_url={self._settings.base_url!r})"
 

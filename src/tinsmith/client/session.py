@@ -23,6 +23,7 @@ from tinsmith.client.settings import ClientSettings, Secret
 from tinsmith.client.transports.base import (
     Transport,
 )
+from tinsmith.client.waits import unattended
 from tinsmith.client.work import closed_error
 from tinsmith.errors import (
     APIError,
@@ -281,7 +282,7 @@ class Session(Calls):
             work: What to run.
             on_end: Called with the task when it has ended, also one that never began.
         """
-        task = asyncio.create_task(work)
+        task = asyncio.create_task(work, context=unattended())
         self._tasks[task] = on_end  # a loop holds its tasks weakly
         task.add_done_callback(self._spawned_ended)
 

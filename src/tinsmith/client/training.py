@@ -172,11 +172,12 @@ class TrainingClient(SavingCalls):
         timeout: float | None,
     ) -> APIFuture[ForwardBackwardOutput]:
         kind = "Forward" if forward_only else "ForwardBackward"
+        name = "forward" if forward_only else "forward_backward"
         submitter = self._submitter
         bodies = pass_bodies(submitter, data, loss_fn, loss_fn_config, forward_only=forward_only)
         place = submitter.line.take_place()
         work = run_pass(submitter, place, bodies, kind)
-        return submitter.start(work, place, f"{kind} of {self.model_id}", timeout)
+        return submitter.start(work, place, f"{name} of {self.model_id}", timeout)
 
     def optim_step(
         self,
@@ -388,6 +389,12 @@ class TrainingClient(SavingCalls):
             "get_info", r.GetInfoRequest(model_id=self.model_id)
         )
         return info
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a TrainingClient numbers its calls in one place and is not pickled; save its state "
+            "and make another from that there, or pass a SamplingClient"
+        )
 
     def __repr__(self) -> str:
         return f"TrainingClient(model_id={self.model_id!r})"

@@ -2,8 +2,8 @@
 
 A user waits for a future that is not settled: it may be in a line, held back by a pause, between
 two tries, on the server, in a download or in a loss of the user's own. That may be as it should be,
-and is told every ten seconds (`FUTURES`). A request that nobody answers is a fault, told every
-minute (`ANSWERS`).
+and is told every ten seconds (`FUTURES`). A request that nobody answers is a fault: it is told as
+the reason of the call that waits for it, and by itself, every minute, if none does (`ANSWERS`).
 
 One look per second serves all waits of a kind; of those with one name one line tells, with the
 reasons that were last given by `say`. It is a warning once a minute, for programs that have set up
@@ -13,10 +13,11 @@ no logging: Python shows them warnings alone. The other lines are for those who 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -50,6 +51,7 @@ class Wait(msgspec.Struct):
     what: str
     began: float
     reason: str = ""
+    is_over: bool = False
 
 
 _current: contextvars.ContextVar[Wait | None] = contextvars.ContextVar("wait", default=None)
@@ -60,6 +62,28 @@ def say(reason: str) -> None:
     wait = _current.get()
     if wait is not None:
         wait.reason = reason
+
+
+@contextlib.contextmanager
+def saying(reason: str) -> Iterator[bool]:
+    """As `say`, until the block ends; gives whether there is a wait that will tell it."""
+    wait = _current.get()
+    # A connection, or whatever else outlives the wait that it was made in, keeps its context.
+    if wait is None or wait.is_over:
+        yield False
+        return
+    before, wait.reason = wait.reason, reason
+    try:
+        yield True
+    finally:
+        wait.reason = before
+
+
+def unattended() -> contextvars.Context:
+    """The context for work that no user waits for, whoever set it off."""
+    context = contextvars.copy_context()
+    context.run(_current.set, None)
+    return context
 
 
 class Waits:
@@ -100,6 +124,7 @@ class Waits:
 
     def end(self, wait: Wait) -> None:
         """Note that it is not waited for any more."""
+        wait.is_over = True
         self._waits.pop(id(wait), None)
 
     def look_on(self) -> None:

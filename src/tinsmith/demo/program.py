@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,13 +18,14 @@ from tinsmith.demo.picture import can_draw, draw
 from tinsmith.demo.reinforcement import GROUP, Rewarded, learn_to_the_point
 from tinsmith.demo.service import Service
 from tinsmith.demo.supervised import Learned, learn_json
+from tinsmith.demo.tasks import Example
 
 PAGE = "demo.html"
 PICTURE = "demo.png"
 DATA = "demo-data"
 """The service's folder. Each demo deletes that of the one before, and so it is named for that."""
-SHOWN = 40
-"""Letters of an answer on the screen."""
+SHOWN = 64
+"""Letters of an answer on the screen, which has 80 columns."""
 
 
 class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +69,7 @@ def run_demo(settings: DemoSettings) -> Path:
     started = time.monotonic()
     service = Service(settings.out / DATA, f"{settings.model}={settings.folder}")
     _say(f"Starting `tinsmith serve` with {settings.model} (its log: {service.log})")
-    with service, ServiceClient(base_url=service.url, api_key="tml-demo") as client:
+    with _client_log(), service, ServiceClient(base_url=service.url, api_key="tml-demo") as client:
         _say(f"  ready after {time.monotonic() - started:.1f} s")
         learned = _examples(client, settings)
         rewarded = _rewards(client, settings)
@@ -79,6 +83,19 @@ def run_demo(settings: DemoSettings) -> Path:
     return written
 
 
+@contextlib.contextmanager
+def _client_log() -> Iterator[None]:
+    """Show what the client warns of, such as a long wait, as a part of the demo."""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("   the client's log: %(message)s"))
+    log = logging.getLogger("tinsmith")
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+
+
 def _examples(client: ServiceClient, settings: DemoSettings) -> Learned:
     _say(f"\n1. Learning from examples: sentences to JSON, {settings.json_steps} steps")
     learned = learn_json(
@@ -90,10 +107,7 @@ def _examples(client: ServiceClient, settings: DemoSettings) -> Learned:
         told=lambda losses: _progress("loss", losses, settings.json_steps),
     )
     _say("")
-    for example, before, after in zip(learned.test, learned.before, learned.after, strict=True):
-        _say(f"   {example.question}")
-        _say(f"     before: {_short(before)}")
-        _say(f"     after:  {_short(after)}")
+    _say_answers(learned.test, learned.before, learned.after)
     right = f"{learned.right(learned.before)} before, {learned.right(learned.after)} after"
     _say(f"   right answers, of {len(learned.test)} about people in no example: {right}")
     return learned
@@ -111,10 +125,7 @@ def _rewards(client: ServiceClient, settings: DemoSettings) -> Rewarded:
         told=lambda rewards: _progress("reward", rewards, settings.reward_steps),
     )
     _say("")
-    for question, before, after in zip(
-        rewarded.questions, rewarded.before, rewarded.after, strict=True
-    ):
-        _say(f"   {question.question:<34} {_short(before)}  ->  {_short(after)}")
+    _say_answers(rewarded.questions, rewarded.before, rewarded.after)
     first, last = rewarded.rewards[0], rewarded.rewards[-1]
     _say(f"   mean reward of the answers: {first:.2f} in the first step, {last:.2f} in the last")
     return rewarded
@@ -190,6 +201,13 @@ def _progress(name: str, values: list[float], steps: int) -> None:
 
 def _say(line: str) -> None:
     print(line, flush=True)  # noqa: T201 - it is what the demo is for
+
+
+def _say_answers(asked: Sequence[Example], before: list[str], after: list[str]) -> None:
+    for example, first, last in zip(asked, before, after, strict=True):
+        _say(f"   {example.question}")
+        _say(f"     before: {_short(first)}")
+        _say(f"     after:  {_short(last)}")
 
 
 def _short(answer: str) -> str:

@@ -41,12 +41,16 @@ async def open_ledger(address: str, *, retention: Retention | None = None) -> Le
     )
 
 
-async def open_ledger_beside(address: str) -> Ledger:
+async def open_ledger_beside(address: str, *, may_make: bool = True) -> Ledger:
     """Open the ledger of a service that may be running, to look up and change entries alone.
+
+    Args:
+        address: Where it is.
+        may_make: Whether it is made where there is none.
 
     Raises:
         ValidationError: The address names no ledger that is known, or one that is gone with its
-            process.
+            process, or a folder without one if none may be made.
         LedgerError: It cannot be opened; the message says why and what to do.
     """
     scheme = urlsplit(address).scheme
@@ -58,7 +62,14 @@ async def open_ledger_beside(address: str) -> Ledger:
     if scheme == "sqlite":
         from tinsmith.ledger.sqlite import SqliteLedger
 
-        return await SqliteLedger.open_beside(_folder(address))
+        folder = _folder(address)
+        if not may_make and not SqliteLedger.is_in(folder):
+            raise ValidationError(
+                f"there is no ledger in {folder}",
+                remedy="name the service's folder with --data; its first start makes one, or "
+                "`tinsmith key create`",
+            )
+        return await SqliteLedger.open_beside(folder)
     return await open_ledger(address)
 
 

@@ -135,6 +135,7 @@ class ServiceMetrics:
             "tinsmith_payload_bytes", "Payloads and results that are kept, in bytes."
         )
         self.payload_files = gauge("tinsmith_payload_files", "Payloads that have a file each.")
+        self.free_bytes = gauge("tinsmith_free_bytes", "Room on the disk of the data folder.")
 
         # The process
         gauge("tinsmith_build_info", "1, with the version.", "version").set(1, __version__)

@@ -12,6 +12,7 @@ from tinsmith.engines.base import AdapterId, AdapterSpec
 from tinsmith.errors import BadRequestError, TinkerError
 from tinsmith.ledger.model_config import read_config
 from tinsmith.ledger.records import LineId, Model
+from tinsmith.wire.failures import failed_from_error
 
 
 def spec_of(model: Model) -> AdapterSpec:
@@ -94,8 +95,7 @@ class Models:
 
 def could_not_be_made(line: LineId, error: BaseException) -> TinkerError:
     """The error for commands of a model whose creation failed."""
-    reason = str(error) if isinstance(error, TinkerError) else "internal server error"
-    return BadRequestError(f"model {line} could not be made: {reason}")
+    return BadRequestError(f"model {line} could not be made: {failed_from_error(error).error}")
 
 
 def was_let_go(line: LineId, why: str) -> TinkerError:

@@ -27,6 +27,7 @@ from tinsmith.scheduler.models import KnownModel, could_not_be_made, spec_of
 from tinsmith.scheduler.order import TRAINING
 from tinsmith.scheduler.parts import Parts
 from tinsmith.scheduler.training import Training
+from tinsmith.wire.failures import failed_from_error
 
 _log = logging.getLogger(__name__)
 
@@ -51,18 +52,19 @@ class Recovering:
         redone = sum(len(one.redo) for one in found.models)
         if redone:
             _log.info("%d commands of %d models are run again", redone, len(found.models))
+        recovered = 0
         for number, recovery in enumerate(found.models):
             how_far = f"{number} of {len(found.models)} models are back where they were"
             parts.recovery = f"the service has begun anew: {how_far}"
-            await self._bring_back(recovery)
+            recovered += await self._bring_back(recovery)
         parts.is_recovered = True
-        parts.statistics.count("recovered_models", len(found.models))
+        parts.statistics.count("recovered_models", recovered)
         parts.statistics.count("redone_commands", redone)
         parts.statistics.count("recovery_s", time.monotonic() - started)
         if found.models:
             _log.info(
                 "recovered %d models, %d commands run again, in %.2f s",
-                len(found.models),
+                recovered,
                 redone,
                 time.monotonic() - started,
             )
@@ -72,7 +74,8 @@ class Recovering:
                 found.released,
             )
 
-    async def _bring_back(self, recovery: ModelRecovery) -> None:
+    async def _bring_back(self, recovery: ModelRecovery) -> bool:
+        """Bring one model to where it was; whether it is there."""
         line = LineId(recovery.model.id)
         numbers = [command.seq_id for command in recovery.ended]
         self._parts.order.begin(line, recovery.next_number, numbers)
@@ -82,14 +85,17 @@ class Recovering:
         except ClosedError:
             raise  # the model is not to blame, and is brought back at the next start
         except Exception as exc:  # noqa: BLE001 - whatever it is, others go on
-            _log.exception("model %s cannot be brought back", line)
+            is_foreseen = isinstance(exc, TinkerError)  # as a base model that is no longer served
+            _log.error("model %s cannot be brought back: %s", line, exc, exc_info=not is_foreseen)
             self._parts.statistics.count("lost_models")
-            reason = str(exc) if isinstance(exc, TinkerError) else "internal server error"
             known.is_ready = False
             known.trouble = InternalServerError(
-                f"model {line} could not be brought back after a restart: {reason}",
+                f"model {line} could not be brought back after a restart: "
+                f"{failed_from_error(exc).error}",
                 remedy="create it again from its last checkpoint",
             )
+            return False
+        return True
 
     async def _insist(self, known: KnownModel, recovery: ModelRecovery) -> None:
         """Restore a model; a store that is away for now is waited for, for as long as it takes.

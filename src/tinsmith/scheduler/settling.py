@@ -8,14 +8,18 @@ wrong way round. So there is one queue for all, and a settlement is made for all
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 
+from tinsmith.errors import CheckpointError, RequestErrorCategory
 from tinsmith.ledger.base import Ledger
 from tinsmith.ledger.records import Command, RequestId, Settlement, Use
 from tinsmith.scheduler.patience import PatientLedger
 from tinsmith.types.record import Frozen, Record
 from tinsmith.wire.failures import failed_from_error
 from tinsmith.wire.stored import stored_failure, stored_result
+
+_log = logging.getLogger(__name__)
 
 LARGEST_SETTLEMENT = 512
 NOTHING = b"J{}"
@@ -32,7 +36,11 @@ def success(
 
 def failure(command: Command, error: BaseException) -> Settlement:
     """The end of a command that failed."""
-    payload = stored_failure(failed_from_error(error))
+    failed = failed_from_error(error)
+    if isinstance(error, CheckpointError) and failed.category is RequestErrorCategory.Server:
+        # Its client is told nothing of where the files are and what is wrong with them.
+        _log.error("%s failed: %s", command.request_id, error)
+    payload = stored_failure(failed)
     return Settlement(request_id=command.request_id, payload=payload, is_failed=True)
 
 

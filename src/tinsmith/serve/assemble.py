@@ -31,6 +31,7 @@ from tinsmith.observe.spans import Spans, open_spans
 from tinsmith.scheduler.loop import Scheduler
 from tinsmith.scheduler.settings import SchedulerSettings
 from tinsmith.serve.fetching import fetched_models, loading
+from tinsmith.serve.free_space import FreeSpace
 from tinsmith.serve.measuring import Measuring
 from tinsmith.serve.settings import Limits, ServiceSettings
 from tinsmith.serve.working import Working
@@ -42,6 +43,8 @@ from tinsmith.server.sweeper import Sweeper
 
 _log = logging.getLogger(__name__)
 
+SPACE_S = 5.0
+"""How often the room on the disk is looked at."""
 REAP_S = 5.0
 """How often silent sessions are looked for."""
 SWEEP_S = 60.0
@@ -65,6 +68,7 @@ class Service:
         store: Saved weights.
         metrics: What is counted.
         spans: Where its spans go, if anywhere.
+        free_space: The room on the disk of the data folder.
     """
 
     def __init__(
@@ -103,6 +107,8 @@ class Service:
             observer=self._measuring.tell_exchange,
         )
         self.metrics.long_polls.read_with(lambda: len(self.app.service.waits))
+        self.free_space = FreeSpace(settings.data)
+        self.metrics.free_bytes.read_with(lambda: self.free_space.free_bytes)
         self.metrics.engine_losses.read_with(lambda: self._working.losses)
         self._tasks: list[asyncio.Task[None]] = []
         loop = asyncio.get_running_loop()
@@ -154,6 +160,7 @@ class Service:
                 await opened.enter_async_context(engine)
             spans = open_spans(settings.otel_endpoint)
             service = cls(settings, ledger, store, engine, spans, is_private=is_private)
+            await service.free_space.look()
             opened.pop_all()
         service._begin()
         return service
@@ -164,6 +171,7 @@ class Service:
         self._start("endings", sessions.finish_endings)
         self._start("silent sessions", _every(REAP_S, sessions.end_silent))
         self._start("sweeping", _every(SWEEP_S, Sweeper(self.ledger, self.store).sweep))
+        self._start("free space", _every(SPACE_S, self.free_space.look))
         self._start("measuring", self._measuring.run)
 
     async def _work(self) -> None:

@@ -69,6 +69,10 @@ class OperatorPages:
             report = SchedulerReport(problem=self.waits_for)
         else:
             report = self.service.ledger.board.scheduler
-        problem = None if report.is_ready else report.problem or RECOVERING
+        problem = self._coming_problem() if report.is_ready else report.problem or RECOVERING
         told = {"status": "ready" if report.is_ready else "not ready", "problem": problem}
         return 200 if report.is_ready else UNAVAILABLE, JSON_TYPE, json.dumps(told).encode()
+
+    def _coming_problem(self) -> str | None:
+        """What will keep commands from being run if nobody sees to it."""
+        return None if self.service is None else self.service.free_space.problem

@@ -17,7 +17,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -43,7 +43,7 @@ from tinsmith.server.incoming import (
     Receive,
     Send,
 )
-from tinsmith.server.intake import NUMBERED, spend_unread
+from tinsmith.server.intake import NUMBERED, number_of, spend_unread
 from tinsmith.server.local_only import check_local
 from tinsmith.server.parts import Parts
 from tinsmith.server.routes import collect
@@ -153,11 +153,7 @@ class App:
             bind(request=report.call_id, endpoint=endpoint.name, tenant=tenant_id or None)
             raw = await held.read(incoming.receive, headers, incoming.body)
             report.body_bytes = len(raw)
-            try:
-                request, body = await self._decode(endpoint, fields, incoming, raw, held)
-            except TinkerError:
-                await self._spend_unread(endpoint, tenant_id, incoming, raw)
-                raise
+            request, body = await self._decode(endpoint, fields, incoming, raw, held, tenant_id)
             if endpoint.name in _POLLS:  # it waits for long, and needs nothing of its body
                 raw = body = b""
                 held.release()
@@ -227,6 +223,7 @@ class App:
         incoming: Incoming,
         raw: Memory,
         held: HeldBody,
+        tenant_id: TenantId,
     ) -> tuple[Any, Memory]:
         if endpoint.name in _UNREAD:
             return None, b""
@@ -240,19 +237,22 @@ class App:
         if aside:
             body = await self._unpack_aside(raw, encoding)
             held.hold(len(body))
-            read = functools.partial(self._read, endpoint, fields, query, headers, body)
-            return await asyncio.to_thread(read), body
-        return self._read(endpoint, fields, query, headers, body), body
+        read = functools.partial(self._read, endpoint, fields, query, headers, body)
+        try:
+            return await asyncio.to_thread(read) if aside else read(), body
+        except TinkerError:
+            if endpoint.name in NUMBERED:
+                read_number = functools.partial(number_of, body, _format(headers))
+                await self._spend_unread(tenant_id, read_number, aside=aside)
+            raise
 
     async def _spend_unread(
-        self, endpoint: Endpoint, tenant_id: TenantId, incoming: Incoming, raw: Memory
+        self, tenant_id: TenantId, read_number: Callable[[], tuple[str, int]], *, aside: bool
     ) -> None:
         """A command that cannot be read: what comes after it need not wait for its number."""
-        if endpoint.name in NUMBERED:
-            with contextlib.suppress(BodyTooLargeError, DecodeError, NotFoundError):
-                encoding = incoming.headers.get("content-encoding")
-                body = decompress(raw, encoding, _DECODED_HERE)
-                await spend_unread(self.service.lookups, self.service.parts.ledger, tenant_id, body)
+        with contextlib.suppress(DecodeError, NotFoundError):
+            told = await asyncio.to_thread(read_number) if aside else read_number()
+            await spend_unread(self.service.lookups, self.service.parts.ledger, tenant_id, *told)
 
     async def _unpack_aside(self, raw: Memory, encoding: str | None) -> Memory:
         if not encoding:

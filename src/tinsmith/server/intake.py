@@ -11,7 +11,7 @@ import asyncio
 
 import msgspec
 
-from tinsmith.errors import CommandConflictError, TinkerError, UnknownEntryError
+from tinsmith.errors import CommandConflictError, DecodeError, TinkerError, UnknownEntryError
 from tinsmith.ledger.base import Ledger
 from tinsmith.ledger.records import (
     LARGEST_NUMBER,
@@ -29,7 +29,9 @@ from tinsmith.server.lookups import Lookups
 from tinsmith.types.buffers import Memory
 from tinsmith.types.futures import UntypedAPIFuture
 from tinsmith.types.requests import LoadWeightsRequest, SampleRequest
+from tinsmith.wire.endpoint_types import Format
 from tinsmith.wire.failures import is_retried, status_of
+from tinsmith.wire.proto_format import read_number
 from tinsmith.wire.stored import fingerprint, stored_body, stored_request, stored_sample
 
 NUMBERED = frozenset(
@@ -129,19 +131,32 @@ class _Numbered(msgspec.Struct):
     seq_id: int
 
 
-async def spend_unread(lookups: Lookups, ledger: Ledger, tenant_id: TenantId, body: Memory) -> None:
-    """As `spend`, for a body that is JSON and no such command: a NaN is sent as null, say.
+def number_of(body: Memory, form: Format) -> tuple[str, int]:
+    """The model and the number of a command that cannot be read: a NaN is sent as null, say.
+
+    Raises:
+        DecodeError: Not even that much can be.
+    """
+    if form is Format.PROTOBUF:
+        return read_number(body)
+    try:
+        told = msgspec.json.decode(body, type=_Numbered)
+    except msgspec.DecodeError as exc:
+        raise DecodeError(str(exc)) from exc
+    return told.model_id, told.seq_id
+
+
+async def spend_unread(
+    lookups: Lookups, ledger: Ledger, tenant_id: TenantId, model_id: str, number: int
+) -> None:
+    """As `spend`, for a command that cannot be read.
 
     Raises:
         NotFoundError: The model is none of the tenant's.
     """
-    try:
-        told = msgspec.json.decode(body, type=_Numbered)
-    except msgspec.DecodeError:
-        return
-    if 0 < told.seq_id <= LARGEST_NUMBER:
-        model = await lookups.model(tenant_id, told.model_id)
-        await ledger.spend(LineId(model.id), told.seq_id)
+    if 0 < number <= LARGEST_NUMBER:
+        model = await lookups.model(tenant_id, model_id)
+        await ledger.spend(LineId(model.id), number)
 
 
 def accepted(appended: Appended | str, model: Model | None = None) -> UntypedAPIFuture:

@@ -334,6 +334,8 @@ class GetSamplerResponse(Record):
     sampler_id: str
     base_model: str
     model_path: str | None = None
+    tokenizer_id: str | None = None
+    """Told by our services alone; others have the model's name stand for it."""
 
 
 def _optional(values: Any, kind: Kind, what: str) -> Numbers | None:

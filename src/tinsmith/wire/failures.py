@@ -197,6 +197,11 @@ def _told(error: BaseException) -> str:
     """What a client is told of an error: nothing of the server's inside, such as its folders."""
     if not isinstance(error, e.TinkerError):
         return "internal server error"
+    if isinstance(error, e.CheckpointDamagedError):
+        return (
+            "the saved weights are damaged; load another checkpoint, or have this one restored by "
+            "the service's operator"
+        )
     if isinstance(error, e.CheckpointError) and status_of(error) >= 500:
         return "saved weights cannot be read or written now"
     return str(error)

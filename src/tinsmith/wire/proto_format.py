@@ -117,6 +117,22 @@ def decode_forward_backward_request(
     return ForwardBackwardRequest(given, model_id, seq_id, forward_only=forward_only)
 
 
+def read_number(body: Memory) -> tuple[str, int]:
+    """The model and the number of a `forward_backward`, whatever else its body holds.
+
+    Raises:
+        DecodeError: They cannot be found.
+    """
+    reader = Reader(body, DecodeLimits(memory_bytes=len(body)))
+    model_id, seq_id = "", 0
+    for tag, start, stop in reader.fields(0, len(body)):
+        if tag == tags.FORWARD_BACKWARD_REQUEST__MODEL_ID:
+            model_id = str(reader.memory(start, stop), "utf-8", "replace")
+        elif tag == tags.FORWARD_BACKWARD_REQUEST__SEQ_ID:
+            seq_id = signed32(start)
+    return model_id, seq_id
+
+
 def encode_forward_backward_output(output: ForwardBackwardOutput) -> Parts:
     """The result of `forward_backward`.
 

@@ -242,6 +242,13 @@ def test_ctrl_c_during_an_export_deletes_it_and_ends_the_session(
     assert [path.name for path in tinsmith.folder.iterdir()] == ["home"]
 
 
+def test_a_checkpoint_that_is_not_there_leaves_nothing_behind(tinsmith: Commands) -> None:
+    ended = tinsmith.run("checkpoint", "download", "tinker://none/weights/none")
+
+    assert ended.status == 1
+    assert not list(tinsmith.folder.glob("*.partial"))
+
+
 def test_a_disk_that_is_full_is_told_at_once(tinsmith: Commands, service: ScriptedService) -> None:
     with ServiceClient(base_url=service.base_url, api_key=service.api_key) as client:
         training = client.create_lora_training_client("m", rank=1000)

@@ -99,6 +99,12 @@ def test_a_title_says_how_many_are_not_shown(tinsmith: Commands, training: Train
     assert ended.out.splitlines()[0] == "1 checkpoint (2 more not shown; see --limit)"
 
 
+def test_more_may_be_asked_for_than_a_machine_can_count(tinsmith: Commands) -> None:
+    ended = tinsmith.run("run", "list", "--limit", str(10**20), "-f", "json")
+
+    assert ended.status == 0, ended.err
+
+
 def test_all_checkpoints_of_a_run_are_listed_whatever_the_limit(
     tinsmith: Commands, training: TrainingClient
 ) -> None:

@@ -17,6 +17,8 @@ import msgspec
 import pytest
 
 from tinsmith.client import dynamic_flags, waits
+from tinsmith.client.background import background
+from tinsmith.client.rest import RestClient
 from tinsmith.client.retry import RetryBudget
 from tinsmith.client.service import ServiceClient
 from tinsmith.client.settings import Secret, settings_from
@@ -315,6 +317,23 @@ def test_s40_no_secret_shows_in_repr_or_pickle() -> None:
         pickle.dumps(Secret("tml-secret"))
 
 
+def test_what_cannot_be_pickled_says_what_to_do_instead(client: ServiceClient) -> None:
+    training = client.create_lora_training_client("m", rank=2)
+    sampler = client.create_sampling_client(base_model="m")
+    future = sampler.sample(ModelInput.from_ints([1]), 1, SamplingParams(max_tokens=1))
+
+    remedies = {
+        client: "make one in the other process",
+        RestClient(client.holder): "make one in the other process",
+        training: "pass a SamplingClient",
+        future: "pass its result",
+    }
+
+    for held, remedy in remedies.items():
+        with pytest.raises(TypeError, match=f"is not pickled; .*{remedy}"):
+            pickle.dumps(held)
+
+
 def test_s40_no_secret_shows_in_an_error(service: ScriptedService) -> None:
     client = ServiceClient(base_url=service.base_url, api_key="tml-secret-key")
 
@@ -456,14 +475,14 @@ def test_a_long_wait_for_a_plain_call_is_told(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    soon = msgspec.structs.replace(waits.ANSWERS, after_s=0.2)
-    monkeypatch.setattr(client._lease.session.retrier._unanswered, "_telling", soon)
+    soon = msgspec.structs.replace(waits.FUTURES, after_s=0.2)
+    monkeypatch.setattr(background().waits, "_telling", soon)
     monkeypatch.setattr(waits, "LOOK_EVERY_S", 0.05)
     told = threading.Event()
 
     class Listener(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if "get_server_capabilities: no answer" in record.getMessage():
+            if "an answer from the service to get_server_capabilities" in record.getMessage():
                 told.set()
 
     listener = Listener()

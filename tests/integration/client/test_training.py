@@ -590,3 +590,26 @@ except TimeoutError:
 
     assert (finished.returncode, finished.stderr) == (0, "")
     assert len(service.requests("finish_session")) == 1
+
+
+@pytest.mark.parametrize(
+    ("data", "loss_fn", "message"),
+    [
+        (a_datum(), "cross_entropy", "data is a list of Datum, not Datum"),
+        (None, "cross_entropy", "data is a list of Datum, not NoneType"),
+        ([{"model_input": [1]}], "cross_entropy", r"data\[0\] is dict, and not a Datum"),
+        ([a_datum()], print, "goes to forward_backward_custom"),
+        ([a_datum()], None, "the name of a loss"),
+    ],
+)
+def test_what_is_no_pass_is_told_at_once_and_the_next_call_goes(
+    data: Any, loss_fn: Any, message: str, client: ServiceClient
+) -> None:
+    training = client.create_lora_training_client("m", rank=2)
+
+    with pytest.raises(TypeError, match=message):
+        training.forward_backward(data, loss_fn).result()
+
+    assert (
+        training.forward_backward([a_datum()], "cross_entropy").result(timeout=30).loss is not None
+    )

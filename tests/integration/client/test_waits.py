@@ -55,6 +55,18 @@ def a_paused_queue(service: ScriptedService, client: ServiceClient) -> object:
     return training.optim_step(AdamParams())
 
 
+def a_hung_step(service: ScriptedService, client: ServiceClient) -> object:
+    training = client.create_lora_training_client("m", rank=2)
+    service.faults.hold("optim_step")
+    return training.optim_step(AdamParams())
+
+
+def a_hung_sample(service: ScriptedService, client: ServiceClient) -> object:
+    sampler = client.create_sampling_client(base_model="m")
+    service.faults.hold("asample")
+    return sampler.sample(PROMPT, 1, PARAMS)
+
+
 def calls_before_it(service: ScriptedService, client: ServiceClient) -> object:
     training = client.create_lora_training_client("m", rank=2)
     service.faults.hold("optim_step")
@@ -127,7 +139,7 @@ def a_tokenizer(_: ScriptedService, client: ServiceClient) -> object:
     [
         (a_result, "optim_step of", "its result"),
         (a_paused_queue, "optim_step of", "paused_capacity: out of GPUs"),
-        (calls_before_it, "Forward of", "the calls before it"),
+        (calls_before_it, "forward of", "the calls before it"),
         (a_second_try, "optim_step of", "another try"),
         (a_limiter, "sample of", "429 of the test"),
         (samples, "sample of", "one of 7"),
@@ -156,6 +168,39 @@ def test_a_wait_is_told_with_its_name_its_time_and_its_reason(
             assert time.monotonic() < deadline, caplog.messages
             time.sleep(0.02)
 
+        service.faults.clear()
+        del pending
+
+
+@pytest.mark.parametrize(
+    ("begin", "why"),
+    [
+        (a_hung_step, "an answer from the service to optim_step"),
+        (a_hung_sample, "the service to accept them"),
+        (a_session, "an answer from the service to create_session"),
+    ],
+)
+def test_a_request_that_nobody_answers_is_told_once_with_whoever_waits_for_it(
+    begin: Callable[[ScriptedService, ServiceClient], object],
+    why: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One wait is one line: not one for the call and another for its request."""
+    soon = msgspec.structs.replace(waits.ANSWERS, after_s=0.2)
+    with (
+        running_service(long_poll_s=20.0) as service,
+        ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
+    ):
+        monkeypatch.setattr(client._lease.session.retrier._unanswered, "_telling", soon)
+        pending = begin(service, client)
+
+        deadline = time.monotonic() + WAIT_S
+        while sum(why in m for m in caplog.messages) < 2:
+            assert time.monotonic() < deadline, caplog.messages
+            time.sleep(0.02)
+
+        assert not [m for m in caplog.messages if waits.ANSWERS.text in m]
         service.faults.clear()
         del pending
 

@@ -197,6 +197,60 @@ def test_a_model_that_could_not_be_made_stays_so_after_a_crash(tmp_path: Path) -
     asyncio.run(run())
 
 
+def test_weights_that_are_damaged_at_the_start_cost_their_model_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says which file it is, in one line; the model's client is told no folder."""
+
+    async def run() -> RequestFailedResponse:
+        ledger, line = MemoryLedger(), LINES[0]
+        async with bench(tmp_path, ledger) as first:
+            await first.create(line)
+            await first.result(await first.forward_backward(line, 1))
+        _damage(tmp_path)
+        async with bench(tmp_path, ledger) as second:
+            assert second.scheduler.statistics()["recovered_models"] == 0
+            failed: RequestFailedResponse = await second.result(await second.step(line, 2))
+            return failed
+
+    failed = asyncio.run(run())
+
+    assert "damaged" in failed.error
+    assert str(tmp_path) not in failed.error
+    [told] = [one for one in caplog.records if "cannot be brought back" in one.getMessage()]
+    assert "adapter_model.safetensors" in told.getMessage()
+    assert not told.exc_info
+
+
+def _damage(folder: Path) -> None:
+    for weights in folder.rglob("adapter_model.safetensors"):
+        weights.write_bytes(b"no weights")
+
+
+def test_a_damaged_checkpoint_is_told_to_the_operator(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> RequestFailedResponse:
+        line = LINES[0]
+        async with bench(tmp_path) as b:
+            await b.create(line)
+            save = SaveWeightsRequest(model_id=line, seq_id=1, path="one")
+            await b.result(await b.submit(line, 1, "save_weights", save))
+            _damage(tmp_path)
+            load = LoadWeightsRequest(
+                model_id=line, seq_id=2, path=f"tinker://{line}/weights/one", optimizer=True
+            )
+            failed: RequestFailedResponse = await b.result(
+                await b.submit(line, 2, "load_weights", load)
+            )
+            return failed
+
+    failed = asyncio.run(run())
+
+    assert "damaged" in failed.error
+    assert any("adapter_model.safetensors" in message for message in caplog.messages)
+
+
 def test_a_store_that_is_away_at_the_start_costs_no_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

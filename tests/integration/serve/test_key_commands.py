@@ -168,11 +168,37 @@ def test_what_is_wrong_is_told_and_changes_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     database = f"sqlite://{tmp_path}/ledger"
+    asyncio.run(made(database))
 
     error = command(capsys, database, *words, status=status)["error"]
 
     assert message in error["message"]
     assert command(capsys, database, "list") == {"keys": []}
+
+
+async def made(database: str) -> None:
+    """Make a ledger that is empty."""
+    async with await open_ledger(database):
+        pass
+
+
+@pytest.mark.parametrize("words", [["list"], ["revoke", "abcdef"], ["quota", "t"]])
+def test_a_folder_without_a_ledger_is_told_and_left_alone(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As after a slip in `--data`: a ledger that is made there would have no keys."""
+    slip = tmp_path / "dta"
+
+    error = command(capsys, f"sqlite://{slip}/ledger", *words, status=2)["error"]
+
+    assert f"no ledger in {slip}" in error["message"]
+    assert not slip.exists()
+
+
+def test_a_data_folder_that_begins_with_a_key_is_for_its_owner_alone(tmp_path: Path) -> None:
+    assert main(["key", "create", "--data", str(tmp_path / "data")]) == 0
+
+    assert (tmp_path / "data").stat().st_mode & 0o777 == 0o700
 
 
 def test_a_ledger_in_memory_has_no_key_commands(capsys: pytest.CaptureFixture[str]) -> None:

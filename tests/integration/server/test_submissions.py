@@ -26,6 +26,8 @@ from tests.integration.server.running import KEYS, MODEL, RunningServer
 from tinsmith.ledger.records import CheckpointEntry, LineId, TenantId
 from tinsmith.wire.content import compress
 from tinsmith.wire.endpoints import ENDPOINTS
+from tinsmith.wire.generated.tags import FORWARD_BACKWARD_REQUEST__DATA as DATA
+from tinsmith.wire.protobuf import header
 
 
 def test_the_same_submission_twice_is_one_command() -> None:
@@ -298,6 +300,37 @@ def test_a_command_that_cannot_be_read_holds_up_nothing_behind_it() -> None:
     with RunningServer() as server, server.http() as http:
         model = a_model(http)
         body = {**a_step(model, 1), "adam_params": {"learning_rate": None}}
+
+        refused = post(http, "optim_step", body)
+        ok(post(http, "optim_step", a_step(model, 2)))
+
+        assert refused.status_code == 400
+        assert server.run(server.ledger.spent(LineId(model))) == [1]
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("size", [3, 200_000])
+def test_a_pass_that_cannot_be_read_holds_up_nothing_behind_it(size: int, is_packed: bool) -> None:
+    """However large: the official SDK sends a shape of -1 as it is, and goes on with the next."""
+    with RunningServer() as server, server.http() as http:
+        model = a_model(http)
+        body = a_pass(model, 1, weights=[1.0] * size) + header(DATA, 1) + b"\x07"
+        headers = dict(PROTOBUF)
+        if is_packed:
+            body = compress([body])
+            headers["Content-Encoding"] = "zstd"
+
+        refused = http.post(ENDPOINTS["forward_backward"].path, content=body, headers=headers)
+        ok(post(http, "optim_step", a_step(model, 2)))
+
+        assert refused.status_code == 400
+        assert server.run(server.ledger.spent(LineId(model))) == [1]
+
+
+def test_a_large_command_that_cannot_be_read_holds_up_nothing_behind_it() -> None:
+    with RunningServer() as server, server.http() as http:
+        model = a_model(http)
+        body = {**a_step(model, 1), "adam_params": None, "more": "x" * 1_000_000}
 
         refused = post(http, "optim_step", body)
         ok(post(http, "optim_step", a_step(model, 2)))

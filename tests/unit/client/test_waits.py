@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tinsmith.client.waits import ANSWERS, FUTURES, Waits, say
+from tinsmith.client.waits import ANSWERS, FUTURES, Waits, say, saying, unattended
 
 
 class Time:
@@ -143,6 +143,38 @@ def test_a_wait_that_begins_later_is_told_later(
     assert caplog.messages == []
     time.pass_s(2)
     assert [message[0] for message in caplog.messages] == ["b"]
+
+
+def test_a_reason_for_a_while_gives_way_to_the_one_before_it(
+    waits: Waits, time: Time, caplog: pytest.LogCaptureFixture
+) -> None:
+    waits.begin_here("optim_step of m")
+    say("its turn")
+
+    with saying("an answer") as is_told:
+        time.pass_s(10)
+    time.pass_s(10)
+
+    assert is_told
+    assert [message.split(", for ")[1] for message in caplog.messages] == ["an answer", "its turn"]
+
+
+def test_a_wait_that_is_over_or_is_nobody_s_takes_no_reason(waits: Waits) -> None:
+    wait = waits.begin_here("optim_step of m")
+
+    with saying("an answer") as is_told_while_it_lasts:
+        pass
+    is_told_unattended = unattended().run(_is_told)
+    waits.end(wait)
+
+    assert is_told_while_it_lasts
+    assert not is_told_unattended
+    assert not _is_told()
+
+
+def _is_told() -> bool:
+    with saying("an answer") as is_told:
+        return is_told
 
 
 def test_a_reason_belongs_to_the_user_s_wait_and_not_to_the_request_s(

@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import MutableMapping
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tinsmith.ledger.board import SchedulerReport
+from tinsmith.serve.free_space import FreeSpace
 from tinsmith.serve.operator_pages import OperatorPages
 from tinsmith.server.incoming import AsgiRequest
 
@@ -49,3 +53,19 @@ def test_everything_else_is_to_come_again_until_then(path: str, method: str) -> 
 
     assert (status, headers["retry-after"]) == (503, "1")
     assert "not ready yet: the service is starting" in told["detail"]
+
+
+def test_a_disk_that_is_nearly_full_is_told_while_the_service_is_still_ready(
+    tmp_path: Path,
+) -> None:
+    pages = OperatorPages(has_metrics=True)
+    space = FreeSpace(tmp_path, lambda _: 5_000_000)
+    asyncio.run(space.look())
+    board = SimpleNamespace(scheduler=SchedulerReport(is_ready=True))
+    service: Any = SimpleNamespace(ledger=SimpleNamespace(board=board), free_space=space)
+    pages.service = service
+
+    status, _, told = _ask(pages, "/readyz")
+
+    assert (status, told["status"]) == (200, "ready")
+    assert "5 MB left" in told["problem"]

@@ -208,6 +208,14 @@ def test_what_is_not_ours_tells_nothing_of_the_inside() -> None:
     assert "hunter2" not in failed_from_error(error).error
 
 
+def test_damaged_weights_are_told_as_such_and_not_where_they_are() -> None:
+    """To try again, as with a store that is away, would not help."""
+    told = failed_from_error(e.CheckpointDamagedError("/srv/secret/adapter has 3 bytes")).error
+
+    assert "damaged" in told
+    assert "/srv" not in told
+
+
 def test_text_that_no_encoding_holds_does_not_stop_an_answer() -> None:
     for error in (e.BadRequestError("no model \ud800"), e.RequestFailedError("no model \ud800")):
         reply = reply_from_error(error)

@@ -87,5 +87,11 @@ class ManagementClient:
         await session.ready()
         return session
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"a {type(self).__name__} holds connections and is not pickled; make one in the other "
+            "process"
+        )
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}(base_url={self._lease.session.settings.base_url!r})"

@@ -175,9 +175,14 @@ class SampleSender:
                 f"the end of a pause, {pause.reason}" if pause.reason else "its turn to be sent"
             )
             waits.append(_wait_of(self._line, reason))
-        if self._in_flight:
+        accepted = [call for call in self._in_flight if call.request_id is not None]
+        if len(accepted) < len(self._in_flight):
+            waits.append(
+                _wait_of(self._in_flight.difference(accepted), "the service to accept them")
+            )
+        if accepted:
             state = self._queue.latest if self._queue is not None else ""
-            waits.append(_wait_of(self._in_flight, f"results; {state}" if state else "results"))
+            waits.append(_wait_of(accepted, f"results; {state}" if state else "results"))
         if not waits:
             background().waits.sources.discard(self._waits)
         return waits

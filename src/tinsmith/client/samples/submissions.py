@@ -79,15 +79,14 @@ class Submissions:
         endpoint = ENDPOINTS["asample" if len(group) == 1 else "asample_many"]
         assert group[0].written is not None
         sent = packed_request(endpoint, group[0].written if len(group) == 1 else joined(group))
-        awaited = self._retrier.begin_wait(endpoint.name)
 
         def answered(begun: BegunCall) -> None:
             """Take the first answer without a task, if it is a good one."""
             reply = begun.whole_reply()
-            self._retrier.end_wait(awaited, is_reached=reply is not None)
             if reply is None:
                 self._send_by_task(group, size, endpoint, sent, begun)
                 return
+            self._retrier.reached()
             self._hold(-1, -size)
             try:
                 self._on_answer(group, self._session.decoded(endpoint, reply))
@@ -98,7 +97,6 @@ class Submissions:
 
         headers = {"x-stainless-retry-count": "0"}
         if self._session.begin(endpoint, sent, headers=headers, on_over=answered) is None:
-            self._retrier.end_wait(awaited)
             self._send_by_task(group, size, endpoint, sent)
         return size
 

@@ -1,8 +1,9 @@
 """Which tokenizer belongs to a model's name: a table, and the rules for reading it.
 
-The server's own word comes first. Without it the name is looked up: what stands after a `:` does
-not count, `org/model/variant` is `org/model`, and `DEFAULT_TABLE` holds the exceptions. A directory
-on this machine with the name as it was given beats all of that.
+The server's own word comes first, unless it is a folder of another machine. Without it the name is
+looked up: what stands after a `:` does not count, `org/model/variant` is `org/model`, and
+`DEFAULT_TABLE` holds the exceptions. A directory on this machine with the name as it was given
+beats all of that.
 
 Users put their own entries before ours, as an argument or in `TINSMITH_TOKENIZERS`, which holds a
 JSON object or the path of a file with one. An entry is a tokenizer's id, or the fields that differ:
@@ -96,7 +97,8 @@ def resolve(
 
     Args:
         model_name: The model's name, a tokenizer's, or a directory.
-        tokenizer_id: What the server says the tokenizer is; the name is not looked at then.
+        tokenizer_id: What the server says the tokenizer is; the name is not looked at then, unless
+            it says a folder that is not on this machine, or the user has an entry for the name.
         revision: Instead of the table's.
         kind: Instead of the table's.
         table: The caller's entries. They come before those of the environment, and these before
@@ -106,14 +108,24 @@ def resolve(
         TokenizerError: There is no name.
         ValidationError: A table cannot be read.
     """
+    own = {**_environment_table(), **(table or {})}
+    if tokenizer_id and model_name and _is_idle(tokenizer_id, model_name, own):
+        tokenizer_id = None
     asked = tokenizer_id or model_name
     if not asked:
         raise TokenizerError("the model has no name from which its tokenizer could be found")
     rule = _Rule(id=asked)
     if directory_of(asked) is None:
-        own = {**_environment_table(), **(table or {})}
         rule = _looked_up(asked, own, revision, is_servers_word=bool(tokenizer_id))
     return _source(rule, revision, kind)
+
+
+def _is_idle(tokenizer_id: str, model_name: str, own: Table) -> bool:
+    """Whether the server names a folder, which helps only on its own machine, and not the user."""
+    if not Path(tokenizer_id).is_absolute() or _match(own, tokenizer_id):
+        return False
+    is_known = _match(own, model_name) or _match(own, without_suffix(model_name))
+    return directory_of(tokenizer_id) is None or is_known is not None
 
 
 def directory_of(name: str) -> Path | None:

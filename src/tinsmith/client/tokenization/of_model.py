@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tinsmith.types.training import GetInfoResponse
 
 Names: TypeAlias = "tuple[str | None, str | None]"
-GetInfo: TypeAlias = "Callable[[], Awaitable[GetInfoResponse | str]]"
+GetInfo: TypeAlias = "Callable[[], Awaitable[GetInfoResponse | Names]]"
 
 
 class TokenizerOfModel:
@@ -44,8 +44,8 @@ class TokenizerOfModel:
         """The tokenizer; each call gives a new handle. Runs on any event loop.
 
         Args:
-            get_info: Asks the service; gives what `get_info` answers, or just a base model's name.
-                Not kept: a client's own method would keep the client alive.
+            get_info: Asks the service; gives what `get_info` answers, or the names of model and
+                tokenizer. Not kept: a client's own method would keep the client alive.
         """
         model_name, tokenizer_id = await self._names(get_info)
         from tinsmith.client.tokenization.lookup import load_tokenizer_async
@@ -84,7 +84,7 @@ class TokenizerOfModel:
         return names
 
 
-def _names_in(info: GetInfoResponse | str) -> Names:
-    if isinstance(info, str):
-        return info, None
+def _names_in(info: GetInfoResponse | Names) -> Names:
+    if isinstance(info, tuple):
+        return info
     return info.model_data.model_name or info.model_name, info.model_data.tokenizer_id

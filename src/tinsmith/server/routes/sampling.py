@@ -69,10 +69,12 @@ async def get_sampler(call: Call) -> GetSamplerResponse:
     sampler = await call.service.lookups.sampler(call.tenant_id, call.request.sampler_id)
     # Weights that were saved without a name are the service's own affair.
     is_nameless = sampler.model_path == str(CheckpointPath.sampler(sampler.id))
+    base = call.parts.base_models.get(sampler.base_model)
     return GetSamplerResponse(
         sampler_id=sampler.id,
         base_model=sampler.base_model,
         model_path=None if is_nameless else sampler.model_path,
+        tokenizer_id=None if base is None else base.tokenizer_id,
     )
 
 

@@ -25,7 +25,7 @@ from tinsmith.client.tokenization.lookup import (
     load_tokenizer_async,
 )
 from tinsmith.client.tokenization.names import TABLE_VARIABLE
-from tinsmith.client.tokenization.of_model import TokenizerOfModel
+from tinsmith.client.tokenization.of_model import Names, TokenizerOfModel
 from tinsmith.client.tokenization.tokenizer import Tokenizer
 from tinsmith.errors import TokenizerError, ValidationError
 from tinsmith.types.training import GetInfoResponse, ModelData
@@ -241,11 +241,11 @@ def info(tokenizer_id: str | None, model_name: str | None = None) -> GetInfoResp
 class Service:
     """Answers `get_info`, and counts."""
 
-    def __init__(self, *answers: GetInfoResponse | str | Exception) -> None:
+    def __init__(self, *answers: GetInfoResponse | Names | Exception) -> None:
         self.answers = list(answers)
         self.asked = 0
 
-    async def get_info(self) -> GetInfoResponse | str:
+    async def get_info(self) -> GetInfoResponse | Names:
         self.asked += 1
         answer = self.answers.pop(0)
         await asyncio.sleep(0.02)
@@ -272,7 +272,7 @@ def test_s32_a_client_asks_once_from_any_thread_and_loop(directory: Path) -> Non
 
 def test_s32_a_failed_question_reaches_all_and_is_asked_again(directory: Path) -> None:
     error = TokenizerError("gone")
-    service = Service(error, str(directory))
+    service = Service(error, (str(directory), None))
     of_model = TokenizerOfModel(kind="tokenizers")
 
     async def scenario() -> None:
@@ -286,7 +286,7 @@ def test_s32_a_failed_question_reaches_all_and_is_asked_again(directory: Path) -
 
 def test_s32_one_who_gives_up_does_not_fail_the_others(directory: Path) -> None:
     """Neither the one who asks nor one who waits takes the answer from the rest."""
-    service = Service(str(directory), str(directory))
+    service = Service((str(directory), None), (str(directory), None))
     of_model = TokenizerOfModel()
 
     async def scenario() -> None:

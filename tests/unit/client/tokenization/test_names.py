@@ -82,6 +82,17 @@ def test_s32_the_servers_id_beats_a_users_entry_for_the_name_but_not_for_the_id(
     assert resolve("org/model", "org/real", table={"org/real": "mine/b"}).id == "mine/b"
 
 
+def test_a_folder_that_the_server_names_counts_where_it_is(tmp_path: Path) -> None:
+    """Elsewhere the model's name is looked up: the folder is on the server's machine."""
+    write_tokenizer(tmp_path / "here")
+    own = {"org/model": "org/mine"}
+
+    assert resolve("org/model", str(tmp_path / "here")).id == str(tmp_path / "here")
+    assert resolve("org/model", str(tmp_path / "there")) == resolve("org/model")
+    assert resolve("org/model", str(tmp_path / "here"), table=own).id == "org/mine"
+    assert resolve("m", "/there", table={**own, "/there": "org/its"}).id == "org/its"
+
+
 def test_s32_users_override_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An argument comes before the environment, and that before ours; a file is read too."""
     name = "meta-llama/Llama-3.1-8B"
