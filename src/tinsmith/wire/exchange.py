@@ -108,10 +108,14 @@ def _is_flat(endpoint_path: str, cls: type[Record]) -> bool:
 
 
 def json_request(
-    endpoint: Endpoint, parts: Parts, content_type: str = content.JSON_TYPE
+    endpoint: Endpoint,
+    parts: Parts,
+    content_type: str = content.JSON_TYPE,
+    *,
+    accept: Format = Format.JSON,
 ) -> HttpRequest:
     """What to send to a route without fields in its path, for a JSON body that is made already."""
-    headers = {"Accept": content.JSON_TYPE, **endpoint.headers, "Content-Type": content_type}
+    headers = {"Accept": _type_of(accept), **endpoint.headers, "Content-Type": content_type}
     return HttpRequest(endpoint.method, endpoint.path, {}, headers, parts)
 
 

@@ -9,6 +9,7 @@ a field that should come once and comes again replaces the first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
@@ -58,6 +59,7 @@ _STOP_REASONS: dict[int, StopReason] = {
     tags.STOP_REASON_STOP: "stop",
     tags.STOP_REASON_LENGTH: "length",
 }
+_NO_TOKENS = Numbers(b"", "int32")
 _STOP_CODES = {name: code for code, name in _STOP_REASONS.items()}
 
 
@@ -199,21 +201,31 @@ def encode_sample_response(response: SampleResponse) -> Parts:
     return merged(out)
 
 
-def decode_sample_response(body: Memory, limits: DecodeLimits = DEFAULT_LIMITS) -> SampleResponse:
-    """Read the result of `asample`; the caller adds the sequence ids of the submission.
+def decode_sample_response(
+    body: Memory, limits: DecodeLimits = DEFAULT_LIMITS, sequence_ids: Sequence[str] = ()
+) -> SampleResponse:
+    """Read the result of `asample`.
 
     A body in writable memory is given away: the large arrays made of it share it and may be
     written to. Those of any other body are copied when they are asked for as numpy arrays.
 
+    Args:
+        body: What came.
+        limits: How much memory it may take.
+        sequence_ids: What the submission was answered with, in the sequences' order; without them
+            the sequences have none.
+
     Raises:
-        DecodeError: It is not such a message.
+        DecodeError: It is not such a message, or has more or fewer sequences than ids.
     """
     reader = Reader(body, limits)
     sequences: list[SampledSequence] = []
+    ids = iter(sequence_ids)
     found: dict[str, Any] = {}
     for tag, start, stop in reader.fields(0, len(body)):
         if tag == tags.SAMPLE_RESPONSE__SEQUENCES:
-            sequences.append(_read_sequence(reader, start, stop))
+            sequence_id = next(ids, "")
+            sequences.append(_read_sequence(reader, start, stop, sequence_id))
         elif tag == tags.SAMPLE_RESPONSE__PROMPT_LOGPROBS:
             found["prompt_logprobs_np"] = _floats(reader, start, stop)
         elif tag == tags.SAMPLE_RESPONSE__TOPK_PROMPT_LOGPROBS:
@@ -224,6 +236,8 @@ def decode_sample_response(body: Memory, limits: DecodeLimits = DEFAULT_LIMITS) 
             found["target_prompt_logprobs"] = read_tensor(reader, start, stop)
         elif tag == tags.SAMPLE_RESPONSE__PROMPT_ALT_TOKENS:
             found["prompt_alt_tokens"] = _read_alt_tokens(reader, start, stop)
+    if sequence_ids and len(sequence_ids) != len(sequences):
+        raise DecodeError(f"{len(sequences)} sequences came with {len(sequence_ids)} sequence ids")
     return SampleResponse(sequences, **found)
 
 
@@ -242,9 +256,9 @@ def _write_sequence(out: Parts, sequence: SampledSequence) -> int:
     return size
 
 
-def _read_sequence(reader: Reader, start: int, stop: int) -> SampledSequence:
+def _read_sequence(reader: Reader, start: int, stop: int, sequence_id: str) -> SampledSequence:
     code = tags.STOP_REASON_STOP
-    tokens = Numbers(b"", "int32")
+    tokens = _NO_TOKENS
     logprobs: Numbers | None = None
     topk: TopkLogprobs | None = None
     for tag, at, end in reader.message(start, stop):
@@ -258,7 +272,7 @@ def _read_sequence(reader: Reader, start: int, stop: int) -> SampledSequence:
             topk = _read_topk(reader, at, end)
     if code not in _STOP_REASONS:
         raise DecodeError(f"a sequence stopped for reason {code}, which is not known")
-    return SampledSequence(_STOP_REASONS[code], "", tokens, logprobs, topk)
+    return SampledSequence(_STOP_REASONS[code], sequence_id, tokens, logprobs, topk)
 
 
 def _floats(reader: Reader, start: int, stop: int) -> Numbers | None:

@@ -103,6 +103,25 @@ def test_an_empty_body_is_an_empty_message() -> None:
     assert decode_sample_response(b"") == t.SampleResponse([])
 
 
+def two_sequences() -> bytes:
+    drawn = [t.SampledSequence("stop", tokens=[1, 2]), t.SampledSequence("length", tokens=[3])]
+    return joined(encode_sample_response(t.SampleResponse(drawn)))
+
+
+def test_sequences_are_read_with_the_ids_of_their_submission() -> None:
+    read = decode_sample_response(two_sequences(), sequence_ids=["a", "b"])
+
+    assert [sequence.sequence_id for sequence in read.sequences] == ["a", "b"]
+    assert [sequence.tokens for sequence in read.sequences] == [[1, 2], [3]]
+    assert read == decode_sample_response(two_sequences()).with_sequence_ids(["a", "b"])
+
+
+@pytest.mark.parametrize("ids", [["a"], ["a", "b", "c"]])
+def test_more_or_fewer_ids_than_sequences_are_refused(ids: list[str]) -> None:
+    with pytest.raises(DecodeError, match=f"2 sequences came with {len(ids)} sequence ids"):
+        decode_sample_response(two_sequences(), sequence_ids=ids)
+
+
 @given(hnp.arrays(st.sampled_from(["float32", "int64"]), hnp.array_shapes(max_dims=3)))
 def test_every_bit_of_a_tensor_comes_back(array: Any) -> None:
     request = request_of(t.Datum(t.ModelInput.empty(), {"x": array}))

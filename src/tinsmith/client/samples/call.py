@@ -156,8 +156,8 @@ class SampleCall:
     def settle_with(self, payload: bytes) -> None:
         """Its result came."""
         try:
-            response = proto_format.decode_sample_response(payload)
-            self.settle(self.named(response))
+            ids = self.sequence_ids
+            self.settle(proto_format.decode_sample_response(payload, sequence_ids=ids))
         except (DecodeError, ValueError) as exc:
             self.fail(
                 APIResponseValidationError(

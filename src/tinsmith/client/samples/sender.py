@@ -249,7 +249,8 @@ class SampleSender:
     def _send_next(self, count: int) -> int:
         """Send a request with the next samples, at most so many; gives its size."""
         group = self._next_group(count)
-        self._session.limiter.unused(count - len(group))
+        if len(group) < count:
+            self._session.limiter.unused(count - len(group))
         if not group:
             return 0
         now = asyncio.get_running_loop().time()
