@@ -176,10 +176,12 @@ def _yes(value: bool) -> str:
 
 
 def _store() -> CredentialStore:
+    from pathlib import Path
+
     from tinsmith.cli.credential_store import CredentialStore
     from tinsmith.client.auth import CREDENTIALS_FILE
 
-    return CredentialStore(CREDENTIALS_FILE)
+    return CredentialStore(Path(CREDENTIALS_FILE))
 
 
 def _call(arguments: argparse.Namespace, endpoint: str, key: str) -> Any:

@@ -17,7 +17,6 @@ import binascii
 import contextlib
 import logging
 import os
-import pathlib
 import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -40,7 +39,7 @@ RENEWAL_PAUSE_S = 60.0
 RENEWAL_TIMEOUT_S = 10.0
 """How long calls may wait for a new token while there is an old one."""
 
-CREDENTIALS_FILE = pathlib.Path("~/.tinker/credentials.json")
+CREDENTIALS_FILE = "~/.tinker/credentials.json"
 
 
 class NoIdentityError(TinkerError, RuntimeError):
@@ -62,7 +61,9 @@ Exchange = Callable[[Secret], Awaitable[str]]
 """Trades a credential for a JWT."""
 
 
-def static_key(settings: ClientSettings, file: pathlib.Path = CREDENTIALS_FILE) -> Secret | None:
+def static_key(
+    settings: ClientSettings, file: str | os.PathLike[str] = CREDENTIALS_FILE
+) -> Secret | None:
     """The key that is at hand without running a command, if there is one.
 
     Raises:
@@ -92,16 +93,18 @@ class StoredLogin(msgspec.Struct, frozen=True):
         return self.base_url in (None, base_url)
 
 
-def stored_login(file: pathlib.Path = CREDENTIALS_FILE) -> StoredLogin | None:
+def stored_login(file: str | os.PathLike[str] = CREDENTIALS_FILE) -> StoredLogin | None:
     """The default key of the credentials file, if there is one that can be read.
 
     Raises:
         TinkerError: There is one, and it is not of the form of a key.
     """
+    # Loaded here: a program that names its key has no use for them, and they take a megabyte.
     import json
+    import pathlib
 
     try:
-        stored = json.loads(file.expanduser().read_text(encoding="utf-8"))
+        stored = json.loads(pathlib.Path(file).expanduser().read_text(encoding="utf-8"))
         record = stored["keys"][stored["default"]]
         key, base_url = Secret(str(record["key"])), record.get("base_url")
     except (OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import pathlib
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
@@ -202,8 +201,15 @@ class TransportSettings(msgspec.Struct, frozen=True, kw_only=True):
             if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(value):
                 raise ValidationError(f"HTTP cannot carry the header {name!r:.200}")
         force_setattr(self, "headers", allowed)
-        if self.ca_file is not None and not pathlib.Path(self.ca_file).is_file():
-            raise ValidationError(f"ca_file {self.ca_file!r:.200} is not a file")
+        if self.ca_file is not None:
+            _check_is_file(self.ca_file)
+
+
+def _check_is_file(ca_file: str) -> None:
+    import pathlib  # which few programs with one client load by themselves
+
+    if not pathlib.Path(ca_file).is_file():
+        raise ValidationError(f"ca_file {ca_file!r:.200} is not a file")
 
 
 def request_headers(
