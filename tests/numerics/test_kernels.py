@@ -454,6 +454,19 @@ def test_factors_take_rows_that_lie_across() -> None:
 
 
 @pytest.mark.usefixtures("products")
+def test_no_rows_have_gradients_of_zero() -> None:
+    """And not what was left in memory, even if nothing else is gathered."""
+    factors = _factors(96, (64, 32), 8, 1.0)
+    x_TI, y_TO = (torch.empty(0, n, dtype=torch.bfloat16) for n in (96, 96))
+
+    t_TR = factors.add_to(y_TO, x_TI)
+    factors.backward(torch.empty_like(x_TI), y_TO, x_TI, t_TR)
+
+    factors.clear_unwritten()
+    assert all(not one.any() for one in factors.gradients)
+
+
+@pytest.mark.usefixtures("products")
 def test_rows_of_another_type_than_the_weights_are_refused() -> None:
     linear = Linear(_rows(64, 64, dtype=torch.bfloat16))
 

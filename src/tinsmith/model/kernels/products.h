@@ -228,7 +228,7 @@ INLINE void through_panel(
 ) {
     float sums[ROW_BLOCK * PANEL];
     x.at += first_row * x.row;
-    for (int64_t strip = 0; strip < pairs; strip += STRIP) {
+    for (int64_t strip = 0; strip == 0 || strip < pairs; strip += STRIP) { /* a sum of nothing is 0 */
         const int64_t some = pairs - strip < STRIP ? pairs - strip : STRIP, at = strip * vectors * LANES;
         for (int64_t row = 0; row < rows; row += TALL) {
             const int count = rows - row < TALL ? (int)(rows - row) : TALL;
