@@ -711,7 +711,7 @@ def test_layers_without_kernels_are_those_with_them(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_passes_within_a_window_are_the_same_beside_longer_ones(dtype: torch.dtype) -> None:
-    """What is longer than the window is left to masks; who is beside it is not."""
+    """Whatever is computed with masks on the way back."""
     q_THD, k_TGD, v_TGD = (
         _rows(60, heads, 64, dtype=dtype, seed=seed) for seed, heads in enumerate((4, 2, 2))
     )
@@ -722,3 +722,42 @@ def test_passes_within_a_window_are_the_same_beside_longer_ones(dtype: torch.dty
     beside = PackAttention([Stretch(0, 8), Stretch(8, 60)]).attend(0, rule, *given)
 
     assert torch.equal(beside[:8], alone)
+
+
+@pytest.mark.usefixtures("by_kernels")
+@pytest.mark.parametrize("window", [3, 10, 13, 30])
+def test_passes_go_back_through_windows_as_autograd_does(window: int) -> None:
+    """Of sequences within them and of longer ones, behind a prefix and without."""
+    prefix, lone = (0, 11), Stretch(27, 60)
+    tails = [Stretch(11, 15, prefix), Stretch(15, 16, prefix), Stretch(16, 27, prefix)]
+    stretches = [Stretch(*prefix), *tails, lone]
+    q, k, v = (
+        _rows(60, heads, 64, dtype=torch.float32, seed=seed).requires_grad_()
+        for seed, heads in enumerate((4, 2, 2))
+    )
+    rule, slopes_THD = AttentionRule(0.3, window), _rows(60, 4, 64, dtype=torch.float32, seed=7)
+
+    def gradients(out_THD: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out_THD, (q, k, v), slopes_THD)
+
+    found_THD = PackAttention(stretches).attend(0, rule, q, k, v)
+
+    wanted_THD = torch.cat([_in_window(one, q, k, v, rule) for one in stretches])
+    _close(found_THD.detach(), wanted_THD.detach().double())
+    for found, wanted in zip(gradients(found_THD), gradients(wanted_THD), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def _in_window(stretch: Stretch, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
+    """By the formula, of each head by itself."""
+    rows = list(range(stretch.start, stretch.end))
+    seen = [*range(*(stretch.prefix or (0, 0))), *rows]
+    apart_LS = torch.arange(len(seen))[-len(rows) :, None] - torch.arange(len(seen))
+    is_hidden_LS = (apart_LS < 0) | (apart_LS >= (rule.window or len(seen)))
+    outs = []
+    for head in range(q.shape[1]):
+        key_head = head * k.shape[1] // q.shape[1]
+        scores_LS = rule.scale * q[rows, head] @ k[seen, key_head].T
+        weights_LS = scores_LS.masked_fill(is_hidden_LS, -math.inf).softmax(-1)
+        outs.append(weights_LS @ v[seen, key_head])
+    return torch.stack(outs, 1)

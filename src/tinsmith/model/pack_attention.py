@@ -3,7 +3,8 @@
 Its stretches are sequences, or what is left of them behind a prefix that several share and that is
 computed once. The way back needs no more than the parts that `attention.py` tells of: given the
 joined result and its logarithm, the kernel's own gradient of a part is that part's share. Where
-there is a compiled kernel, the way in is one call of it, the same that samples make.
+there is a compiled kernel, the way in is one call of it, the same that samples make: of sequences
+too that the other does not reach, whose attention is written out for the way back alone.
 """
 
 # T row of the pack, H query head, G key head, D dimension of a head
@@ -74,8 +75,8 @@ class _Plan(NamedTuple):
 
     blocks: list[_Block]
     pasts: list[_Past]
-    masked: list[int]
-    """The numbers of the stretches that are left to masks."""
+    masked: dict[int, Stretch]
+    """By their numbers, the stretches that are left to masks."""
 
 
 class PackAttention:
@@ -95,19 +96,13 @@ class PackAttention:
         """`Attention.attend`."""
         del layer
         plan = self._plan(reach_of(rule, q_THD.device), has_one_key_head=k_TGD.shape[1] == 1)
-        # Also beside stretches that are left to masks: bits may not follow from who is there.
         way_in = self._way_in(rule, q_THD, k_TGD, v_TGD)
         out_THD: Tensor = _FlashPack.apply(q_THD, k_TGD, v_TGD, plan, rule, way_in)  # type: ignore[no-untyped-call]
-        if not plan.masked:
+        if way_in is not None or not plan.masked:
             return out_THD
         parts = list(out_THD.split(self._lengths))
-        for number in plan.masked:
-            start, end, prefix = self._stretches[number]
-            k, v = k_TGD[start:end], v_TGD[start:end]
-            if prefix is not None:
-                k = torch.cat((k_TGD[slice(*prefix)], k))
-                v = torch.cat((v_TGD[slice(*prefix)], v))
-            parts[number] = masked_attention(q_THD[start:end], k, v, *rule)
+        for number, one in plan.masked.items():
+            parts[number] = _masked(one, rule, q_THD, k_TGD, v_TGD)
         return torch.cat(parts)
 
     def _way_in(
@@ -125,9 +120,11 @@ class PackAttention:
         kind = reach, has_one_key_head
         if kind not in self._plans:
             whole = [one for one in self._stretches if one.sequence_length <= reach]
-            masked = [
-                number for number, one in enumerate(self._stretches) if one.sequence_length > reach
-            ]
+            masked = {
+                number: one
+                for number, one in enumerate(self._stretches)
+                if one.sequence_length > reach
+            }
             # One sequence with one key head is all that a call has to do, and threads then share
             # its products, which gives other bits: it may not matter who lies beside it.
             blocks = [_Block(*one[:2], 1) for one in whole] if has_one_key_head else _blocks(whole)
@@ -213,19 +210,20 @@ class _FlashPack(torch.autograd.Function):
         else:
             out_THD, sums_TH = _by_flash(q_THD, k_TGD, v_TGD, plan, rule.scale)
         ctx.save_for_backward(q_THD, k_TGD, v_TGD, out_THD, sums_TH)
-        ctx.plan, ctx.scale = plan, rule.scale
+        ctx.plan, ctx.rule, ctx.has_way_in = plan, rule, way_in is not None
         return out_THD
 
     @staticmethod
     def backward(ctx: Any, dout_THD: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         q_THD, k_TGD, v_TGD, out_THD, sums_TH = ctx.saved_tensors
+        scale = ctx.rule.scale
         dq_THD, dk_TGD, dv_TGD = (_room_for(rows, ctx.plan) for rows in (q_THD, k_TGD, v_TGD))
         for start, end, count in ctx.plan.blocks:
             dout, q, k, v, out, sums = (
                 heads_first(rows[start:end], count)
                 for rows in (dout_THD, q_THD, k_TGD, v_TGD, out_THD, sums_TH)
             )
-            parts = _flash_backward(dout, q, k, v, out, sums, ctx.scale, is_causal=True)
+            parts = _flash_backward(dout, q, k, v, out, sums, scale, is_causal=True)
             for gradient, part in zip((dq_THD, dk_TGD, dv_TGD), parts, strict=True):
                 gradient[start:end] = rows_first(part)
         for start, end, prefix in ctx.plan.pasts:
@@ -233,11 +231,55 @@ class _FlashPack(torch.autograd.Function):
                 heads_first(rows[start:end]) for rows in (dout_THD, out_THD, sums_TH)
             )
             q, k, v = _past_of(q_THD[start:end], k_TGD, v_TGD, prefix)
-            dq, dk, dv = _flash_backward(dout, q, k, v, out, sums, ctx.scale, is_causal=False)
+            dq, dk, dv = _flash_backward(dout, q, k, v, out, sums, scale, is_causal=False)
             dq_THD[start:end] += rows_first(dq)
             dk_TGD[prefix] += rows_first(dk)
             dv_TGD[prefix] += rows_first(dv)
+        if ctx.has_way_in:
+            given, gradients = (dout_THD, q_THD, k_TGD, v_TGD), (dq_THD, dk_TGD, dv_TGD)
+            for one in ctx.plan.masked.values():
+                _add_masked_backward(one, ctx.rule, *given, *gradients)
         return dq_THD, dk_TGD, dv_TGD, None, None, None
+
+
+def _masked(
+    stretch: Stretch, rule: AttentionRule, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor
+) -> Tensor:
+    k, v = _seen_by(stretch, k_TGD), _seen_by(stretch, v_TGD)
+    return masked_attention(q_THD[stretch.start : stretch.end], k, v, *rule)
+
+
+def _seen_by(stretch: Stretch, rows: Tensor) -> Tensor:
+    start, end, prefix = stretch
+    own = rows[start:end]
+    return own if prefix is None else torch.cat((rows[slice(*prefix)], own))
+
+
+def _add_masked_backward(
+    stretch: Stretch,
+    rule: AttentionRule,
+    dout_THD: Tensor,
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    dq_THD: Tensor,
+    dk_TGD: Tensor,
+    dv_TGD: Tensor,
+) -> None:
+    """The way back of a stretch that the kernel let attend: it is written out only now."""
+    start, end, prefix = stretch
+    seen = q_THD[start:end], _seen_by(stretch, k_TGD), _seen_by(stretch, v_TGD)
+    q, k, v = (one.detach().requires_grad_() for one in seen)
+    with torch.enable_grad():
+        out = masked_attention(q, k, v, *rule)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout_THD[start:end])
+    dq_THD[start:end] = dq
+    for gradient, part in ((dk_TGD, dk), (dv_TGD, dv)):
+        before = len(part) - (end - start)
+        # Added, as stretches behind it may have been here before.
+        gradient[start:end] += part[before:]
+        if prefix is not None:
+            gradient[slice(*prefix)] += part[:before]
 
 
 def _by_flash(
