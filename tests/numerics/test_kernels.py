@@ -483,6 +483,16 @@ def test_rows_of_another_type_than_the_weights_are_refused() -> None:
         linear(torch.ones(2, 64))
 
 
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize("inputs", [62, 128])
+def test_rows_of_another_length_than_the_weights_are_refused(inputs: int) -> None:
+    """Kernels would read beyond one of them."""
+    linear = Linear(_rows(64, 64, dtype=torch.bfloat16))
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        linear(torch.ones(2, inputs).bfloat16())
+
+
 # Attention
 
 
