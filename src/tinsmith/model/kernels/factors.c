@@ -26,9 +26,6 @@ INLINE rows_of b_of(const factors *f, const float *flat, int64_t part) {
     return (rows_of){(char *)(flat + f->starts[1 + part]), f->rank};
 }
 
-INLINE int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
-INLINE int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
-
 /* How many pairs of numbers the room for `rows` has to hold. */
 int64_t tinsmith_factors_room(const factors *f, int64_t rows) {
     const int64_t inner = f->rank * f->parts, pairs = (smaller_of(rows, SLOPE_ROWS) + 1) / 2;
@@ -62,7 +59,7 @@ void tinsmith_factors_add(
     if (f->scale == 1.0f) return;
     for (int64_t row = 0; row < rows; row++)
         for (int64_t r = 0; r < inner; r += LANES) {
-            const int count = inner - r < LANES ? (int)(inner - r) : LANES;
+            const int count = (int)smaller_of(inner - r, LANES);
             const int64_t at = row * t.step + r;
             write_some(t.at, at, read_some(t.at, at, count, 1) * f->scale, count, 1);
         }
