@@ -61,6 +61,20 @@ def test_a_rows_gradient_is_the_same_alone_and_among_others(softcap: float | Non
 
 
 @pytest.mark.usefixtures("computed_by")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_target_is_as_likely_alone_and_among_many(dtype: torch.dtype) -> None:
+    """To the last bit: a sampled token may be looked up beside all others that might have been."""
+    chance = torch.Generator().manual_seed(0)
+    head = Head(Linear(torch.randn(1000, FEATURES, generator=chance).to(dtype)))
+    hidden_RD = torch.randn(20, FEATURES, generator=chance).to(dtype)
+    targets_RK = torch.randint(1000, (20, MOST_TARGETS + 1), generator=chance)
+
+    many_RK = head.logprobs(hidden_RD, targets_RK)
+
+    assert torch.equal(many_RK[:, :1], head.logprobs(hidden_RD, targets_RK[:, :1]))
+
+
+@pytest.mark.usefixtures("computed_by")
 @pytest.mark.parametrize("targets", [1, 3, MOST_TARGETS + 1])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_gradients_are_those_of_autograd(targets: int, softcap: float | None) -> None:

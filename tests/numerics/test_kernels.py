@@ -393,7 +393,7 @@ def test_factors_go_back_by_the_formula(
     for found, formula in zip([dx_TI, *once], [wanted_TI, *wanted], strict=True):
         _near(found, formula)
     for one, two in zip(once, factors.gradients, strict=True):
-        torch.testing.assert_close(two, 2 * one)
+        torch.testing.assert_close(two, 2 * one, rtol=1e-5, atol=1e-6 * float(two.abs().max()))
 
 
 def _near(found: Tensor, wanted: Tensor) -> None:
@@ -455,12 +455,44 @@ def test_factors_take_rows_that_lie_across() -> None:
     assert all(map(torch.equal, across, run(x_TI, dy_TO)))
 
 
+def test_room_for_factors_does_not_follow_how_wide_many_rows_are(products: Kernels) -> None:
+    """A thread keeps it, and the rows of one long text may be many."""
+    place = FactorPlace(0, 4096, (64,), 8, 1.0)
+
+    rooms = [products._factors_room(place.for_kernels, rows) for rows in (10_000, 20_000)]
+
+    assert rooms[1] - rooms[0] <= 10_000 * 16, "more than the inner numbers of each row"
+
+
+@pytest.mark.usefixtures("products")
+def test_no_rows_have_gradients_of_zero() -> None:
+    """And not what was left in memory, even if nothing else is gathered."""
+    factors = _factors(96, (64, 32), 8, 1.0)
+    x_TI, y_TO = (torch.empty(0, n, dtype=torch.bfloat16) for n in (96, 96))
+
+    t_TR = factors.add_to(y_TO, x_TI)
+    factors.backward(torch.empty_like(x_TI), y_TO, x_TI, t_TR)
+
+    factors.clear_unwritten()
+    assert all(not one.any() for one in factors.gradients)
+
+
 @pytest.mark.usefixtures("products")
 def test_rows_of_another_type_than_the_weights_are_refused() -> None:
     linear = Linear(_rows(64, 64, dtype=torch.bfloat16))
 
     with pytest.raises(RuntimeError, match="dtype"):
         linear(torch.ones(2, 64))
+
+
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize("inputs", [62, 128])
+def test_rows_of_another_length_than_the_weights_are_refused(inputs: int) -> None:
+    """Kernels would read beyond one of them."""
+    linear = Linear(_rows(64, 64, dtype=torch.bfloat16))
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        linear(torch.ones(2, inputs).bfloat16())
 
 
 # Attention
@@ -700,7 +732,7 @@ def test_layers_without_kernels_are_those_with_them(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_passes_within_a_window_are_the_same_beside_longer_ones(dtype: torch.dtype) -> None:
-    """What is longer than the window is left to masks; who is beside it is not."""
+    """Whatever is computed with masks on the way back."""
     q_THD, k_TGD, v_TGD = (
         _rows(60, heads, 64, dtype=dtype, seed=seed) for seed, heads in enumerate((4, 2, 2))
     )
@@ -728,8 +760,9 @@ _PACKS: list[list[Stretch]] = [
 @pytest.mark.parametrize(
     ("heads", "key_heads", "size"), [(9, 3, 64), (4, 4, 32), (8, 1, 128), (2, 2, 256)]
 )
+@pytest.mark.parametrize("window", [None, 1, 7, 100])
 def test_attention_goes_back_by_the_formula(
-    stretches: list[Stretch], heads: int, key_heads: int, size: int
+    stretches: list[Stretch], heads: int, key_heads: int, size: int, window: int | None
 ) -> None:
     rows = stretches[-1].end
     given = [
@@ -738,23 +771,25 @@ def test_attention_goes_back_by_the_formula(
     ]
     dout_THD = _rows(rows, heads, size, dtype=torch.bfloat16, seed=9)
 
-    found = _slopes_of_attention(stretches, given, dout_THD)
+    found = _slopes_of_attention(stretches, given, dout_THD, window)
 
-    wanted = _wanted_slopes(stretches, given, dout_THD)
+    wanted = _wanted_slopes(stretches, given, dout_THD, window)
     for one, formula in zip(found, wanted, strict=True):
         _near(one, formula)
 
 
 def _slopes_of_attention(
-    stretches: list[Stretch], given: list[Tensor], dout_THD: Tensor
+    stretches: list[Stretch], given: list[Tensor], dout_THD: Tensor, window: int | None = None
 ) -> list[Tensor]:
     leaves = [one.clone().requires_grad_() for one in given]
-    rule = AttentionRule(given[0].shape[2] ** -0.5)
+    rule = AttentionRule(given[0].shape[2] ** -0.5, window)
     PackAttention(stretches).attend(0, rule, *leaves).backward(dout_THD)
     return [one.grad for one in leaves if one.grad is not None]
 
 
-def _wanted_slopes(stretches: list[Stretch], given: list[Tensor], dout_THD: Tensor) -> list[Tensor]:
+def _wanted_slopes(
+    stretches: list[Stretch], given: list[Tensor], dout_THD: Tensor, window: int | None
+) -> list[Tensor]:
     """By autograd of the formula, in float64."""
     leaves = [one.double().requires_grad_() for one in given]
     q_THD, k_THD, v_THD = (
@@ -765,6 +800,8 @@ def _wanted_slopes(stretches: list[Stretch], given: list[Tensor], dout_THD: Tens
         place = torch.tensor([*before, *range(start, end)])
         q, k, v = (one.transpose(0, 1) for one in (q_THD[start:end], k_THD[place], v_THD[place]))
         seen = torch.ones(end - start, len(place), dtype=torch.bool).tril(len(before))
+        if window is not None:
+            seen = seen.triu(len(before) - window + 1)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
         out.transpose(0, 1).backward(dout_THD[start:end].double(), retain_graph=True)
     return [one.grad for one in leaves if one.grad is not None]
@@ -788,3 +825,42 @@ def test_slopes_of_attention_are_the_same_whoever_is_beside() -> None:
 def _moved(stretch: Stretch, by: int) -> Stretch:
     prefix = stretch.prefix and (stretch.prefix[0] + by, stretch.prefix[1] + by)
     return Stretch(stretch.start + by, stretch.end + by, prefix)
+
+
+@pytest.mark.usefixtures("by_kernels")
+@pytest.mark.parametrize("window", [3, 10, 13, 30])
+def test_passes_go_back_through_windows_as_autograd_does(window: int) -> None:
+    """Of sequences within them and of longer ones, behind a prefix and without."""
+    prefix, lone = (0, 11), Stretch(27, 60)
+    tails = [Stretch(11, 15, prefix), Stretch(15, 16, prefix), Stretch(16, 27, prefix)]
+    stretches = [Stretch(*prefix), *tails, lone]
+    q, k, v = (
+        _rows(60, heads, 64, dtype=torch.float32, seed=seed).requires_grad_()
+        for seed, heads in enumerate((4, 2, 2))
+    )
+    rule, slopes_THD = AttentionRule(0.3, window), _rows(60, 4, 64, dtype=torch.float32, seed=7)
+
+    def gradients(out_THD: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out_THD, (q, k, v), slopes_THD)
+
+    found_THD = PackAttention(stretches).attend(0, rule, q, k, v)
+
+    wanted_THD = torch.cat([_in_window(one, q, k, v, rule) for one in stretches])
+    _close(found_THD.detach(), wanted_THD.detach().double())
+    for found, wanted in zip(gradients(found_THD), gradients(wanted_THD), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def _in_window(stretch: Stretch, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
+    """By the formula, of each head by itself."""
+    rows = list(range(stretch.start, stretch.end))
+    seen = [*range(*(stretch.prefix or (0, 0))), *rows]
+    apart_LS = torch.arange(len(seen))[-len(rows) :, None] - torch.arange(len(seen))
+    is_hidden_LS = (apart_LS < 0) | (apart_LS >= (rule.window or len(seen)))
+    outs = []
+    for head in range(q.shape[1]):
+        key_head = head * k.shape[1] // q.shape[1]
+        scores_LS = rule.scale * q[rows, head] @ k[seen, key_head].T
+        weights_LS = scores_LS.masked_fill(is_hidden_LS, -math.inf).softmax(-1)
+        outs.append(weights_LS @ v[seen, key_head])
+    return torch.stack(outs, 1)

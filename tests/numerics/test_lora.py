@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
+from tinsmith.model.architecture import Architecture, LayerShape
 from tinsmith.model.factor_place import FactorPlace
-from tinsmith.model.lora import Factors, FusedLora
+from tinsmith.model.lora import Factors, FusedLora, LoraLayout
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -39,3 +40,32 @@ def test_gradients_do_not_depend_on_what_their_memory_held(dtype: torch.dtype) -
     assert torch.equal(found[0], found[1])
     torch.testing.assert_close(place.views(found[1])[2], wanted_b, rtol=0, atol=tolerance)
     assert not found[1][place.end :].any()
+
+
+def test_vectors_of_another_layout_are_refused() -> None:
+    """Kernels would write behind the shorter, and take halves for numbers."""
+    shape = Architecture(
+        name="test",
+        vocabulary=8,
+        hidden=64,
+        inner=32,
+        heads=2,
+        kv_heads=2,
+        head_size=32,
+        max_context=64,
+        layers=(LayerShape(),),
+        ropes=(),
+        norm_epsilon=1e-5,
+    )
+    layout = LoraLayout(shape, 4, attention=True, mlp=True, unembed=True)
+    flat_N = torch.zeros(layout.size)
+
+    layout.fused(flat_N, torch.bfloat16, gradients=flat_N.clone())
+    for flat, gradients in (
+        (flat_N[1:], None),
+        (flat_N, flat_N[1:]),
+        (flat_N, flat_N.bfloat16()),
+        (flat_N, torch.zeros(2 * layout.size)[::2]),
+    ):
+        with pytest.raises(AssertionError):
+            layout.fused(flat, torch.bfloat16, gradients=gradients)

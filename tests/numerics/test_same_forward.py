@@ -6,6 +6,8 @@ after a few: only what is computed in the same way agrees at all, and that agree
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -24,21 +26,34 @@ LENGTHS = (1, 63, 100, 200)
 """Of prompts: less than a block of keys, and more, and no whole number of them."""
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "head_dim": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 8,
+}
+MODELS: list[tuple[str, dict[str, object]]] = [
+    ("Llama", {"vocab_size": 301, "hidden_size": 100}),
+    ("Mistral", {"sliding_window": 30}),
+    ("Gemma3", {"sliding_window": 30}),
+    ("Qwen3", {"tie_word_embeddings": False}),
+    ("Qwen2Moe", {"moe_intermediate_size": 40}),
+]
+"""Odd vocabularies and rows that are no whole vectors, windows, norms of heads, experts."""
+
+
+def _model(folder: Path, family: str = "Llama", **settings: object) -> Transformer:
     if product_kernels(torch.device("cpu"), torch.bfloat16) is None:
         pytest.skip("there are no kernels that multiply in bfloat16 on this machine")
-    folder = tmp_path_factory.mktemp("deep")
-    make_model(
-        folder,
-        hidden_size=128,
-        intermediate_size=256,
-        head_dim=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_hidden_layers=8,
-    )
+    make_model(folder, family, **{**SIZES, **settings})
     return load_transformer(folder, dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
+    return _model(tmp_path_factory.mktemp("deep"))
 
 
 @pytest.mark.parametrize("rank", [None, 2, 8, 12, 32])
@@ -47,6 +62,22 @@ def test_sampled_logprobs_equal_those_of_forward_in_bfloat16(
     model: Transformer, rank: int | None, num_samples: int
 ) -> None:
     """To the last bit, of the base and adapters of any even rank, of one sample and several."""
+    _assert_same(model, rank, num_samples)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(("family", "settings"), MODELS)
+def test_so_they_do_in_models_of_other_kinds(
+    tmp_path: Path, family: str, settings: dict[str, object]
+) -> None:
+    """In sequences longer than their windows too, and however many threads there are."""
+    model = _model(tmp_path, family, num_hidden_layers=4, **settings)
+
+    _assert_same(model, 8, num_samples=2)
+    _assert_same_with_gradients(model)
+
+
+def _assert_same(model: Transformer, rank: int | None, num_samples: int) -> None:
     sampler = Sampler(model)
     trained = None
     if rank is not None:
@@ -73,19 +104,23 @@ def test_sampled_logprobs_equal_those_of_forward_in_bfloat16(
 
 def test_passes_with_gradients_and_without_are_the_same(model: Transformer) -> None:
     """To the last bit: `forward` and `forward_backward` say the same of a token."""
+    _assert_same_with_gradients(model)
+
+
+def _assert_same_with_gradients(model: Transformer) -> None:
     layout = LoraLayout(model.architecture, 8, attention=True, mlp=True, unembed=False)
     flat = torch.randn(layout.size, generator=torch.Generator().manual_seed(1)) * 0.1
     tokens, count = torch.tensor(prompt_of(150)), 150
 
-    def hidden() -> torch.Tensor:
+    def hidden(*, saves_memory: bool = False) -> torch.Tensor:
         made = layout.fused(flat, model.dtype, gradients=torch.empty(layout.size))
         spans = [LoraSpan(0, count, made)]
-        return model.hidden(
-            tokens, torch.arange(count), PackAttention([Stretch(0, count)]), spans
-        ).detach()
+        where = torch.arange(count), PackAttention([Stretch(0, count)])
+        return model.hidden(tokens, *where, spans, saves_memory=saves_memory).detach()
 
-    with_gradients = hidden()
+    with_gradients, with_less_memory = hidden(), hidden(saves_memory=True)
     with torch.no_grad():
         without = hidden()
 
     assert torch.equal(with_gradients, without)
+    assert torch.equal(with_less_memory, without)

@@ -25,7 +25,7 @@ SLICE_BYTES = 24 << 20
 """Allocators of C libraries give blocks of 32 MB and more back to the system when they are free,
 and fresh memory is dear: with slices of 64 MB a pass of a 30M model took a tenth longer."""
 MOST_TARGETS = 256
-"""Of a row, for kernels: they compare each with each."""
+"""Of a row, that kernels add slopes at: they compare each with each."""
 _CACHED_ROWS = 16
 """Rows that are weighed at a time: as many logits as caches hold."""
 SlopesOf = Callable[[int, int, Tensor], Tensor]
@@ -68,8 +68,12 @@ class _KernelWeights(NamedTuple):
     def back(self, targets_RK: Tensor, slopes_RK: Tensor) -> Tensor:
         """`_Weights.back`."""
         factors_R = (-slopes_RK.sum(-1) / self.totals_R).float()
-        given = self.logits_RV, self.most_R, factors_R, targets_RK, slopes_RK
-        return self.kernels.logit_slopes(*given)
+        given = self.most_R, factors_R
+        if targets_RK.shape[1] <= MOST_TARGETS:
+            return self.kernels.logit_slopes(self.logits_RV, *given, targets_RK, slopes_RK)
+        none = targets_RK[:, :0], slopes_RK[:, :0]
+        d_RV = self.kernels.logit_slopes(self.logits_RV.float(), *given, *none)
+        return d_RV.scatter_add_(1, targets_RK, slopes_RK)
 
 
 class Head:
@@ -186,7 +190,7 @@ class Head:
     ) -> tuple[Tensor, _Weights | _KernelWeights]:
         """The targets' log-probabilities, and what the way back needs; logits are used up."""
         kernels = kernels_for(logits_RV[:, :0])
-        if kernels is None or self._softcap is not None or targets_RK.shape[1] > MOST_TARGETS:
+        if kernels is None or self._softcap is not None:
             logits_RV = logits_RV.float()
             bent_RV = self._bent(logits_RV)
             found_RK, sums_R1 = _weigh(logits_RV, targets_RK)

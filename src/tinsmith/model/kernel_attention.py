@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -107,40 +108,40 @@ class KernelWayBack:
 
     Args:
         kernels: Those that multiply.
-        stretches: Where each begins and how many rows it has, and the same of what it follows; in
-            an order in which a prefix may be anywhere.
+        stretches: Of each, in a row: where it begins and how many rows it has, and the same of what
+            it follows, which is another of them.
     """
 
-    def __init__(self, kernels: Kernels, stretches: Sequence[tuple[int, int, int, int]]) -> None:
+    def __init__(self, kernels: Kernels, stretches: npt.NDArray[np.int64]) -> None:
         self._kernels = kernels
-        self._stretches = np.array(stretches, np.int64).reshape(-1, 4)
-        self._longest = max((rows for _, rows, _, _ in stretches), default=0)
+        self._stretches = stretches
 
     def slopes(
         self,
-        scale: float,
-        given: Sequence[Tensor],
+        rule: AttentionRule,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        out_THD: Tensor,
         sums_TH: Tensor,
-        slopes: Sequence[Tensor],
-    ) -> None:
-        """Write the slopes of queries, keys and values, in the rows of stretches.
-
-        Args:
-            scale: Of scores.
-            given: Queries, keys, values, what rows took of them, and its slopes.
-            sums_TH: As the way in told them.
-            slopes: Where they are put; one row behind the other.
-        """
-        q, k, v, out, dout = (_dense(one) for one in given)
-        rows, heads, size = q.shape
+        dout_THD: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Those of queries, keys and values, given those of what rows took."""
+        made = tuple(torch.empty(one.shape, dtype=one.dtype) for one in (q_THD, k_TGD, v_TGD))
+        given = [_dense(one) for one in (q_THD, k_TGD, v_TGD, out_THD, dout_THD)]
+        rows, heads, size = q_THD.shape
         told = AttentionRows(
-            *(rows, heads, k.shape[1], size, torch.get_num_threads(), scale),
-            *(rows_of(one) for one in (q, k, v, out, dout)),
+            *(rows, heads, k_TGD.shape[1], size, torch.get_num_threads()),
+            *(rule.window or 0, rule.scale),
+            *map(rows_of, given),
             sums_TH.data_ptr(),
-            *(rows_of(one) for one in slopes),
+            *map(rows_of, made),
         )
+        longest = int(self._stretches[:, 1].max(initial=0))
         place, count = self._stretches.ctypes.data, len(self._stretches)
-        self._kernels.attend_back(told, place, count, self._longest)
+        self._kernels.attend_back(told, place, count, longest)
+        dq_THD, dk_TGD, dv_TGD = made
+        return dq_THD, dk_TGD, dv_TGD
 
 
 def way_back_kernels(q_THD: Tensor) -> Kernels | None:

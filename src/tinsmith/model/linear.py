@@ -96,10 +96,12 @@ class Linear:
         if self._half is not None:
             half_TO = self._half(x_TI)
             return half_TO if self.bias_O is None else half_TO.add_(self.bias_O)
-        if self._own is not None and x_TI.dtype == self.dtype:
+        outputs, inputs = self.weight_OI.shape
+        # Rows that do not fit are PyTorch's to refuse: kernels would read beyond them.
+        if self._own is not None and x_TI.dtype == self.dtype and x_TI.shape[1] == inputs:
             kernels, packed = self._own
             x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
-            return kernels.product(x_TI, packed, self.weight_OI.shape[0], self.bias_O)
+            return kernels.product(x_TI, packed, outputs, self.bias_O)
         if self._packed is not None:
             return self._packed_outputs(x_TI, self._packed)
         return self._unpacked(x_TI)

@@ -251,6 +251,8 @@ class LoraLayout:
             is_frozen: The vector never changes again; rows of samples then come out the same
                 whatever is beside them.
         """
+        assert flat.shape == (self.size,), "the weights have another layout"
+        assert gradients is None or _lie_alike(gradients, flat), "gradients lie as weights do"
         if is_frozen:
             flat = flat.to(dtype)
 
@@ -268,3 +270,8 @@ class LoraLayout:
                 made.freeze()
             factors[shape.layer, shape.kind] = made
         return FusedLora(factors, gradients)
+
+
+def _lie_alike(one: Tensor, other: Tensor) -> bool:
+    """Whether what is found by its place in one is found so in the other."""
+    return (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)

@@ -3,8 +3,9 @@
 Its stretches are sequences, or what is left of them behind a prefix that several share and that is
 computed once. The way back needs no more than the parts that `attention.py` tells of: given the
 joined result and its logarithm, the kernel's own gradient of a part is that part's share. Where
-there is a compiled kernel, the way in is one call of it, the same that samples make; and where
-kernels multiply in bfloat16, so is the way back.
+there is a compiled kernel, the way in is one call of it, the same that samples make: of sequences
+too that the other does not reach, whose attention is written out for the way back alone. Where
+kernels multiply in bfloat16, the way back is one call too.
 """
 
 # T row of the pack, H query head, G key head, D dimension of a head
@@ -14,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -77,10 +80,8 @@ class _Plan(NamedTuple):
 
     blocks: list[_Block]
     pasts: list[_Past]
-    masked: list[int]
-    """The numbers of the stretches that are left to masks."""
-    way_back: KernelWayBack | None
-    """What goes back through the others where kernels do."""
+    masked: dict[int, Stretch]
+    """By their numbers, the stretches that are left to masks."""
 
 
 class PackAttention:
@@ -89,9 +90,9 @@ class PackAttention:
     def __init__(self, stretches: Sequence[Stretch]) -> None:
         self._stretches = tuple(stretches)
         self._lengths = [one.end - one.start for one in stretches]
-        self._plans: dict[tuple[int, bool, bool], _Plan] = {}
-        """By how long a sequence may be for the flash kernel, whether there is one key head, and
-        whether kernels go back."""
+        self._told = _told(stretches)
+        self._plans: dict[tuple[int, bool], _Plan] = {}
+        """By how long a sequence may be for the flash kernel, and whether there is one key head."""
         self._ways_in: dict[tuple[torch.Size, torch.Size, torch.dtype], _WayIn] = {}
         """By the shapes of queries and keys, which layers may have of several kinds."""
 
@@ -100,21 +101,16 @@ class PackAttention:
     ) -> Tensor:
         """`Attention.attend`."""
         del layer
-        # Also beside stretches that are left to masks: bits may not follow from who is there.
+        plan = self._plan(reach_of(rule, q_THD.device), has_one_key_head=k_TGD.shape[1] == 1)
         way_in = self._way_in(rule, q_THD, k_TGD, v_TGD)
-        kernels = None if way_in is None else way_back_kernels(q_THD)
-        plan = self._plan(reach_of(rule, q_THD.device), k_TGD.shape[1] == 1, kernels)
-        out_THD: Tensor = _FlashPack.apply(q_THD, k_TGD, v_TGD, plan, rule, way_in)  # type: ignore[no-untyped-call]
-        if not plan.masked:
+        way_back = None if way_in is None else self._way_back(q_THD)
+        given = q_THD, k_TGD, v_TGD, plan, rule, way_in, way_back
+        out_THD: Tensor = _FlashPack.apply(*given)  # type: ignore[no-untyped-call]
+        if way_in is not None or not plan.masked:
             return out_THD
         parts = list(out_THD.split(self._lengths))
-        for number in plan.masked:
-            start, end, prefix = self._stretches[number]
-            k, v = k_TGD[start:end], v_TGD[start:end]
-            if prefix is not None:
-                k = torch.cat((k_TGD[slice(*prefix)], k))
-                v = torch.cat((v_TGD[slice(*prefix)], v))
-            parts[number] = masked_attention(q_THD[start:end], k, v, *rule)
+        for number, one in plan.masked.items():
+            parts[number] = _masked(one, rule, q_THD, k_TGD, v_TGD)
         return torch.cat(parts)
 
     def _way_in(
@@ -128,18 +124,23 @@ class PackAttention:
             self._ways_in[kind] = _WayIn(kernels, self._stretches, q_THD, k_TGD)
         return self._ways_in[kind]
 
-    def _plan(self, reach: int, has_one_key_head: bool, kernels: Kernels | None) -> _Plan:
-        kind = reach, has_one_key_head, kernels is not None
+    def _way_back(self, q_THD: Tensor) -> KernelWayBack | None:
+        kernels = way_back_kernels(q_THD)
+        return None if kernels is None else KernelWayBack(kernels, self._told)
+
+    def _plan(self, reach: int, *, has_one_key_head: bool) -> _Plan:
+        kind = reach, has_one_key_head
         if kind not in self._plans:
             whole = [one for one in self._stretches if one.sequence_length <= reach]
-            masked = [
-                number for number, one in enumerate(self._stretches) if one.sequence_length > reach
-            ]
+            masked = {
+                number: one
+                for number, one in enumerate(self._stretches)
+                if one.sequence_length > reach
+            }
             # One sequence with one key head is all that a call has to do, and threads then share
             # its products, which gives other bits: it may not matter who lies beside it.
             blocks = [_Block(*one[:2], 1) for one in whole] if has_one_key_head else _blocks(whole)
-            way_back = None if kernels is None else KernelWayBack(kernels, _told(whole))
-            self._plans[kind] = _Plan(blocks, _pasts(whole), masked, way_back)
+            self._plans[kind] = _Plan(blocks, _pasts(whole), masked)
         return self._plans[kind]
 
     def done(self) -> None:
@@ -160,13 +161,13 @@ def _pasts(stretches: Sequence[Stretch]) -> list[_Past]:
     ]
 
 
-def _told(stretches: Sequence[Stretch]) -> list[tuple[int, int, int, int]]:
+def _told(stretches: Sequence[Stretch]) -> npt.NDArray[np.int64]:
     """Starts and numbers of rows, as `KernelWayBack` wants them."""
-    prefixes = (one.prefix or (0, 0) for one in stretches)
-    return [
-        (one.start, one.end - one.start, first, last - first)
-        for one, (first, last) in zip(stretches, prefixes, strict=True)
-    ]
+    told: list[tuple[int, int, int, int]] = []
+    for start, end, prefix in stretches:
+        first, last = prefix or (0, 0)
+        told.append((start, end - start, first, last - first))
+    return np.array(told, np.int64).reshape(-1, 4)
 
 
 def _neighbours(
@@ -224,29 +225,31 @@ class _FlashPack(torch.autograd.Function):
         plan: _Plan,
         rule: AttentionRule,
         way_in: _WayIn | None,
+        way_back: KernelWayBack | None,
     ) -> Tensor:
         if way_in is not None:
             out_THD, sums_TH = way_in.attend(rule, q_THD, k_TGD, v_TGD)
         else:
             out_THD, sums_TH = _by_flash(q_THD, k_TGD, v_TGD, plan, rule.scale)
         ctx.save_for_backward(q_THD, k_TGD, v_TGD, out_THD, sums_TH)
-        ctx.plan, ctx.scale = plan, rule.scale
+        ctx.plan, ctx.rule, ctx.has_way_in = plan, rule, way_in is not None
+        ctx.way_back = way_back
         return out_THD
 
     @staticmethod
-    def backward(ctx: Any, dout_THD: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, dout_THD: Tensor) -> tuple[Tensor | None, ...]:
         q_THD, k_TGD, v_TGD, out_THD, sums_TH = ctx.saved_tensors
+        if ctx.way_back is not None:
+            taken = out_THD, sums_TH, dout_THD
+            return *ctx.way_back.slopes(ctx.rule, q_THD, k_TGD, v_TGD, *taken), *[None] * 4
+        scale = ctx.rule.scale
         dq_THD, dk_TGD, dv_TGD = (_room_for(rows, ctx.plan) for rows in (q_THD, k_TGD, v_TGD))
-        if ctx.plan.way_back is not None:
-            given = q_THD, k_TGD, v_TGD, out_THD, dout_THD
-            ctx.plan.way_back.slopes(ctx.scale, given, sums_TH, (dq_THD, dk_TGD, dv_TGD))
-            return dq_THD, dk_TGD, dv_TGD, None, None, None
         for start, end, count in ctx.plan.blocks:
             dout, q, k, v, out, sums = (
                 heads_first(rows[start:end], count)
                 for rows in (dout_THD, q_THD, k_TGD, v_TGD, out_THD, sums_TH)
             )
-            parts = _flash_backward(dout, q, k, v, out, sums, ctx.scale, is_causal=True)
+            parts = _flash_backward(dout, q, k, v, out, sums, scale, is_causal=True)
             for gradient, part in zip((dq_THD, dk_TGD, dv_TGD), parts, strict=True):
                 gradient[start:end] = rows_first(part)
         for start, end, prefix in ctx.plan.pasts:
@@ -254,11 +257,55 @@ class _FlashPack(torch.autograd.Function):
                 heads_first(rows[start:end]) for rows in (dout_THD, out_THD, sums_TH)
             )
             q, k, v = _past_of(q_THD[start:end], k_TGD, v_TGD, prefix)
-            dq, dk, dv = _flash_backward(dout, q, k, v, out, sums, ctx.scale, is_causal=False)
+            dq, dk, dv = _flash_backward(dout, q, k, v, out, sums, scale, is_causal=False)
             dq_THD[start:end] += rows_first(dq)
             dk_TGD[prefix] += rows_first(dk)
             dv_TGD[prefix] += rows_first(dv)
-        return dq_THD, dk_TGD, dv_TGD, None, None, None
+        if ctx.has_way_in:
+            given, gradients = (dout_THD, q_THD, k_TGD, v_TGD), (dq_THD, dk_TGD, dv_TGD)
+            for one in ctx.plan.masked.values():
+                _add_masked_backward(one, ctx.rule, *given, *gradients)
+        return dq_THD, dk_TGD, dv_TGD, None, None, None, None
+
+
+def _masked(
+    stretch: Stretch, rule: AttentionRule, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor
+) -> Tensor:
+    k, v = _seen_by(stretch, k_TGD), _seen_by(stretch, v_TGD)
+    return masked_attention(q_THD[stretch.start : stretch.end], k, v, *rule)
+
+
+def _seen_by(stretch: Stretch, rows: Tensor) -> Tensor:
+    start, end, prefix = stretch
+    own = rows[start:end]
+    return own if prefix is None else torch.cat((rows[slice(*prefix)], own))
+
+
+def _add_masked_backward(
+    stretch: Stretch,
+    rule: AttentionRule,
+    dout_THD: Tensor,
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    dq_THD: Tensor,
+    dk_TGD: Tensor,
+    dv_TGD: Tensor,
+) -> None:
+    """The way back of a stretch that the kernel let attend: it is written out only now."""
+    start, end, prefix = stretch
+    seen = q_THD[start:end], _seen_by(stretch, k_TGD), _seen_by(stretch, v_TGD)
+    q, k, v = (one.detach().requires_grad_() for one in seen)
+    with torch.enable_grad():
+        out = masked_attention(q, k, v, *rule)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout_THD[start:end])
+    dq_THD[start:end] = dq
+    for gradient, part in ((dk_TGD, dk), (dv_TGD, dv)):
+        before = len(part) - (end - start)
+        # Added, as stretches behind it may have been here before.
+        gradient[start:end] += part[before:]
+        if prefix is not None:
+            gradient[slice(*prefix)] += part[:before]
 
 
 def _by_flash(

@@ -25,6 +25,7 @@ typedef struct {
 /* The rows of all, and the logarithms of their sums of weights: row, head. */
 typedef struct {
     int64_t rows, heads, key_heads, size, threads;
+    int64_t window; /* how many tokens a query sees at most, its own included; 0 for all */
     float scale;
     rows_of q, k, v, out, dout;
     const float *sums;
@@ -58,14 +59,21 @@ INLINE sums_to as_sums(float *to, int64_t step, int is_added) {
     return (sums_to){(char *)to, step, 0, is_added, NULL, 1.0f};
 }
 
-/* Scores and slopes of weights become weights and slopes of scores, for `seen` keys of a row; others up
- * to `width` have none. */
-INLINE void weigh_row(desk *on, int64_t row, int64_t seen, int64_t width, float scale, float sum, float whole) {
+/* The first lanes, so many of them. */
+INLINE mask first_lanes(int64_t count) {
+    return (mask)((1 << larger_of(0, smaller_of(count, LANES))) - 1);
+}
+
+/* Scores and slopes of weights become weights and slopes of scores, for a row's keys from `least` to
+ * `end`; others up to `width` have none. */
+INLINE void weigh_row(
+    desk *on, int64_t row, int64_t least, int64_t end, int64_t width, float scale, float sum, float whole
+) {
     for (int64_t c = 0; c < width; c += LANES) {
         const int64_t at = row * BLOCK + c;
         vec weight = {0}, slope = {0};
-        if (seen > c) {
-            const mask is_seen = seen - c >= LANES ? (mask)-1 : (mask)((1 << (seen - c)) - 1);
+        if (end > c) {
+            const mask is_seen = first_lanes(end - c) & (mask)~first_lanes(least - c);
             weight = choose(is_seen, power_of_e(read(on->scores, at, 0) * scale - sum), all(0.0f));
             slope = choose(is_seen, weight * (read(on->weight_slopes, at, 0) - whole) * scale, all(0.0f));
         }
@@ -74,10 +82,10 @@ INLINE void weigh_row(desk *on, int64_t row, int64_t seen, int64_t width, float 
     }
 }
 
-/* A block of queries of one head and a block of keys, which are packed. `ahead` is how many keys of the
- * block the first query sees; each of the next sees one more. */
+/* A block of queries of one head and a block of keys, which are packed. The first query is `apart` tokens
+ * behind the first key. */
 INLINE void back_block(
-    desk *on, const attention *of, int64_t head, int64_t row, int64_t queries, int64_t keys, int64_t ahead,
+    desk *on, const attention *of, int64_t head, int64_t row, int64_t queries, int64_t keys, int64_t apart,
     const float *wholes, int64_t whole_step, float *dq, int64_t dq_step, float *dk, float *dv
 ) {
     const int64_t size = of->size, pairs = size / 2, width = whole_vectors(keys);
@@ -85,8 +93,9 @@ INLINE void back_block(
     product(queries, keys, pairs, 1, as_left(q), on->keys_turned, as_sums(on->scores, BLOCK, 0));
     product(queries, keys, pairs, 1, as_left(dout), on->values_turned, as_sums(on->weight_slopes, BLOCK, 0));
     for (int64_t i = 0; i < queries; i++) {
-        const int64_t seen = ahead + i < keys ? ahead + i : keys;
-        weigh_row(on, i, seen, width, of->scale, of->sums[(row + i) * of->heads + head], wholes[i * whole_step]);
+        const int64_t before = apart + i + 1, least = of->window ? before - of->window : 0;
+        const float sum = of->sums[(row + i) * of->heads + head];
+        weigh_row(on, i, least, smaller_of(before, keys), width, of->scale, sum, wholes[i * whole_step]);
     }
     const rows_of weights = {(char *)on->weights, BLOCK}, slopes = {(char *)on->slopes, BLOCK};
     product(queries, size, (keys + 1) / 2, 1, as_left(slopes), on->keys, as_sums(dq, dq_step, 1));
@@ -107,17 +116,18 @@ INLINE void back_keys(
 ) {
     const int64_t size = of->size, group = of->heads / of->key_heads;
     for (int64_t start = 0; start < all_keys; start += BLOCK) {
-        const int64_t keys = all_keys - start < BLOCK ? all_keys - start : BLOCK, key = first + start;
+        const int64_t keys = smaller_of(all_keys - start, BLOCK), key = first + start;
         const rows_of k = at_row(of->k, key, key_head, size), v = at_row(of->v, key, key_head, size);
         pack(keys, size, k, 1, 1.0f, on->keys_turned);
         pack(keys, size, v, 1, 1.0f, on->values_turned);
         pack_inputs(keys, size, k, 1, PANEL, on->keys);
         for (int64_t row = is_own ? start : 0; row < s->rows; row += BLOCK) {
-            const int64_t queries = s->rows - row < BLOCK ? s->rows - row : BLOCK;
-            const int64_t ahead = is_own ? row - start + 1 : keys;
+            const int64_t queries = smaller_of(s->rows - row, BLOCK);
+            const int64_t apart = (is_own ? 0 : s->prefix_rows) + row - start;
+            if (of->window && apart - of->window + 1 >= keys) break; /* all others are farther still */
             for (int64_t h = 0; h < group; h++)
                 back_block(
-                    on, of, key_head * group + h, s->row + row, queries, keys, ahead, wholes + row * group + h, group,
+                    on, of, key_head * group + h, s->row + row, queries, keys, apart, wholes + row * group + h, group,
                     dq + (row * group + h) * size, group * size, dk + key * size, dv + key * size
                 );
         }

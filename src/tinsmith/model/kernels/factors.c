@@ -10,7 +10,8 @@
 #if defined(__AVX512BF16__)
 
 #define MOST_PARTS 3
-#define SLOPE_BLOCK 256   /* outputs whose slopes are turned at a time: as many as caches hold */
+#define SLOPE_BLOCK 256   /* outputs that are turned at a time: as many as caches hold */
+#define SLOPE_ROWS 1024   /* rows that are turned at a time: room for all of a long text is much memory */
 
 /* Those of one layer, in a vector of all: A has `rank` rows for each part, B is apart for each. `starts`
  * are that of A and those of each B. */
@@ -25,11 +26,9 @@ INLINE rows_of b_of(const factors *f, const float *flat, int64_t part) {
     return (rows_of){(char *)(flat + f->starts[1 + part]), f->rank};
 }
 
-INLINE int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
-
 /* How many pairs of numbers the room for `rows` has to hold. */
 int64_t tinsmith_factors_room(const factors *f, int64_t rows) {
-    const int64_t inner = f->rank * f->parts, pairs = (rows + 1) / 2;
+    const int64_t inner = f->rank * f->parts, pairs = (smaller_of(rows, SLOPE_ROWS) + 1) / 2;
     int64_t most = (whole_vectors(inner) * whole_vectors(f->inputs)) / 2;
     most = larger_of(most, pairs * (whole_vectors(larger_of(f->inputs, f->rank)) + SLOPE_BLOCK));
     for (int64_t part = 0; part < f->parts; part++)
@@ -60,14 +59,14 @@ void tinsmith_factors_add(
     if (f->scale == 1.0f) return;
     for (int64_t row = 0; row < rows; row++)
         for (int64_t r = 0; r < inner; r += LANES) {
-            const int count = inner - r < LANES ? (int)(inner - r) : LANES;
+            const int count = (int)smaller_of(inner - r, LANES);
             const int64_t at = row * t.step + r;
             write_some(t.at, at, read_some(t.at, at, count, 1) * f->scale, count, 1);
         }
 }
 
-/* leftᵀ·right over all rows, in float32. */
-static void slopes(
+/* leftᵀ·right over some rows, in float32. */
+INLINE void slopes_of_some(
     int64_t rows, int64_t threads, rows_of left, int64_t lefts, rows_of right, int64_t rights, char *out, int is_added,
     uint32_t *room
 ) {
@@ -75,12 +74,25 @@ static void slopes(
     uint32_t *turned = room + pairs * whole_vectors(rights);
     pack_inputs(rows, rights, right, 1, PANEL, room);
     for (int64_t first = 0; first < lefts; first += SLOPE_BLOCK) {
-        const int64_t some = lefts - first < SLOPE_BLOCK ? lefts - first : SLOPE_BLOCK, width = whole_vectors(some);
+        const int64_t some = smaller_of(lefts - first, SLOPE_BLOCK), width = whole_vectors(some);
         pack_inputs(rows, some, (rows_of){left.at + first * 2, left.step}, 1, width, turned);
         product(
             some, rights, pairs, threads, (left_rows){(char *)turned, 4, width * 4}, room,
             (sums_to){out + first * rights * 4, rights, 0, is_added, NULL, 1.0f}
         );
+    }
+}
+
+/* The same over all rows; of none it is 0. */
+static void slopes(
+    int64_t rows, int64_t threads, rows_of left, int64_t lefts, rows_of right, int64_t rights, char *out, int is_added,
+    uint32_t *room
+) {
+    for (int64_t row = 0; row == 0 || row < rows; row += SLOPE_ROWS) {
+        const rows_of some_left = {left.at + row * left.step * 2, left.step};
+        const rows_of some_right = {right.at + row * right.step * 2, right.step};
+        const int64_t some = smaller_of(rows - row, SLOPE_ROWS);
+        slopes_of_some(some, threads, some_left, lefts, some_right, rights, out, is_added || row, room);
     }
 }
 

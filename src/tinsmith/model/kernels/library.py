@@ -78,7 +78,7 @@ class AttentionRows(ctypes.Structure):
     """`attention` of `attention_back.c`."""
 
     _fields_ = [
-        *((name, _Number) for name in ("rows", "heads", "key_heads", "size", "threads")),
+        *((name, _Number) for name in ("rows", "heads", "key_heads", "size", "threads", "window")),
         ("scale", ctypes.c_float),
         *((name, Rows) for name in ("q", "k", "v", "out", "dout")),
         ("sums", _Pointer),

@@ -24,6 +24,8 @@
 #define PANEL (WIDE * LANES)
 #define FEW (1 << 16)     /* pairs of weights that stay in the cache as a whole */
 
+INLINE int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t whole_vectors(int64_t numbers) { return (numbers + LANES - 1) / LANES * LANES; }
 
 /* Rows that are multiplied, by bytes: the next row, and the next pair of inputs. */
@@ -107,16 +109,14 @@ INLINE void pack(int64_t outputs, int64_t inputs, rows_of weight, int is_half, f
     const int64_t bytes = is_half ? 2 : 4, pairs = inputs / 2, step = weight.step * bytes;
     const int64_t all_outputs = whole_vectors(outputs);
     for (int64_t first = 0; first < all_outputs; first += PANEL) {
-        const int64_t width = all_outputs - first < PANEL ? all_outputs - first : PANEL;
+        const int64_t width = smaller_of(all_outputs - first, PANEL);
         for (int64_t pair = 0; pair < pairs; pair += LANES)
             for (int64_t i = 0; i < width; i += LANES) {
                 const char *from = weight.at + (first + i) * step + pair * 2 * bytes;
                 uint32_t *to = packed + first * pairs + pair * width + i;
-                const int64_t some = outputs - first - i;
-                if (pairs - pair >= LANES && some >= LANES)
-                    pack_some(from, step, LANES, LANES, width, is_half, scale, to);
-                else
-                    pack_some(from, step, some, pairs - pair < LANES ? (int)(pairs - pair) : LANES, width, is_half, scale, to);
+                const int64_t some = outputs - first - i, count = smaller_of(pairs - pair, LANES);
+                if (some >= LANES && count == LANES) pack_some(from, step, LANES, LANES, width, is_half, scale, to);
+                else pack_some(from, step, some, (int)count, width, is_half, scale, to);
             }
     }
 }
@@ -144,15 +144,15 @@ INLINE void pack_pair(const char *from, int64_t step, int64_t at, int count, int
 INLINE void pack_inputs(int64_t inputs, int64_t outputs, rows_of weight, int is_half, int64_t panel, uint32_t *packed) {
     const int64_t step = weight.step * (is_half ? 2 : 4), pairs = (inputs + 1) / 2, all_outputs = whole_vectors(outputs);
     for (int64_t first = 0; first < all_outputs; first += panel) {
-        const int64_t width = all_outputs - first < panel ? all_outputs - first : panel;
+        const int64_t width = smaller_of(all_outputs - first, panel);
         for (int64_t pair = 0; pair < pairs; pair++) {
             const char *from = weight.at + 2 * pair * step;
             uint32_t *to = packed + first * pairs + pair * width;
             const int has_second = 2 * pair + 1 < inputs;
             for (int64_t i = 0; i < width; i += LANES) {
-                const int64_t output = first + i;
-                if (has_second && outputs - output >= LANES) pack_pair(from, step, output, LANES, 1, is_half, to + i);
-                else pack_pair(from, step, output, outputs - output < LANES ? (int)(outputs - output) : LANES, has_second, is_half, to + i);
+                const int64_t output = first + i, count = smaller_of(outputs - output, LANES);
+                if (has_second && count == LANES) pack_pair(from, step, output, LANES, 1, is_half, to + i);
+                else pack_pair(from, step, output, (int)count, has_second, is_half, to + i);
             }
         }
     }
@@ -228,10 +228,10 @@ INLINE void through_panel(
 ) {
     float sums[ROW_BLOCK * PANEL];
     x.at += first_row * x.row;
-    for (int64_t strip = 0; strip < pairs; strip += STRIP) {
-        const int64_t some = pairs - strip < STRIP ? pairs - strip : STRIP, at = strip * vectors * LANES;
+    for (int64_t strip = 0; strip == 0 || strip < pairs; strip += STRIP) { /* a sum of nothing is 0 */
+        const int64_t some = smaller_of(pairs - strip, STRIP), at = strip * vectors * LANES;
         for (int64_t row = 0; row < rows; row += TALL) {
-            const int count = rows - row < TALL ? (int)(rows - row) : TALL;
+            const int count = (int)smaller_of(rows - row, TALL);
             const left_rows here = {x.at + row * x.row + strip * x.pair, x.row, x.pair};
             multiply_some(
                 here, count, panel + at, vectors, some, row || !next ? NULL : next + at * 4, sums + row * PANEL, strip == 0
@@ -241,7 +241,7 @@ INLINE void through_panel(
     for (int64_t row = 0; row < rows; row++)
         for (int v = 0; v < vectors; v++) {
             const int64_t output = first + v * LANES;
-            const int count = outputs - output < LANES ? (int)(outputs - output) : LANES;
+            const int count = (int)smaller_of(outputs - output, LANES);
             write_sum(out, first_row + row, output, read(sums, row * PANEL + v * LANES, 0), count);
         }
 }
@@ -257,8 +257,8 @@ static void product(
     for (int64_t b = 0; b < blocks; b++)
         for (int64_t p = 0; p < panels; p++) {
             const int64_t first = p * PANEL, first_row = b * block;
-            const int64_t some = rows - first_row < block ? rows - first_row : block;
-            const int vectors = outputs - first < PANEL ? (int)(outputs - first + LANES - 1) / LANES : WIDE;
+            const int64_t some = smaller_of(rows - first_row, block);
+            const int vectors = (int)(whole_vectors(smaller_of(outputs - first, PANEL)) / LANES);
             const uint32_t *panel = packed + first * pairs;
             const char *next = are_few ? NULL : (const char *)(p + 1 < panels ? panel + PANEL * pairs : packed);
             if (vectors == 3) through_panel(x, some, panel, 3, pairs, next, out, first_row, first, outputs);
