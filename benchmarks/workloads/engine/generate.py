@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.workloads.engine.data import prompts
-from benchmarks.workloads.engine.measure import Turn
+from benchmarks.workloads.engine.measure import Turn, settle
 from benchmarks.workloads.engine.models import size_of
 from benchmarks.workloads.engine.peft_loop import load, with_adapters
 
@@ -61,6 +61,7 @@ def static(
         return turn.figures(tokens, size.sampling_flops(ids.numel(), tokens))
 
     run(1, 4)
+    settle()
     return lambda: run(int(count), int(new))
 
 
@@ -109,6 +110,7 @@ def continuous(
         return turn.figures(tokens, size.sampling_flops(count * int(prompt), tokens))
 
     run(1, 4)
+    settle()
     return lambda: run(int(count), int(new))
 
 
@@ -134,4 +136,5 @@ def long_among_short(model: str, long: str, shorts: str) -> Callable[[], dict[st
         return turn.figures(tokens, size.sampling_flops(sum(map(len, asked)), tokens))
 
     run(64)
+    settle()
     return lambda: run(int(long))

@@ -66,12 +66,18 @@ def warm_up(run: Callable[[], object]) -> None:
     """Train as a program that has done so for a while.
 
     What a process takes of memory for the first time is not what a pass costs. The first step
-    takes moments, and what it leaves behind is used from the second pass on. What libraries made
-    is kept from garbage collections, as our service does it: one that came by chance would cost
-    whoever has its turn a tenth of a second.
+    takes moments, and what it leaves behind is used from the second pass on.
     """
     for _ in range(2):
         run()
+    settle()
+
+
+def settle() -> None:
+    """Keep what libraries made from garbage collections, as our service does, and vLLM.
+
+    One that came by chance would cost whoever has its turn a tenth of a second.
+    """
     gc.collect()
     gc.freeze()
 

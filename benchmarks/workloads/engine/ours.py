@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.workloads.engine.data import ADAPTERS, RANK, Sequence, prompts, training_batch
-from benchmarks.workloads.engine.measure import Turn, warm_up
+from benchmarks.workloads.engine.measure import Turn, settle, warm_up
 from benchmarks.workloads.engine.models import adapter_folder, folder_of, size_of
 from tinsmith.engines.base import (
     AdapterId,
@@ -235,6 +235,7 @@ def sampling(
         return turn.figures(tokens, running.size.sampling_flops(read, tokens))
 
     run(1, 4)
+    settle()
     return lambda: run(int(count), int(new))
 
 

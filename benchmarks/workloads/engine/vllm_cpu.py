@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 
 from benchmarks.workloads.engine.data import prompts
-from benchmarks.workloads.engine.measure import Turn
+from benchmarks.workloads.engine.measure import Turn, settle
 from benchmarks.workloads.engine.models import FOLDER, adapter_folder, size_of
 
 
@@ -62,4 +62,5 @@ def sampling(
         return turn.figures(tokens, size.sampling_flops(count * int(prompt), tokens))
 
     run(1, 4)
+    settle()
     return lambda: run(int(count), int(new))
