@@ -99,7 +99,7 @@ def stored_login(file: str | os.PathLike[str] = CREDENTIALS_FILE) -> StoredLogin
     Raises:
         TinkerError: There is one, and it is not of the form of a key.
     """
-    # Loaded here: a program that names its key has no use for them, and they take a megabyte.
+    # Loaded here: a program that names its key has no use for them.
     import json
     import pathlib
 

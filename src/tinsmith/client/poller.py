@@ -17,8 +17,6 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import msgspec
-
 from tinsmith.client import events
 from tinsmith.client.budgets import Budget
 from tinsmith.client.calls import BegunCall
@@ -37,11 +35,12 @@ from tinsmith.errors import (
     UnreadableResultError,
     refused_result,
 )
+from tinsmith.types.requests import FutureRetrieveRequest
 from tinsmith.wire import exchange, json_format
 from tinsmith.wire.content import is_protobuf
 from tinsmith.wire.endpoint_types import Endpoint, Format, FutureResult
 from tinsmith.wire.endpoints import ENDPOINTS, FUTURE_RESULTS
-from tinsmith.wire.exchange import HttpRequest, json_request
+from tinsmith.wire.exchange import HttpRequest
 from tinsmith.wire.failures import error_from_failed, is_retried
 
 _log = logging.getLogger(__name__)
@@ -171,9 +170,10 @@ class Poll:
 
     def _request(self) -> tuple[Endpoint, HttpRequest, dict[str, str]]:
         endpoint = ENDPOINTS["retrieve_future"]
-        # No `FutureRetrieveRequest`: to make one costs as much as all else here, for every sample.
-        fields = {"request_id": self._request_id, "allow_metadata_only": self._takes_size_alone}
-        sent = json_request(endpoint, [msgspec.json.encode(fields)], accept=self._result.format)
+        request = FutureRetrieveRequest(
+            request_id=self._request_id, allow_metadata_only=self._takes_size_alone
+        )
+        sent = exchange.to_http(endpoint, request, accept=self._result.format)
         sent.once["X-Tinker-Request-Iteration"] = str(self._iteration)
         if self._iteration == 0:
             sent.once["X-Tinker-Create-Promise-Roundtrip-Time"] = f"{self._submit_s:.6f}"

@@ -52,7 +52,7 @@ BUSY_S = 5.0
 PAGE_BYTES = 4096
 """A commit writes every page that it touched, and an append touches one of each index: for a lone
 caller small pages are a sixth faster. Many callers with payloads of tens of kilobytes would gain as
-much from pages twice as large; they take less than half of a sync for each row either way."""
+much from pages twice as large."""
 LARGEST_LOG_PAGES = 8000
 """Under steady load the log is moved into the database at this length."""
 LOCK_WAIT_S = 1.0

@@ -108,14 +108,10 @@ def _is_flat(endpoint_path: str, cls: type[Record]) -> bool:
 
 
 def json_request(
-    endpoint: Endpoint,
-    parts: Parts,
-    content_type: str = content.JSON_TYPE,
-    *,
-    accept: Format = Format.JSON,
+    endpoint: Endpoint, parts: Parts, content_type: str = content.JSON_TYPE
 ) -> HttpRequest:
     """What to send to a route without fields in its path, for a JSON body that is made already."""
-    headers = {"Accept": _type_of(accept), **endpoint.headers, "Content-Type": content_type}
+    headers = {"Accept": content.JSON_TYPE, **endpoint.headers, "Content-Type": content_type}
     return HttpRequest(endpoint.method, endpoint.path, {}, headers, parts)
 
 

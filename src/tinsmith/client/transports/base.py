@@ -206,7 +206,7 @@ class TransportSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _check_is_file(ca_file: str) -> None:
-    import pathlib  # which few programs with one client load by themselves
+    import pathlib  # not needed by who names no file
 
     if not pathlib.Path(ca_file).is_file():
         raise ValidationError(f"ca_file {ca_file!r:.200} is not a file")
