@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from tinsmith.model.kernels import library
+from tinsmith.model.kernels.library import Kernels
+from tinsmith.model.kernels.names import library_path
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -33,3 +35,34 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(request.param)
     yield
     torch.set_num_threads(before)
+
+
+def _usable() -> list[str]:
+    """The libraries whose instructions this machine has."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    names = {"AVX512": ["x86-64-v3", "x86-64-v4"], "AVX2": ["x86-64-v3"]}.get(capability, [])
+    return sorted({*names, library._kind_of_machine()})
+
+
+@pytest.fixture(scope="module", params=_usable())
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    """Those of each library."""
+    path = library_path(request.param)
+    if not path.exists():
+        pytest.skip("there was no C compiler when tinsmith was installed")
+    return Kernels(path)
+
+
+@pytest.fixture
+def by_kernels(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever asks for kernels gets these."""
+    monkeypatch.setattr(library, "kernels", lambda: kernels)
+
+
+@pytest.fixture
+def products() -> Kernels:
+    """Kernels that multiply, which only one of the libraries has."""
+    found = library.kernels()
+    if found is None or not found.multiplies:
+        pytest.skip("products are for machines that multiply bfloat16")
+    return found
