@@ -39,7 +39,7 @@ def main(base_url: str, api_key: str) -> None:
     seen["saved"] = client.save_state("one").result(timeout=30).path.partition("/weights/")[2]
     service.close("success").result(timeout=30)
     print(json.dumps(seen), flush=True)
-    # Threads of the SDK outlive its client, and one process in ten aborts at the interpreter's end.
+    # Threads of the SDK outlive its client: one process of a dozen aborted as Python ended.
     os._exit(0)
 
 
