@@ -21,8 +21,6 @@ OTHER = "other"
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 """Bounds for times, from a command with nothing to do to a long step."""
-SIZES = tuple(4**n for n in range(2, 14))
-"""Bounds for tokens and bytes: 16 to 67 million."""
 
 Labels: TypeAlias = tuple[str, ...]
 Sample: TypeAlias = tuple[str, Mapping[str, str], float]

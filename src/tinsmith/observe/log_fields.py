@@ -1,11 +1,11 @@
 """Logs with fields: which request, tenant, session and model a line is about.
 
-`log_fields(tenant="…", model="…")` gives every line that is logged inside of it these fields, in
-the same task and in tasks that it starts. Formatters write them: as text for people, as JSON for
-programs. One line of log is one line of output, whatever is in it, and what looks like a key is
-masked before it is written.
+`bind(tenant="…", model="…")` gives these fields to every line that its task logs from there on, and
+to those of tasks that it starts: an exchange of the server is a task, and its fields end with it.
+Formatters write them: as text for people, as JSON for programs. One line of log is one line of
+output, whatever is in it, and what looks like a key is masked before it is written.
 
-Field names are those of `FIELDS`, and docs/serving.md lists them.
+Field names are those of `FIELDS`, and docs/reference/metrics.md lists them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, TextIO
 
@@ -50,31 +49,11 @@ _TICKETS = re.compile(r"(/downloads/)[\w-]{4,}\.[\w-]+")
 _PASSWORDS = re.compile(r"(\w+://[^\s/:@]*):[^\s/@]+@")
 
 
-@contextmanager
-def log_fields(**fields: Any) -> Iterator[None]:
-    """Add fields to every line that is logged inside; a None is left out."""
-    token = bind(**fields)
-    try:
-        yield
-    finally:
-        _current.reset(token)
-
-
-def bind(**fields: Any) -> contextvars.Token[Mapping[str, Any]]:
-    """Add fields from here on; `unbind` with what this returned takes them off again."""
+def bind(**fields: Any) -> None:
+    """Add fields to every line that this task logs from here on; a None is left out."""
     assert fields.keys() <= FIELDS.keys(), f"not in FIELDS: {fields.keys() - FIELDS.keys()}"
     known = {name: value for name, value in fields.items() if value is not None}
-    return _current.set({**_current.get(), **known})
-
-
-def unbind(token: contextvars.Token[Mapping[str, Any]]) -> None:
-    """Go back to the fields before a `bind`, in the task that made it."""
-    _current.reset(token)
-
-
-def current_fields() -> Mapping[str, Any]:
-    """The fields that a line would have now."""
-    return _current.get()
+    _current.set({**_current.get(), **known})
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 `Spans` is made once for a service and handed to its parts. Without a tracer its `span` costs one
 look and does nothing. Names are those of `SPANS`, attributes are `tinsmith.` and a field of
-`log_fields.py`; docs/serving.md lists them.
+`log_fields.py`; docs/reference/metrics.md lists them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Everything that can be set about the service, as one frozen object.
 
 `loading.py` fills it from flags, the environment and a file; `options.py` says in words what each
-setting does, and docs/serving.md has the table.
+setting does, and docs/reference/settings.md has the table.
 
 Addresses may hold passwords: `masked` is what may be shown of one, and the settings' own `repr`
 shows no more.

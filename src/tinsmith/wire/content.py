@@ -54,11 +54,6 @@ def is_protobuf(content_type: str | None) -> bool:
     return _media_type(content_type) == PROTOBUF_TYPE
 
 
-def is_json(content_type: str | None) -> bool:
-    """Whether a `content-type` header says JSON, with or without parameters."""
-    return _media_type(content_type) == JSON_TYPE
-
-
 def is_packed(content_type: str | None) -> bool:
     """Whether a `content-type` header says that token ids lie behind the JSON text."""
     return _media_type(content_type) == PACKED_TYPE

@@ -114,16 +114,6 @@ def decode_any(body: Memory | str, limits: DecodeLimits = DEFAULT_LIMITS) -> Any
         raise DecodeError(f"not valid JSON: {exc}") from exc
 
 
-def unknown_fields(body: Memory, as_type: type[Record]) -> list[str]:
-    """The top-level keys of a body that the type does not know; for a log line, so never raises."""
-    try:
-        given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-        return []
-    known = {*as_type.__struct_fields__, as_type.__struct_config__.tag_field}
-    return [name for name in given if name not in known]
-
-
 def finite_metrics(metrics: dict[str, float]) -> dict[str, float]:
     """The metrics that JSON can hold: without NaN, infinities cut to the largest double."""
     largest = 1.7976931348623157e308

@@ -93,7 +93,6 @@ class EventDecoder:
         self._id: bytes | None = None
         self._retry_ms: int | None = None
         self._last_event_id = ""
-        self._reconnect_ms: int | None = None
         self._is_first_line = True
         self._ended_in_cr = False
         self._refusal: BodyTooLargeError | None = None
@@ -104,11 +103,6 @@ class EventDecoder:
     def last_event_id(self) -> str:
         """The latest id of a finished event, to resume from; empty if there was none."""
         return self._last_event_id
-
-    @property
-    def reconnect_ms(self) -> int | None:
-        """The latest reconnection delay that the stream set, with or without an event."""
-        return self._reconnect_ms
 
     def feed(self, chunk: bytes) -> list[Event]:
         """Take the next bytes and return the events that they finish.
@@ -212,8 +206,6 @@ class EventDecoder:
         # Id and delay count even where there are no data lines, which make the event.
         if event_id is not None:
             self._last_event_id = _from_utf8(event_id)
-        if retry_ms is not None:
-            self._reconnect_ms = retry_ms
         if not data:
             return None
         del data[-1]

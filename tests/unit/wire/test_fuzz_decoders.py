@@ -438,9 +438,3 @@ def test_any_path_is_a_checkpoint_or_a_typed_error(path: str) -> None:
 @example(header=b"\x00\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff")
 def test_any_dmel_has_a_length_or_gives_a_typed_error(header: bytes) -> None:
     is_refused(lambda dmel: DmelChunk(dmel=dmel).length, header)
-
-
-@fuzz
-@given(body=st.binary(max_size=60))
-def test_unknown_fields_are_named_and_never_an_error(body: bytes) -> None:
-    assert isinstance(json_format.unknown_fields(body, types.Cursor), list)

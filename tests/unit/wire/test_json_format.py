@@ -18,7 +18,7 @@ from tinsmith import types as t
 from tinsmith.errors import BodyTooLargeError, DecodeError, ValidationError
 from tinsmith.types.buffers import FLOAT32_MAX, Numbers
 from tinsmith.wire import json_format
-from tinsmith.wire.json_format import decode, decode_any, encode, unknown_fields
+from tinsmith.wire.json_format import decode, decode_any, encode
 from tinsmith.wire.limits import DecodeLimits
 
 
@@ -130,18 +130,6 @@ def test_what_could_take_too_much_memory_is_refused() -> None:
     for form in (body, memoryview(body), body.decode()):
         with pytest.raises(BodyTooLargeError, match="the limit is 50000"):
             decode_any(form, DecodeLimits(memory_bytes=50_000))
-
-
-def test_fields_that_a_type_does_not_know_are_named() -> None:
-    body = b'{"offset": 1, "limit": 2, "total_count": 3, "colour": "red", "type": {}}'
-
-    assert unknown_fields(body, t.Cursor) == ["colour", "type"]
-    assert unknown_fields(b'{"type": "active", "x": 1}', t.SessionActive) == ["x"]
-
-
-@pytest.mark.parametrize("body", [b"", b"[]", b"{", b"\xff", b'{"a": \xff}', b"[" * 100_000])
-def test_fields_of_what_is_no_object_are_none(body: bytes) -> None:
-    assert unknown_fields(body, t.Cursor) == []
 
 
 def test_arrays_are_written_without_a_list_in_between() -> None:

@@ -39,7 +39,7 @@ def single_bytes(stream: bytes) -> list[bytes]:
     return [stream[i : i + 1] for i in range(len(stream))]
 
 
-def outcome(chunks: list[bytes], limits: DecodeLimits) -> tuple[list[Event], str, object, object]:
+def outcome(chunks: list[bytes], limits: DecodeLimits) -> tuple[list[Event], str, object]:
     """Everything a caller can see of one stream, including whether it was refused."""
     decoder = EventDecoder(limits)
     events: list[Event] = []
@@ -49,7 +49,7 @@ def outcome(chunks: list[bytes], limits: DecodeLimits) -> tuple[list[Event], str
         ending: object = decoder.close()
     except BodyTooLargeError:
         ending = "too large"
-    return events, decoder.last_event_id, decoder.reconnect_ms, ending
+    return events, decoder.last_event_id, ending
 
 
 def decode_slowly(stream: bytes) -> tuple[list[Event], str]:
@@ -214,7 +214,7 @@ def test_s41_an_event_without_data_lines_is_not_dispatched() -> None:
     events = decoder.feed(b"event: ping\nid: 3\nretry: 20\n\ndata: a\n\n")
 
     assert events == [Event(data="a")]
-    assert (decoder.last_event_id, decoder.reconnect_ms) == ("3", 20)
+    assert decoder.last_event_id == "3"
 
 
 def test_s41_the_last_event_id_stays_until_replaced() -> None:
@@ -242,8 +242,7 @@ def test_s41_retry_takes_digits_only(value: bytes) -> None:
 
     events = decoder.feed(b"retry: " + value + b"\ndata: a\n\n")
 
-    assert events == [Event(data="a")]
-    assert decoder.reconnect_ms is None
+    assert events == [Event(data="a")]  # without a delay
 
 
 @pytest.mark.parametrize(
