@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import re
+import tomllib
 
 import pytest
 
@@ -25,3 +26,14 @@ def test_every_module_that_the_page_names_exists() -> None:
 
     named = set(re.findall(r"`([\w/]+\.py)`", PAGE))
     assert {name for name in named - there if not (ROOT / name).exists()} == set()
+
+
+def test_the_page_shows_the_layers_that_are_checked() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    [layers] = [
+        contract["layers"]
+        for contract in project["tool"]["importlinter"]["contracts"]
+        if contract["type"] == "layers"
+    ]
+
+    assert "".join(f"    {layer}\n" for layer in layers) in PAGE
