@@ -14,12 +14,12 @@ import time
 
 from tinsmith.errors import BadRequestError
 from tinsmith.ledger.board import ACTIVE, QueueReport
-from tinsmith.ledger.records import Command, LineId, RequestId, identity
-from tinsmith.scheduler.commands import custom_loss_made
+from tinsmith.ledger.records import Command, LineId, RequestId, Settlement, identity
 from tinsmith.scheduler.order import Gap
 from tinsmith.scheduler.parts import Parts
 from tinsmith.scheduler.sampling import Sampling
-from tinsmith.scheduler.settling import failure
+from tinsmith.scheduler.settling import failure, success
+from tinsmith.types.training import CreateCustomLossResponse
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class Intake:
         if command.kind == "asample":
             parts.samples.add(command)
         elif command.kind == "create_custom_loss":
-            parts.settler.add(custom_loss_made(command))
+            parts.settler.add(_custom_loss_made(command))
             parts.ended()
         else:
             if not parts.order.knows(command.line):
@@ -181,3 +181,8 @@ class Intake:
         ]
         parts.order.skip_to(line, min(coming, default=gap.found), time.monotonic())
         parts.wake()
+
+
+def _custom_loss_made(command: Command) -> Settlement:
+    """The end of `create_custom_loss`, which was checked and kept when it came."""
+    return success(command, CreateCustomLossResponse(loss_id=command.request_id))

@@ -2,7 +2,7 @@
 
     intake.py      claims, puts into lines, drops what was cancelled, minds gaps
     training.py    the engine's batches
-    commands.py    commands that run by themselves: creations, loads, saves
+    singles.py     commands that run by themselves: creations, loads, saves
     sampling.py    samples: admission, steps
     settling.py    outcomes into the ledger, in order
     snapshots.py   what keeps a replay short
@@ -27,9 +27,9 @@ from tinsmith.ledger.base import Ledger
 from tinsmith.ledger.board import ACTIVE, QueueReport, SchedulerReport
 from tinsmith.ledger.records import LineId
 from tinsmith.observe.spans import Spans
-from tinsmith.scheduler.commands import Singles
 from tinsmith.scheduler.fairness import EngineTurns
 from tinsmith.scheduler.intake import Intake
+from tinsmith.scheduler.model_commands import ModelCommands
 from tinsmith.scheduler.order import TRAINING
 from tinsmith.scheduler.parts import Parts
 from tinsmith.scheduler.patience import PatientLedger
@@ -38,6 +38,7 @@ from tinsmith.scheduler.sampling import Sampling
 from tinsmith.scheduler.settings import SchedulerSettings
 from tinsmith.scheduler.settling import Settler
 from tinsmith.scheduler.silence import Silence
+from tinsmith.scheduler.singles import Singles
 from tinsmith.scheduler.snapshots import Snapshots
 from tinsmith.scheduler.suspects import Suspects
 from tinsmith.scheduler.training import Training
@@ -81,7 +82,8 @@ class Scheduler:
         )
         self._snapshots = Snapshots(self._parts)
         self._training = Training(self._parts, self._snapshots)
-        self._singles = Singles(self._parts, self._snapshots)
+        self._commands = ModelCommands(self._parts, self._snapshots)
+        self._singles = Singles(self._parts, self._snapshots, self._commands)
         self._sampling = Sampling(self._parts)
         self._intake = Intake(self._parts, self._sampling)
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -112,7 +114,7 @@ class Scheduler:
         self._start("reporting", self._keep_reporting())  # a recovery that waits has to be told of
         self._start("doubts", self._mind_doubts())
         try:
-            await Recovering(self._parts, self._singles, self._training).run()
+            await Recovering(self._parts, self._commands, self._training).run()
             self._parts.ledger.board.hold(ACTIVE)
         except Exception as exc:
             self._parts.problem = f"recovery has failed: {type(exc).__name__}: {exc}"

@@ -22,7 +22,7 @@ from tinsmith.errors import (
 )
 from tinsmith.ledger.records import Command, LineId
 from tinsmith.ledger.recovery import ModelRecovery, recover
-from tinsmith.scheduler.commands import Singles
+from tinsmith.scheduler.model_commands import ModelCommands
 from tinsmith.scheduler.models import KnownModel, could_not_be_made, spec_of
 from tinsmith.scheduler.order import TRAINING
 from tinsmith.scheduler.parts import Parts
@@ -39,9 +39,9 @@ CHUNK = 128
 class Recovering:
     """Brings all models back."""
 
-    def __init__(self, parts: Parts, singles: Singles, training: Training) -> None:
+    def __init__(self, parts: Parts, commands: ModelCommands, training: Training) -> None:
         self._parts = parts
-        self._singles = singles
+        self._commands = commands
         self._training = training
 
     async def run(self) -> None:
@@ -117,14 +117,14 @@ class Recovering:
         known.is_ready = False  # an earlier try may have come halfway
         if recovery.line.snapshot is not None:
             path = CheckpointPath.parse(recovery.line.snapshot)
-            await self._singles.load_files(known, path, Saved.SNAPSHOT)
+            await self._commands.load_files(known, path, Saved.SNAPSHOT)
             known.is_ready = known.has_trained = True
         redo = recovery.redo
         if not known.is_ready:
             if not redo or redo[0].seq_id != 0:
                 await self._note_failed(known, recovery)
                 return
-            await self._singles.make(redo[0])
+            await self._commands.make(redo[0])
             redo = redo[1:]
         await self._redo(known, redo)
 
@@ -146,7 +146,7 @@ class Recovering:
             elif command.kind == "load_weights":
                 await self._train(known, batch)
                 batch = []
-                await self._singles.load_into(known, await self._parts.request(command))
+                await self._commands.load_into(known, await self._parts.request(command))
         await self._train(known, batch)
 
     async def _train(self, known: KnownModel, commands: list[Command]) -> None:
