@@ -14,18 +14,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = [
-    ROOT / name
-    for name in (
-        ".ci/run",
-        "scripts/bench",
-        "scripts/check",
-        "scripts/compatibility",
-        "scripts/demo",
-        "scripts/fresh",
-        "scripts/docs",
-        "scripts/public-names",
-        "scripts/test",
-    )
+    ROOT / ".ci/run",
+    *sorted(p for p in ROOT.glob("scripts/*") if p.is_file() and not p.suffix),
 ]
 
 # Answers what the scripts ask of a Python: its version, where it is, a venv, a pip. The venv's
@@ -112,6 +102,10 @@ def checkout(tmp_path: Path) -> Checkout:
 def test_command_is_executable_and_parses(command: Path) -> None:
     assert command.stat().st_mode & stat.S_IXUSR
     subprocess.run(["bash", "-n", command], check=True)
+
+
+def test_there_are_commands_to_try() -> None:
+    assert {"check", "regenerate-proto", "test"} <= {command.name for command in COMMANDS}
 
 
 def test_environment_is_made_once(checkout: Checkout) -> None:

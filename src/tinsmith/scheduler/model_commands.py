@@ -19,7 +19,6 @@ from tinsmith.checkpoints.paths import CheckpointPath
 from tinsmith.engines.base import AdapterId, Saved
 from tinsmith.errors import (
     BadRequestError,
-    CheckpointNotFoundError,
     TinkerError,
     UnknownEntryError,
 )
@@ -115,17 +114,8 @@ class ModelCommands:
 
     async def load_files(self, known: KnownModel, path: CheckpointPath, parts: Saved) -> None:
         """Load an adapter from the store."""
-        try:
-            reading = await saves.patiently(
-                str(path), lambda: asyncio.to_thread(self._parts.store.open_whole, path)
-            )
-        except CheckpointNotFoundError as exc:
-            raise BadRequestError(f"there is no checkpoint {path}") from exc
-        try:
-            with self._parts.silence.call(f"the load of {path}"):
-                await self._parts.engine.load_adapter(known.spec, reading.folder, parts)
-        finally:
-            await asyncio.to_thread(reading.close)
+        async with saves.files_of(self._parts, path) as folder:
+            await self._parts.engine.load_adapter(known.spec, folder, parts)
 
     async def _create(self, command: Command) -> Done:
         await self.make(command)

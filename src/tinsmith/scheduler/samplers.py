@@ -13,7 +13,7 @@ import msgspec
 
 from tinsmith.checkpoints.paths import CheckpointPath
 from tinsmith.engines.base import WeightsId
-from tinsmith.errors import BadRequestError, CheckpointNotFoundError
+from tinsmith.errors import BadRequestError
 from tinsmith.ledger.records import CheckpointEntry, Command, Sampler
 from tinsmith.scheduler import saves
 from tinsmith.scheduler.parts import Parts
@@ -113,17 +113,8 @@ class Samplers:
         await asyncio.shield(task)
 
     async def _read(self, base_model: str, path: CheckpointPath, weights_id: WeightsId) -> None:
-        try:
-            reading = await saves.patiently(
-                str(path), lambda: asyncio.to_thread(self._parts.store.open_whole, path)
-            )
-        except CheckpointNotFoundError as exc:
-            raise BadRequestError(f"there is no checkpoint {path}") from exc
-        try:
-            with self._parts.silence.call(f"the load of {path}"):
-                await self._parts.engine.load_weights(weights_id, base_model, reading.folder)
-        finally:
-            await asyncio.to_thread(reading.close)
+        async with saves.files_of(self._parts, path) as folder:
+            await self._parts.engine.load_weights(weights_id, base_model, folder)
         self._parts.statistics.count("loaded_weights")
 
     async def _drop_old(self) -> None:

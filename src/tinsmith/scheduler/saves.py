@@ -1,4 +1,4 @@
-"""Saving a model: files into the store, then an entry into the ledger.
+"""A model's files in the store, written and read; and the entries of the ledger that name them.
 
 Each step may be made twice. A save that is run again after a crash finds the files that it wrote
 before, by its request id, or writes the same ones; its entry is put again or found. A disk that is
@@ -8,9 +8,10 @@ full for a while is waited for, a name that is taken is the user's to mend.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -18,7 +19,12 @@ from typing import TypeVar
 from tinsmith.checkpoints.manifest import Manifest
 from tinsmith.checkpoints.paths import CheckpointPath
 from tinsmith.engines.base import AdapterId, Saved
-from tinsmith.errors import BadRequestError, CheckpointExistsError, CheckpointUnavailableError
+from tinsmith.errors import (
+    BadRequestError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CheckpointUnavailableError,
+)
 from tinsmith.ledger import audit
 from tinsmith.ledger.records import CheckpointEntry, Command, Sampler
 from tinsmith.scheduler.models import KnownModel
@@ -47,6 +53,26 @@ async def patiently(what: str, make: Callable[[], Awaitable[T]]) -> T:
             _log.warning("%s: the store is unavailable, trying again: %s", what, exc)
         await asyncio.sleep(wait_s)
         wait_s = min(LONGEST_WAIT_S, 2 * wait_s)
+
+
+@contextlib.asynccontextmanager
+async def files_of(parts: Parts, path: CheckpointPath) -> AsyncIterator[Path]:
+    """The folder of a checkpoint, which stays as it is while the block lasts.
+
+    Raises:
+        BadRequestError: There is none.
+    """
+    try:
+        reading = await patiently(
+            str(path), lambda: asyncio.to_thread(parts.store.open_whole, path)
+        )
+    except CheckpointNotFoundError as exc:
+        raise BadRequestError(f"there is no checkpoint {path}") from exc
+    try:
+        with parts.silence.call(f"the load of {path}"):
+            yield reading.folder
+    finally:
+        await asyncio.to_thread(reading.close)
 
 
 async def write_files(
