@@ -33,7 +33,7 @@ from tinsmith.model.graph_functions import (
 )
 from tinsmith.model.loss_inputs import TARGETS, Inputs, dense_tensor, read_targets
 from tinsmith.model.losses import Evaluation, Loss, check_finite
-from tinsmith.types.loss_operations import DEVICE, METRIC_NAME
+from tinsmith.types.loss_operations import DEVICE, METRIC_NAME, argument_of
 from tinsmith.types.training import CustomLossGraph, CustomLossInput, CustomLossNode
 
 MOST_NODES = 1000
@@ -256,30 +256,12 @@ def _told(error: BaseException) -> str:
 
 
 def _argument(plain: Any, made: Mapping[str, Any]) -> Any:
-    """What stands for an argument in the graph, as it is passed."""
-    if isinstance(plain, list):
-        return [_argument(one, made) for one in plain]
-    if isinstance(plain, str):  # where it was traced; it runs here
-        return "cpu" if DEVICE.fullmatch(plain) else plain
-    if not isinstance(plain, dict):
-        return plain
-    [(kind, content)] = plain.items()
-    if kind == "ref":
-        return made[content]
-    if kind == "tuple":
-        return tuple(_argument(one, made) for one in content)
-    if kind == "dict":
-        return {name: _argument(one, made) for name, one in content.items()}
-    if kind == "slice":
-        return slice(*(_argument(one, made) for one in content))
-    if kind == "ellipsis":
-        return ...
-    if kind == "float":
-        return float(content)
-    return _constant(kind, content)
+    return argument_of(plain, made, _constant)
 
 
-def _constant(kind: str, content: str) -> Any:
+def _constant(kind: str | None, content: str) -> Any:
+    if kind is None:  # a device is where it was traced; it runs here
+        return "cpu" if DEVICE.fullmatch(content) else content
     if kind == "dtype" and content in DTYPE_OF:
         return DTYPE_OF[content]
     constants: dict[str, Any] = {

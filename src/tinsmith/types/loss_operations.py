@@ -12,6 +12,8 @@ what writes into a tensor; what leaves torch, reads files or devices; and what m
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
+from typing import Any
 
 LOGPROBS = "logprobs"
 """The name of the first input of every loss."""
@@ -116,3 +118,39 @@ LAYOUTS = _words("strided")
 MEMORY_FORMATS = _words("contiguous_format preserve_format")
 DEVICE = re.compile(r"(cpu|cuda|mps)(:[0-9]{1,3})?")
 """Where a loss was traced. It runs where the model is."""
+
+
+def argument_of(
+    plain: Any, made: Mapping[str, Any], constant: Callable[[str | None, str], Any]
+) -> Any:
+    """An argument of a node, as it is passed to its operation.
+
+    Numbers, None and booleans stand for themselves, and so does text. All else is a dict of one
+    item: `{"ref": NODE}`, `{"tuple": […]}`, `{"dict": {…}}`, `{"slice": [start, stop, step]}`,
+    `{"ellipsis": true}`, `{"float": "inf"}`, or the name of something of torch's, such as
+    `{"dtype": "float32"}`.
+
+    Args:
+        plain: The argument as it travels, already checked.
+        made: What each node before this one gave.
+        constant: Gives what a kind (`dtype`, `device`, `layout`, `memory_format`; None for plain
+            text) and a name stand for.
+    """
+    if isinstance(plain, list):
+        return [argument_of(one, made, constant) for one in plain]
+    if isinstance(plain, str):
+        return constant(None, plain)
+    if not isinstance(plain, dict):
+        return plain
+    [(kind, content)] = plain.items()
+    if kind == "ref":
+        return made[content]
+    if kind == "tuple":
+        return tuple(argument_of(one, made, constant) for one in content)
+    if kind == "dict":
+        return {name: argument_of(one, made, constant) for name, one in content.items()}
+    if kind == "slice":
+        return slice(*(argument_of(one, made, constant) for one in content))
+    if kind == "ellipsis":
+        return ...
+    return float(content) if kind == "float" else constant(kind, content)

@@ -19,6 +19,7 @@ from tinsmith.engines.fake.arithmetic import Array
 from tinsmith.engines.fake.autograd import Value
 from tinsmith.errors import ValidationError
 from tinsmith.types.inputs import Datum
+from tinsmith.types.loss_operations import argument_of
 from tinsmith.types.training import CustomLossNode
 
 MOST_NUMBERS = 1 << 23
@@ -157,23 +158,7 @@ def _unknown(node: CustomLossNode) -> NoReturn:
 
 
 def _argument(plain: Any, made: Mapping[str, Any]) -> Any:
-    """What stands for an argument in the graph, as it is passed."""
-    if isinstance(plain, list):
-        return [_argument(one, made) for one in plain]
-    if not isinstance(plain, dict):
-        return plain
-    [(kind, content)] = plain.items()
-    if kind == "ref":
-        return made[content]
-    if kind == "tuple":
-        return tuple(_argument(one, made) for one in content)
-    if kind == "dict":
-        return {name: _argument(one, made) for name, one in content.items()}
-    if kind == "slice":
-        return slice(*(_argument(one, made) for one in content))
-    if kind == "ellipsis":
-        return ...
-    return float(content) if kind == "float" else content  # names of dtypes and the like
+    return argument_of(plain, made, lambda _, name: name)  # names of dtypes and the like
 
 
 # Operations, with the arguments that torch gives them
