@@ -43,3 +43,14 @@ def test_a_link_leads_somewhere(page: Path, link: str) -> None:
 
 def test_there_are_links_to_follow() -> None:
     assert len(_links()) > 50
+
+
+def test_every_page_is_found_from_the_first_one() -> None:
+    first = ROOT / "docs" / "index.md"
+    linked = {
+        (first.parent / link.partition("#")[0]).resolve()
+        for page, link in _links()
+        if page == first
+    }
+
+    assert set((ROOT / "docs").rglob("*.md")) - linked == {first}
