@@ -47,10 +47,16 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture
-def switching(request: pytest.FixtureRequest) -> Iterator[None]:
-    """How readily threads give way to each other."""
+def eager_switching() -> Iterator[None]:
+    """Threads give way after every few instructions, so that races show (S44)."""
     interval = sys.getswitchinterval()
-    if request.param == "eager":
-        sys.setswitchinterval(EAGER_S)
+    sys.setswitchinterval(EAGER_S)
     yield
     sys.setswitchinterval(interval)
+
+
+@pytest.fixture
+def switching(request: pytest.FixtureRequest) -> None:
+    """How readily threads give way to each other."""
+    if request.param == "eager":
+        request.getfixturevalue("eager_switching")

@@ -33,7 +33,6 @@ from tinsmith.types import (
 from tinsmith.wire import content, proto_format
 
 SAMPLED_TOKENS = 64
-POLL_S = 30.0
 JSON, PROTOBUF = b"application/json", b"application/x-protobuf"
 
 

@@ -19,7 +19,6 @@ from tinsmith.testing import ScriptedService, running_service
 
 PIECE = 1000
 CONTENT = hashlib.shake_256(b"weights").digest(10 * PIECE + 7)
-PIECES = 11
 
 
 @pytest.fixture(autouse=True)

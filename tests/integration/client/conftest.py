@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -32,15 +31,6 @@ def client(service: ScriptedService) -> Iterator[ServiceClient]:
 def training(client: ServiceClient) -> TrainingClient:
     """A model of that client."""
     return client.create_lora_training_client("Qwen/Qwen3-8B", rank=4)
-
-
-@pytest.fixture
-def eager_switching() -> Iterator[None]:
-    """Threads give way after every few instructions, so that races show (S44)."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(interval)
 
 
 @pytest.fixture(params=[DirectTransport, ProxiedTransport])

@@ -8,21 +8,11 @@ import itertools
 import multiprocessing
 import sys
 import threading
-from collections.abc import Iterator
 
 import pytest
 
 from tinsmith.client.background import Background, background
 from tinsmith.errors import APITimeoutError
-
-
-@pytest.fixture
-def eager_switching() -> Iterator[None]:
-    """Threads give way after every few instructions, so that races show."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(interval)
 
 
 async def _double(number: int) -> int:

@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
-from collections.abc import Iterator
 
 import pytest
 
 from tinsmith.client.dispatch import Line, Place
-
-
-@pytest.fixture
-def eager_switching() -> Iterator[None]:
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(interval)
 
 
 async def leave_with_numbers(place: Place, count: int, sent: list[int], wait: int = 0) -> None:

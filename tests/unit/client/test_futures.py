@@ -9,7 +9,6 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import pytest
@@ -18,15 +17,6 @@ from tinsmith.client.futures import APIFuture
 from tinsmith.errors import APITimeoutError, NotFoundError
 
 T = TypeVar("T")
-
-
-@pytest.fixture
-def eager_switching() -> Iterator[None]:
-    """Threads give way after every few instructions, so that races show (S44)."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(interval)
 
 
 def test_a_result_is_the_same_object_however_often_it_is_asked_for() -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
-import sys
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -276,15 +274,6 @@ def test_s9_no_key_is_kept_in_clear() -> None:
 
     assert kept is not None
     assert "tml-secret-key" not in repr(list(limits._shared.limiters.items()))
-
-
-@pytest.fixture
-def eager_switching() -> Iterator[None]:
-    """Threads give way after every few instructions, so that races show."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(interval)
 
 
 @pytest.mark.usefixtures("eager_switching")

@@ -53,14 +53,6 @@ def tokenizer(directory: Path) -> Tokenizer:
     return load_tokenizer(str(directory), kind="tokenizers")
 
 
-@pytest.fixture
-def eager_switching() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
-
-
 class CountedReads:
     """Counts how often a tokenizer's files are read."""
 
