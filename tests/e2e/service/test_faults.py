@@ -20,8 +20,8 @@ from tests.e2e.service.training_run import Runs, Weights, train
 
 CLIENTS = 8
 STEPS = 12
-KILLS = 50
-OUTAGE_S = 20.0
+KILLS = 20
+OUTAGE_S = 8.0
 
 
 @pytest.fixture(scope="module")

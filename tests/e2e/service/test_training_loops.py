@@ -6,6 +6,7 @@ is a small random one, so that it is quick; what is learned of it is real.
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -53,6 +54,7 @@ def api(request: pytest.FixtureRequest) -> Any:
 def service(api: Any, served: Served) -> Iterator[Any]:
     with api.ServiceClient(base_url=served.base_url, api_key="tml-loops") as client:
         yield client
+    gc.collect()  # here its sockets may end unclosed, and not in whichever test comes later
 
 
 def _datum(api: Any, tokens: list[int], lead: int = 1) -> Any:
