@@ -678,12 +678,13 @@ def test_the_end_of_a_sequence_is_a_stop_unless_others_are_given(
 
     async def test(engine: Engine, _: Path) -> None:
         [model] = [one for one in engine.base_models() if one.name == BASE]
-        works = [_work(f"w{n}", seed=n, stop=None, max_tokens=2000) for n in range(4)]
-        for response in (await _sample(engine, *works)).values():
-            sequence = response.sequences[0]
+        work = _work(num_samples=32, stop=None, max_tokens=60)
+        sequences = (await _sample(engine, work))["w"].sequences
+        for sequence in sequences:
             ends = [token in model.eos_tokens for token in sequence.tokens]
             assert ends[-1] == (sequence.stop_reason == "stop")
             assert not any(ends[:-1])
+        assert {one.stop_reason for one in sequences} == {"stop", "length"}
 
     run(test)
 
