@@ -21,7 +21,7 @@ from schemathesis.core.result import Ok
 from tests.e2e.service.served import serving
 
 KEY = {"X-API-Key": "tml-any"}
-EXAMPLES = 10
+EXAMPLES = 5
 LONG_POLL_S = 0.05
 _PATIENT = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 

@@ -11,7 +11,7 @@ from tests.e2e.service import soak
 from tests.e2e.service.served import BASE_MODEL, serving
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
-SHORT_S = 20.0
+SHORT_S = 10.0
 
 
 def test_many_sessions_leave_nothing_behind(tmp_path: Path) -> None:
