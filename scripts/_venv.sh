@@ -11,6 +11,9 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 cd "$ROOT"
 # A stray PYTHONPATH or PYTHONHOME would let packages from outside into the environment.
 unset PYTHONPATH PYTHONHOME
+# We run from our sources, which pip does not compile: where Python may not keep what it compiles,
+# each of the hundreds of processes of tests and benchmarks would compile them anew.
+unset PYTHONDONTWRITEBYTECODE
 
 say() { printf '==> %s\n' "$*" >&2; }
 
