@@ -1,4 +1,4 @@
-"""What holds for all tests: threads that give way, a quick collector, and Ctrl-C.
+"""What holds for all tests: threads that give way, time to spare, a quick collector, and Ctrl-C.
 
 Tests of what many threads do run twice: as usual, and with threads that always give way.
 """
@@ -13,11 +13,16 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 # Two threads of torch on two cores wait for each other by spinning: beside another program, such
 # as the other half of these tests, a computation then takes ten to forty times as long. It is read
 # when torch is loaded, here and in processes that tests start; no number depends on it.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# On a busy machine any example may take longer than the fifth of a second that Hypothesis allows.
+settings.register_profile("unhurried", deadline=None)
+settings.load_profile("unhurried")
 
 CONCURRENT = re.compile(r"test_s(1|3|5|10|11|12|14|15|16|17|18|22|32|35|36|44)_")
 """The requirements that are about threads and order (S44)."""

@@ -29,7 +29,6 @@ from tinsmith import types as ours
 
 settings.register_profile(
     "contract",
-    deadline=None,  # the first example of a type pays for its decoders
     max_examples=40,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.differing_executors],
 )

@@ -227,4 +227,4 @@ async def _view(ledger: Ledger) -> list[Any]:
 
 
 TestTwins = Twins.TestCase
-TestTwins.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+TestTwins.settings = settings(max_examples=25, stateful_step_count=30)

@@ -115,7 +115,7 @@ def test_ids_and_texts_are_the_same(pair: Pair, text: str, add_special_tokens: b
         assert ours.decode(ids, **options) == theirs.decode(ids, **options)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=st.text(max_size=80))
 def test_any_text_has_the_same_ids(text: str) -> None:
     ours, theirs = pair_of(qwen_files())

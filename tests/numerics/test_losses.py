@@ -375,7 +375,7 @@ def test_the_fake_engine_takes_the_same_loss(name: str, seed: int) -> None:
 
 
 @given(seed=st.integers(0, 1000), cuts=st.lists(st.integers(0, 40), max_size=6), data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_slopes_do_not_depend_on_how_cells_are_sliced(
     seed: int, cuts: list[int], data: st.DataObject
 ) -> None:
@@ -396,7 +396,7 @@ def test_slopes_do_not_depend_on_how_cells_are_sliced(
 
 
 @given(seed=st.integers(0, 1000), first=st.integers(1, 3), name=st.sampled_from(ALL_LOSSES))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_metrics_of_chunks_join_to_those_of_the_whole(seed: int, first: int, name: str) -> None:
     sizes = (6, 2, 11, 4)
     data, lp = some_data(seed, sizes)

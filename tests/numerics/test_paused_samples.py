@@ -28,11 +28,6 @@ ROOM = 450
 W = WeightsId("w")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
     folder = tmp_path_factory.mktemp("model")

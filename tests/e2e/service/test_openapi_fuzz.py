@@ -68,7 +68,6 @@ def _ask(operation: Any, mode: GenerationMode, base_url: str) -> None:
     @given(case=operation.as_strategy(generation_mode=mode))
     @settings(
         max_examples=EXAMPLES,
-        deadline=None,
         database=None,
         derandomize=True,
         phases=[Phase.generate],

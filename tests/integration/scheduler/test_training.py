@@ -72,7 +72,6 @@ async def _submit_all(b: Bench, numbers: list[int], line: str = LINE) -> list[st
 @given(st.permutations(range(1, 10)))
 @settings(
     max_examples=10,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],  # the same for all examples
 )
 def test_commands_run_in_the_order_of_their_numbers(numbers: list[int]) -> None:

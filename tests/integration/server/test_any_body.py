@@ -88,7 +88,7 @@ def check(reply: Reply) -> None:
 
 
 @pytest.mark.parametrize("name", POSTED)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_a_body_with_something_odd_in_it_is_answered(name: str, data: st.DataObject) -> None:
     """One or two places of a good body hold something else."""
@@ -119,7 +119,7 @@ def test_a_body_with_something_odd_in_it_is_answered(name: str, data: st.DataObj
     asyncio.run(work())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from(POSTED),
     st.binary(max_size=60),
@@ -142,7 +142,7 @@ def test_bytes_of_any_kind_are_answered(
     asyncio.run(work())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from(sorted(ENDPOINTS.keys() - set(POSTED))),
     st.text(max_size=10),

@@ -163,7 +163,6 @@ def client(server: ManagedServer) -> Iterator[httpx.Client]:
 )
 @settings(
     max_examples=25,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data())

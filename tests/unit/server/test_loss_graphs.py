@@ -391,7 +391,7 @@ _node = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(_node, max_size=6))
 def test_no_graph_crashes_the_check(nodes: Nodes) -> None:
     for graph in (nodes, [a_placeholder(), *nodes, an_output(REF)]):
@@ -401,7 +401,7 @@ def test_no_graph_crashes_the_check(nodes: Nodes) -> None:
             continue
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(_targets, st.lists(_json, max_size=4))
 def test_no_arguments_of_a_known_operation_crash_the_check(target: str, args: list[Any]) -> None:
     for first in ([], [REF]):

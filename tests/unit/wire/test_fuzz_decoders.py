@@ -31,7 +31,7 @@ from tinsmith.wire.generated import tags
 from tinsmith.wire.protobuf import varint
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "100"))
-fuzz = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+fuzz = settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.too_slow])
 PROTOBUF = {"content-type": "application/x-protobuf"}
 
 Decoder = Callable[[Any], Any]
