@@ -21,6 +21,7 @@ lock on the version that they read, so that no process deletes it.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -189,6 +190,11 @@ class FolderStore(CheckpointStore):
                         change.clear()
                     removed += change.is_cleared
             return removed
+
+    def free_bytes(self) -> int:
+        """`CheckpointStore.free_bytes`."""
+        with disk_errors(f"{self.root} cannot be measured"):
+            return shutil.disk_usage(self.root).free
 
     def close(self) -> None:
         """`CheckpointStore.close`."""

@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict
 
 import msgspec
 
-from tinsmith.checkpoints.paths import CheckpointPath
+from tinsmith.checkpoints.paths import SAMPLERS, CheckpointPath
 from tinsmith.engines.base import WeightsId
 from tinsmith.errors import BadRequestError, CheckpointNotFoundError
 from tinsmith.ledger.records import CheckpointEntry, Command, Sampler
@@ -118,6 +118,11 @@ class Samplers:
                 str(path), lambda: asyncio.to_thread(self._parts.store.open_whole, path)
             )
         except CheckpointNotFoundError as exc:
+            if path.kind == SAMPLERS:
+                raise BadRequestError(
+                    f"the weights of sampler {path.run_id} are no longer kept",
+                    remedy="save them under a name to keep them: save_weights_for_sampler(name)",
+                ) from exc
             raise BadRequestError(f"there is no checkpoint {path}") from exc
         try:
             with self._parts.silence.call(f"the load of {path}"):
