@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.scheduler.bench import Bench, bench, until
+from tests.integration.scheduler.bench import BASE, Bench, bench, until
 from tinsmith.checkpoints.paths import CheckpointPath
 from tinsmith.engines.fake.engine import FakeSettings
 from tinsmith.errors import RequestErrorCategory
@@ -180,7 +180,7 @@ def test_a_sample_without_weights_fails_as_the_users(tmp_path: Path) -> None:
             await b.add_sampler(SAMPLER, path="tinker://gone/sampler_weights/x")
             await b.add_sampler(nameless, path=str(CheckpointPath.sampler(nameless)))
             gone = await b.result(await b.sample(SAMPLER, 0))
-            never = await b.result(await b.sample("session-9:sample:0", 0))
+            never = await b.result(await b.sample("session-9:sample:0", 0, base_model=BASE))
             removed = await b.result(await b.sample(nameless, 0))
 
         for failed in (gone, never, removed):
