@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from tinsmith.checkpoints.manifest import Manifest
-from tinsmith.checkpoints.paths import CheckpointPath
+from tinsmith.checkpoints.paths import SAMPLERS, CheckpointPath
 from tinsmith.engines.base import AdapterId, Saved
 from tinsmith.errors import (
     BadRequestError,
@@ -67,6 +67,11 @@ async def files_of(parts: Parts, path: CheckpointPath) -> AsyncIterator[Path]:
             str(path), lambda: asyncio.to_thread(parts.store.open_whole, path)
         )
     except CheckpointNotFoundError as exc:
+        if path.kind == SAMPLERS:
+            raise BadRequestError(
+                f"the weights of sampler {path.run_id} are no longer kept",
+                remedy="save them under a name to keep them: save_weights_for_sampler(name)",
+            ) from exc
         raise BadRequestError(f"there is no checkpoint {path}") from exc
     try:
         with parts.silence.call(f"the load of {path}"):
