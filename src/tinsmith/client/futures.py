@@ -15,15 +15,17 @@ import collections
 import concurrent.futures
 import functools
 import logging
-import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Generator
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from tinsmith.client.forking import in_child
 from tinsmith.errors import APITimeoutError
+
+if TYPE_CHECKING:
+    from queue import SimpleQueue
 
 T = TypeVar("T")
 
@@ -278,21 +280,22 @@ class _CallbackThread:
 
     def begin_anew(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: queue.SimpleQueue[tuple[Callable[[Any], object], Any]] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._waiting: SimpleQueue[tuple[Callable[[Any], object], Any]] | None = None
 
     def run(self, fn: Callable[[Any], object], future: Any) -> None:
-        self._waiting.put((fn, future))
         with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._work, name="tinsmith-callbacks", daemon=True
-                )
-                self._thread.start()
+            if self._waiting is None:
+                from queue import SimpleQueue
 
-    def _work(self) -> None:
+                self._waiting = SimpleQueue()
+                threading.Thread(
+                    target=self._work, args=(self._waiting,), name="tinsmith-callbacks", daemon=True
+                ).start()
+            self._waiting.put((fn, future))
+
+    def _work(self, waiting: SimpleQueue[tuple[Callable[[Any], object], Any]]) -> None:
         while True:
-            fn, future = self._waiting.get()
+            fn, future = waiting.get()
             try:
                 fn(future)
             except BaseException:  # noqa: BLE001 - it is user code; not even its exit may end others
