@@ -23,8 +23,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
 
-from tinsmith.client.background import background
-from tinsmith.client.dispatch import Place
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.losses.graph import LossHandle, check_inputs, check_session, evaluate
 from tinsmith.client.passes import pass_bodies, run_pass
@@ -128,7 +126,7 @@ def _start_uploaded(
         return await run_pass(submitter, place, bodies, "ForwardBackward")
 
     what = f"forward_backward_custom of {submitter.model_id}"
-    return submitter.start(work(), place, what, timeout)
+    return submitter.start(work(), [place], what, timeout)
 
 
 def _start_two_passes(
@@ -155,13 +153,7 @@ def _start_two_passes(
         return _with_loss(output, found)
 
     what = f"forward_backward_custom of {submitter.model_id}"
-    future = submitter.start(work(), places[0], what, timeout)
-    future.when_settled(lambda _: _leave(places[1]))
-    return future
-
-
-def _leave(place: Place) -> None:
-    background().call_soon(place.leave)
+    return submitter.start(work(), places, what, timeout)
 
 
 # What is sent

@@ -16,7 +16,7 @@ import os
 from typing import TYPE_CHECKING
 
 from tinsmith.client.budgets import Budget
-from tinsmith.client.futures import APIFuture
+from tinsmith.client.futures import APIFuture, seconds
 from tinsmith.client.lease import SessionLease
 from tinsmith.client.poller import Poll, room_for
 from tinsmith.client.queue_state import StateTeller
@@ -101,14 +101,16 @@ class Sampler:
 
         Raises:
             ClosedError: The client belongs to the process that this one was forked from.
+            ValidationError: `timeout_s` is no number of seconds.
         """
         if self.session.is_inherited():
             self.session.check_open()
+        limit_s = seconds(timeout_s, what)
         future: APIFuture[SampleResponse] = APIFuture(what)
         seq_id = request.seq_id
         if seq_id is not None:
             request = request.model_copy(update={"seq_id": None})
-        self._sender.put(SampleCall(lease, request, future, timeout_s, seq_id))
+        self._sender.put(SampleCall(lease, request, future, limit_s, seq_id))
         return future
 
     # Numbers

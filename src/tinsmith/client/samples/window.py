@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sized
 from typing import Literal, TypeAlias
 
-from tinsmith.client.futures import APIFuture
+from tinsmith.client.futures import APIFuture, seconds
 from tinsmith.client.progress import Progress, ProgressTeller
 from tinsmith.errors import APITimeoutError, ValidationError
 from tinsmith.types.inputs import ModelInput
@@ -47,8 +47,8 @@ class Window:
         self._start = start
         self._on_error = on_error
         self._size = max_in_flight or IN_FLIGHT
-        self._timeout_s = timeout_s
-        self._ends_at = None if timeout_s is None else time.monotonic() + timeout_s
+        self._timeout_s = seconds(timeout_s, "sample_many")
+        self._ends_at = None if self._timeout_s is None else time.monotonic() + self._timeout_s
         self._under_way: dict[int, APIFuture[SampleResponse]] = {}
         self._is_exhausted = False
         self.total = len(prompts) if isinstance(prompts, Sized) else None
