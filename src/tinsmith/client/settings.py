@@ -123,6 +123,8 @@ def settings_from(
     env = os.environ if environment is None else environment
     url = _checked_url(base_url or env.get("TINKER_BASE_URL") or HOSTED_URL)
     tags = rest.pop("tags", None)
+    if isinstance(tags, str):
+        raise ValidationError(f"tags is {tags!r:.80}", remedy="give a list of texts")
     if tags is None:
         tags = (tag for tag in env.get("TINKER_TAGS", "").split(",") if tag)
     elsewhere = {} if url == EMBEDDED else env
@@ -142,7 +144,7 @@ def settings_from(
 def _checked_url(text: str) -> str:
     if text == EMBEDDED:
         return text
-    url = text.rstrip("/")
+    url = str(text).rstrip("/")  # whatever was given, it is told what is wrong with it
     if "@" in url.partition("://")[2].partition("/")[0]:
         raise ValidationError("base_url holds a credential, which logs would show; use api_key")
     try:
