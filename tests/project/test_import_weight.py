@@ -98,3 +98,4 @@ def test_a_sample_is_drawn_without_what_few_programs_need() -> None:
     others = ("losses.graph", "models", "progress", "rest", "training")
     others += ("samples.handle", "samples.result_feed", "samples.stream", "samples.window")
     assert loaded & {f"tinsmith.client.{name}" for name in others} == set()
+    assert "tinsmith.wire.proto_format" not in loaded

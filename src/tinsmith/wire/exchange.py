@@ -22,7 +22,7 @@ from tinsmith.types.record import Frozen, Record, convert_custom, nullable_field
 from tinsmith.types.requests import ForwardBackwardRequest, SampleRequest
 from tinsmith.types.sampling import SampleResponse
 from tinsmith.types.training import ForwardBackwardOutput
-from tinsmith.wire import content, json_format, packed_format, proto_format
+from tinsmith.wire import content, json_format, packed_format, proto_samples
 from tinsmith.wire.endpoint_types import Answer, Endpoint, Format
 from tinsmith.wire.limits import DEFAULT_LIMITS, DecodeLimits
 from tinsmith.wire.protobuf import Parts
@@ -32,17 +32,6 @@ Decode = Callable[[Memory, DecodeLimits], Any]
 
 _PLAIN_ID = re.compile(r"[A-Za-z0-9_.~:-]+")
 """What stands in a path as it is."""
-_PROTOBUF: dict[type, tuple[Encode, Decode]] = {
-    ForwardBackwardRequest: (
-        proto_format.encode_forward_backward_request,
-        proto_format.decode_forward_backward_request,
-    ),
-    ForwardBackwardOutput: (
-        proto_format.encode_forward_backward_output,
-        proto_format.decode_forward_backward_output,
-    ),
-    SampleResponse: (proto_format.encode_sample_response, proto_format.decode_sample_response),
-}
 
 
 class HttpRequest(msgspec.Struct, frozen=True):
@@ -285,7 +274,17 @@ def decode_body(
 
 @functools.cache
 def _protobuf_codec(as_type: type[Any]) -> tuple[Encode, Decode] | None:
-    return next((_PROTOBUF[cls] for cls in as_type.__mro__ if cls in _PROTOBUF), None)
+    if issubclass(as_type, SampleResponse):
+        return proto_samples.encode_sample_response, proto_samples.decode_sample_response
+    from tinsmith.wire import proto_format  # which a client that only samples never needs
+
+    if issubclass(as_type, ForwardBackwardRequest):
+        encode_request = proto_format.encode_forward_backward_request
+        return encode_request, proto_format.decode_forward_backward_request
+    if issubclass(as_type, ForwardBackwardOutput):
+        encode_output = proto_format.encode_forward_backward_output
+        return encode_output, proto_format.decode_forward_backward_output
+    return None
 
 
 def _filled(template: str, values: dict[str, Any]) -> str:
