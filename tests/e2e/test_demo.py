@@ -46,4 +46,4 @@ def _printed_by_demo(model: Path, out: Path) -> str:
 
 
 def _steps(printed: str) -> list[str]:
-    return re.findall(r"step .*|left alone .*|killed .*loss.*", printed)
+    return re.findall(r"step +\d.*|left alone .*|killed .*loss.*", printed)

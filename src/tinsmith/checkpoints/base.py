@@ -217,6 +217,10 @@ class CheckpointStore(abc.ABC):
             return False
         return True
 
+    def free_bytes(self) -> int | None:
+        """The room that is left for more; None where nobody can say."""
+        return None
+
     def size(self, path: CheckpointPath) -> int:
         """Bytes of all files; raises as `info` does."""
         return self.info(path).size_bytes

@@ -21,6 +21,7 @@ lock on the version that they read, so that no process deletes it.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,6 +56,7 @@ from tinsmith.errors import (
     CheckpointDamagedError,
     CheckpointError,
     CheckpointExistsError,
+    CheckpointUnavailableError,
     ValidationError,
 )
 
@@ -64,14 +66,25 @@ _FILES = "files"
 
 
 class FolderStore(CheckpointStore):
-    """A store in a folder, which is made if it is missing."""
+    """A store in a folder, which is made if it is missing, unless it `must_exist`.
 
-    def __init__(self, root: Path) -> None:
+    Its lock file tells the folder from one that a disk is mounted on later, or was until now: what
+    is not in such a folder is not gone.
+    """
+
+    def __init__(self, root: Path, *, must_exist: bool = False) -> None:
         self.root = root.absolute()
+        self._lock_file = self.root / "lock"
         with disk_errors(f"checkpoints cannot be kept in {root}"):
+            if must_exist and not self._lock_file.exists():
+                raise CheckpointUnavailableError(
+                    f"{self.root} has no checkpoints, and some were kept before",
+                    remedy="see that its disk is mounted and that it is the right folder; if they "
+                    f"are meant to be gone, make an empty file {self._lock_file}",
+                )
             self._staging = StagingArea(self.root / _STAGING)
             check_locks(self._staging.folder)
-            (self.root / "lock").touch(mode=0o600)
+            self._lock_file.touch(mode=0o600)
 
     def begin(self, path: CheckpointPath, *, origin: str = "") -> FolderStaging:
         """`CheckpointStore.begin`."""
@@ -178,6 +191,11 @@ class FolderStore(CheckpointStore):
                     removed += change.is_cleared
             return removed
 
+    def free_bytes(self) -> int:
+        """`CheckpointStore.free_bytes`."""
+        with disk_errors(f"{self.root} cannot be measured"):
+            return shutil.disk_usage(self.root).free
+
     def close(self) -> None:
         """`CheckpointStore.close`."""
 
@@ -186,17 +204,18 @@ class FolderStore(CheckpointStore):
         return self.root.joinpath(*path.parts)
 
     def manifest_at(self, path: CheckpointPath) -> Manifest | None:
-        """What is there now, if anything is."""
+        """What is there now, if anything is; raises `OSError` if the disk is away."""
         try:
             with (self.place(path) / MANIFEST).open("rb") as file:
                 content = file.read(manifests.MANIFEST_BYTES_MAX)
         except (FileNotFoundError, NotADirectoryError):
+            self._lock_file.stat()
             return None
         return manifests.decode(content, path)
 
     def locked(self) -> FolderLock:
         """Wait until nobody else changes names in this store."""
-        return lock(self.root / "lock")
+        return lock(self._lock_file)
 
     def _change(self, path: CheckpointPath) -> _Change:
         staged = self._staging.make()

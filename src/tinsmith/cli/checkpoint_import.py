@@ -26,6 +26,7 @@ from tinsmith.ledger import audit
 from tinsmith.ledger.base import Ledger
 from tinsmith.ledger.model_config import write_config
 from tinsmith.ledger.records import CheckpointEntry, Model, SessionId, Tenant, TenantId
+from tinsmith.ledger.recovery import names_files
 from tinsmith.ledger.registry import open_ledger_beside
 from tinsmith.observe.sizes import size_text
 from tinsmith.serve.settings import ServiceSettings
@@ -76,7 +77,8 @@ async def _keep(
 ) -> Manifest:
     async with await open_ledger_beside(settings.database) as ledger:
         await _check_tenant(ledger, tenant_id)
-        manifest = await asyncio.to_thread(_write, settings, path, adapter)
+        is_used = await names_files(ledger)
+        manifest = await asyncio.to_thread(_write, settings, path, adapter, is_used=is_used)
         # Named when it is on the disk; a crash before that leaves files, which the service sweeps.
         await _name(ledger, tenant_id, path, adapter, manifest)
         return manifest
@@ -92,9 +94,12 @@ async def _check_tenant(ledger: Ledger, tenant_id: TenantId) -> None:
         )
 
 
-def _write(settings: ServiceSettings, path: CheckpointPath, adapter: Adapter) -> Manifest:
+def _write(
+    settings: ServiceSettings, path: CheckpointPath, adapter: Adapter, *, is_used: bool
+) -> Manifest:
+    work = settings.data / "work"
     with (
-        open_store(settings.checkpoints, work=settings.data / "work") as store,
+        open_store(settings.checkpoints, work=work, must_exist=is_used) as store,
         store.begin(path, origin=path.run_id) as staging,
     ):
         write_adapter(staging.folder, adapter)

@@ -39,6 +39,10 @@ QUIET_S = 0.05
 """After so long without a write the log is moved into the database."""
 MOVED_AT_WRITES = 500
 """A shorter log waits for more."""
+KEPT_FREE_PAGES = 4096
+"""So many pages of what was removed stay in the file for what comes, and a quarter of the file."""
+GIVEN_BACK_PAGES = 1000
+"""At a quiet moment: whoever writes then waits for some milliseconds."""
 
 Connect = Callable[[], sqlite3.Connection]
 
@@ -184,24 +188,40 @@ class GroupWriter:
         return group
 
     def _wait_first(self) -> _Write | None:
-        if self.writes < self._moved_at + MOVED_AT_WRITES:
-            return self._queue.get()
-        try:
-            return self._queue.get(timeout=QUIET_S)
-        except queue.Empty:
-            self._move_log()
-            return self._queue.get()
+        while self.writes >= self._moved_at + MOVED_AT_WRITES:
+            try:
+                return self._queue.get(timeout=QUIET_S)
+            except queue.Empty:
+                self._tidy()
+        return self._queue.get()
 
-    def _move_log(self) -> None:
-        """Move the log into the database while nobody waits for us.
+    def _tidy(self) -> None:
+        """Give room back to the disk or, if none is left to give, move the log into the database.
 
-        The log keeps its length and is written anew from its start: a sync of a file that does
-        not grow is several times faster.
+        Nobody waits for us. The log keeps its length and is written anew from its start: a sync of
+        a file that does not grow is several times faster.
         """
-        self._moved_at = self.writes
-        # With a reader in the way, or the disk full, the log can wait: it is durable.
+        # With a reader in the way, or the disk full, both can wait: the log is durable.
         with contextlib.suppress(sqlite3.Error):
+            if self._give_back():
+                return
             self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+        self._moved_at = self.writes
+
+    def _give_back(self) -> bool:
+        """Let the file shrink by some of its free pages; False if it has few, or cannot."""
+        free, pages = self._pages()
+        if free < max(KEPT_FREE_PAGES, pages // 4) + GIVEN_BACK_PAGES:
+            return False
+        # Of a statement that gives no columns `execute` runs one step, which is one page.
+        self._connection.executescript(f"PRAGMA incremental_vacuum({GIVEN_BACK_PAGES})")
+        return self._pages()[1] < pages
+
+    def _pages(self) -> tuple[int, int]:
+        """How many pages of the file are free, and how many there are."""
+        [(free,)] = self._connection.execute("PRAGMA freelist_count")
+        [(pages,)] = self._connection.execute("PRAGMA page_count")
+        return free, pages
 
     def _commit(self, group: list[_Write]) -> None:
         try:

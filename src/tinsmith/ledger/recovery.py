@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from tinsmith.ledger.base import PAGE, Ledger
-from tinsmith.ledger.records import Command, Line, LineId, Model
+from tinsmith.ledger.records import CheckpointEntry, Command, Line, LineId, Model
 
 
 class ModelRecovery(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +65,14 @@ async def recover(ledger: Ledger, claimer: str) -> Recovery:
             )
         )
     return Recovery(models=models, released=released)
+
+
+async def names_files(ledger: Ledger) -> bool:
+    """Whether there should be files in the store: checkpoints, or snapshots to go on from."""
+    if await ledger.entries(CheckpointEntry).count():
+        return True
+    trained = [model for model in await _models(ledger) if model.released_at is None]
+    return any([(await ledger.line(LineId(model.id))).snapshot for model in trained])
 
 
 async def _models(ledger: Ledger) -> list[Model]:

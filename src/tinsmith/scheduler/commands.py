@@ -251,6 +251,9 @@ class Singles:
     async def _save(self, command: Command) -> Done:
         request: SaveWeightsRequest = await self._parts.request(command)
         name = request.path or f"{command.seq_id:06}"
+        if request.overwrite:
+            # It may be what was loaded, which a replay needs until there is a snapshot.
+            await self._snapshots.wait(command.line)
         path = await self._checkpoint(
             command,
             CheckpointPath(command.line, "weights", name),

@@ -11,13 +11,12 @@ from collections import Counter, OrderedDict
 
 import msgspec
 
-from tinsmith.checkpoints.paths import CheckpointPath
+from tinsmith.checkpoints.paths import SAMPLERS, CheckpointPath
 from tinsmith.engines.base import WeightsId
 from tinsmith.errors import BadRequestError, CheckpointNotFoundError
 from tinsmith.ledger.records import CheckpointEntry, Command, Sampler
 from tinsmith.scheduler import saves
 from tinsmith.scheduler.parts import Parts
-from tinsmith.types.requests import SampleRequest
 
 MOST_REMEMBERED = 4096
 
@@ -41,17 +40,14 @@ class Samplers:
         self._recent: OrderedDict[WeightsId, None] = OrderedDict()
         self._users: Counter[WeightsId] = Counter()
 
-    async def source(self, command: Command, request: SampleRequest) -> Source:
+    async def source(self, command: Command) -> Source:
         """What a sample is to be drawn from; raises `BadRequestError` if there is no such thing."""
         if command.line not in self._sources:
             entries = self._parts.ledger.entries(Sampler)
             sampler = await self._parts.ask(lambda: entries.get(command.line))
-            if sampler is not None:
-                made = await self._source(sampler.base_model, sampler.model_path)
-            elif request.base_model is not None or request.model_path is not None:
-                return await self._source(request.base_model, request.model_path)
-            else:
+            if sampler is None:
                 raise BadRequestError(f"there is no sampler {command.line}")
+            made = await self._source(sampler.base_model, sampler.model_path)
             self._sources[command.line] = made
             if len(self._sources) > MOST_REMEMBERED:
                 self._sources.popitem(last=False)
@@ -118,6 +114,11 @@ class Samplers:
                 str(path), lambda: asyncio.to_thread(self._parts.store.open_whole, path)
             )
         except CheckpointNotFoundError as exc:
+            if path.kind == SAMPLERS:
+                raise BadRequestError(
+                    f"the weights of sampler {path.run_id} are no longer kept",
+                    remedy="save them under a name to keep them: save_weights_for_sampler(name)",
+                ) from exc
             raise BadRequestError(f"there is no checkpoint {path}") from exc
         try:
             with self._parts.silence.call(f"the load of {path}"):

@@ -114,7 +114,7 @@ class Sampling:
             suspects.check(request_id)
             await suspects.wait_alone()
             suspects.enter([request_id])
-            source = await self._samplers.source(command, request)
+            source = await self._samplers.source(command)
             await self._samplers.acquire(source)
             self._enter(command, request, source)
         except ClosedError as exc:

@@ -25,6 +25,7 @@ from tinsmith.engines.base import BaseModel, Engine
 from tinsmith.engines.registry import make_engine
 from tinsmith.errors import EngineLostError, ValidationError
 from tinsmith.ledger.base import Ledger
+from tinsmith.ledger.recovery import names_files
 from tinsmith.ledger.registry import open_ledger
 from tinsmith.observe.metrics import ServiceMetrics
 from tinsmith.observe.spans import Spans, open_spans
@@ -146,7 +147,10 @@ class Service:
             if not is_private:
                 await _check_reach(settings, ledger)
             store = await asyncio.to_thread(
-                open_store, settings.checkpoints, work=settings.data / "work"
+                open_store,
+                settings.checkpoints,
+                work=settings.data / "work",
+                must_exist=await names_files(ledger),
             )
             opened.callback(store.close)
             models = await fetched_models(settings, tell)

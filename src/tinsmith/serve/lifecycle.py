@@ -31,6 +31,9 @@ _log = logging.getLogger(__name__)
 
 ANSWER_S = 5.0
 """How long a stop waits for the answers that are being written."""
+FEWER_DESCRIPTORS = (65_536, 10_240)
+"""To be asked for where the system refuses what it says that it allows: macOS says without end, and
+would leave it at 256."""
 COLLECTED_AT = 20_000
 """So many new objects, beyond those that have ended, make Python look for garbage."""
 
@@ -57,9 +60,11 @@ def serve(settings: ServiceSettings) -> int:
 def _allow_connections() -> None:
     """Have as many descriptors as the system allows: each connection takes one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with contextlib.suppress(ValueError, OSError):  # a system may allow fewer than it says
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    for most in (hard, *FEWER_DESCRIPTORS):
+        if most == hard or most > soft:
+            with contextlib.suppress(ValueError, OSError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+                return
 
 
 def _spare_collector() -> None:

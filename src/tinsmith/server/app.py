@@ -34,7 +34,7 @@ from tinsmith.ledger.records import TenantId
 from tinsmith.observe.log_fields import bind
 from tinsmith.server.bodies import BodyBudget, HeldBody, packed
 from tinsmith.server.call import Answer, Call, StreamedReply
-from tinsmith.server.exchanges import ExchangeReport, Observer, log_exchange
+from tinsmith.server.exchanges import ExchangeReport, Failures, Observer, log_exchange
 from tinsmith.server.incoming import (
     AsgiRequest,
     ClientLeftError,
@@ -102,6 +102,7 @@ class App:
         self._limits = DecodeLimits(memory_bytes=service.parts.settings.decoded_bytes)
         self._unpacking = asyncio.Semaphore(_MOST_UNPACKING)
         self._prefix = service.parts.settings.path_prefix
+        self._failures = Failures()
         self._told_fields: set[tuple[str, str]] = set()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -182,7 +183,7 @@ class App:
                     await asyncio.sleep(_UNAVAILABLE_S)
             reply = _refusal(exc)
             if reply.status >= 500:
-                _log.warning("%s is answered %d: %s", report.endpoint, reply.status, exc)
+                self._failures.tell(report.endpoint, reply.status, exc)
             return reply
         except Exception as exc:  # noqa: BLE001 - the outer edge; told in full in the log
             _log.exception("a request failed")

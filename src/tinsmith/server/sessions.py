@@ -1,17 +1,21 @@
 """The life of sessions: they beat, and they end, by their client's word or by its silence.
 
 Whoever ends a session appends `release_model` to the lines of its models, behind everything else in
-them; see docs/service.md. Silence is counted from the start of this server at the earliest: a
-session is not to blame for the time in which there was nobody to beat to.
+them; see docs/service.md. Silence is counted from when this server began to hear at the earliest: a
+session is not to blame for the time in which there was nobody to beat to, because the server was
+not there, stood still, or could not write down what it heard.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
+from tinsmith.errors import LedgerUnavailableError
 from tinsmith.ledger.base import Ledger
 from tinsmith.ledger.records import LineId, Model, Session, Submission
 from tinsmith.server.lookups import Lookups
@@ -31,7 +35,7 @@ class Sessions:
         self._ledger = ledger
         self._lookups = lookups
         self._timeout_s = timeout_s
-        self._started_at = ledger.now()
+        self._hears_since = self._looked_at = ledger.now()
         self._looked_until = 0.0
 
     async def beat(self, session: Session) -> Session:
@@ -43,7 +47,8 @@ class Sessions:
                 return kept
             return msgspec.structs.replace(kept, heartbeat_at=now)
 
-        changed = await self._ledger.entries(Session).change(session.id, beaten)
+        with self._telling_deafness():
+            changed = await self._ledger.entries(Session).change(session.id, beaten)
         self._lookups.forget(session)
         return changed
 
@@ -70,11 +75,29 @@ class Sessions:
     async def end_silent(self) -> int:
         """End the sessions that were silent for too long; returns how many.
 
-        To be called now and then. Each call looks only at what became due since the last.
+        To be called many times within the time that they have. Each call looks only at what became
+        due since the last.
         """
-        before = self._ledger.now() - self._timeout_s
-        if before <= self._started_at:
+        now = self._ledger.now()
+        if now > self._looked_at + self._timeout_s / 2:
+            self._hears_since = now  # this process was stopped, and beats wait in its sockets
+        self._looked_at = now
+        before = now - self._timeout_s
+        if before <= self._hears_since:
             return 0
+        with self._telling_deafness():
+            return await self._end_due(before)
+
+    @contextlib.contextmanager
+    def _telling_deafness(self) -> Iterator[None]:
+        """While the ledger cannot be used no beat is noted, and silence says nothing."""
+        try:
+            yield
+        except LedgerUnavailableError:
+            self._hears_since = self._ledger.now()
+            raise
+
+    async def _end_due(self, before: float) -> int:
         count, since = 0, self._looked_until
         while True:
             page = await self._ledger.entries(Session).due(before, since=since, limit=_PAGE)

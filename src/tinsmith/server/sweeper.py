@@ -3,6 +3,8 @@
 `Sweeper.sweep` is to be called every minute or so. It removes checkpoints that have expired,
 weights of samplers whose session has ended, and snapshots of models that were released; it has the
 ledger and the store remove what is theirs; and once an hour it counts gigabyte-hours of storage.
+When the disk is nearly full it also removes weights of samplers without a name that were not used
+for longest: a loop makes such a sampler at every step, and nobody says that it is done with one.
 
 Files that the ledger knows nothing of are never removed. A ledger that was restored from a backup
 does not know the newest ones, nor does one that shares the store with another.
@@ -28,6 +30,7 @@ from tinsmith.ledger import audit
 from tinsmith.ledger.base import PAGE, Ledger
 from tinsmith.ledger.records import (
     CheckpointEntry,
+    LineId,
     Model,
     Sampler,
     Session,
@@ -47,6 +50,10 @@ EVERY_S = 3600.0
 """How often storage is counted, and all files are looked through."""
 ORPHANED_S = 3600.0
 """How long files that nobody needs any more are left alone."""
+SHORT_BYTES = 5 * 10**9
+"""With less room than this on the disk, weights of unused samplers go."""
+UNUSED_S = 3 * 3600.0
+"""Whoever still has something from a sampler to come has asked for it within this time."""
 LONGEST_COUNT_S = 7 * 24 * 3600.0
 """Storage is counted for a time in which no server ran, but for no longer than this."""
 STORAGE = "storage"
@@ -64,6 +71,8 @@ class SweepReport(msgspec.Struct, frozen=True, kw_only=True):
     """Weights of ended samplers, and snapshots of released models."""
     unknown: int = 0
     """Files of the store that the ledger knows nothing of, when they were last looked through."""
+    unused: int = 0
+    """Weights of samplers that made room for others."""
     remains: int = 0
     """What crashes and readers had left in the store."""
     gigabyte_hours: float = 0.0
@@ -90,6 +99,7 @@ class Sweeper:
             ("expired checkpoints", self._expire),
             ("abandoned files", self._abandon),
             ("the store", self._sweep_store),
+            ("unused samplers", self._make_room),
             ("storage", self._count),
             ("the ledger", self._sweep_ledger),
         ]
@@ -211,6 +221,44 @@ class Sweeper:
             return report
         remains = await asyncio.to_thread(self._store.sweep)
         return msgspec.structs.replace(report, remains=remains)
+
+    # A disk that is nearly full
+
+    async def _make_room(self, report: SweepReport) -> SweepReport:
+        if self._store is None or not await self._is_short():
+            return report
+        store, count = self._store, 0
+        for path in await self._unused_samplers(store):
+            if count == AT_ONCE or not await self._is_short():
+                break
+            count += await asyncio.to_thread(store.delete, path)
+        if count:
+            _log.warning(
+                "the disk is nearly full: the weights of %d samplers without a name were deleted, "
+                "which nobody had used for %g hours",
+                count,
+                UNUSED_S / 3600,
+            )
+        return msgspec.structs.replace(report, unused=count)
+
+    async def _is_short(self) -> bool:
+        assert self._store is not None
+        free_bytes = await asyncio.to_thread(self._store.free_bytes)
+        return free_bytes is not None and free_bytes < SHORT_BYTES
+
+    async def _unused_samplers(self, store: CheckpointStore) -> list[CheckpointPath]:
+        """Weights without a name that were not used for a while, for longest first."""
+        before, found = self._ledger.now() - UNUSED_S, []
+        for path in await asyncio.to_thread(lambda: list(store.paths())):
+            if path.kind != SAMPLERS:
+                continue
+            sampler = await self._ledger.entries(Sampler).get(path.run_id)
+            if sampler is not None:
+                line = await self._ledger.line(LineId(sampler.id))
+                used_at = line.asked_at or sampler.created_at
+                if used_at < before:
+                    found.append((used_at, path))
+        return [path for _, path in sorted(found, key=lambda one: one[0])]
 
     async def _sweep_ledger(self, report: SweepReport) -> SweepReport:
         return msgspec.structs.replace(report, ledger=await self._ledger.sweep())

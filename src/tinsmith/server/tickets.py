@@ -23,11 +23,12 @@ _PURPOSE = b"tinsmith download\0"
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What an address gives, whose that is, and until when."""
+    """What an address gives, to whom, and until when."""
 
     kind: str
     """`file`, `archive`, `trace` or `audit`."""
     tenant_id: str
+    """Who asked for it: what it may not read any more, as what is no longer published, ends."""
     target: str
     """A checkpoint's path, a session, or what of the audit log."""
     name: str

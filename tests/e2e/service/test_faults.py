@@ -140,6 +140,28 @@ def test_a_clock_that_is_set_forward_and_back_ends_no_session_and_no_result(
         assert runs.results() == undisturbed
 
 
+def test_a_disk_of_checkpoints_that_is_not_mounted_at_the_start_costs_no_model(
+    tmp_path: Path, undisturbed: list[Weights]
+) -> None:
+    """A service that began with an empty folder would find no snapshot, and give up all models."""
+    checkpoints, away = tmp_path / "data" / "checkpoints", tmp_path / "away"
+    with serving(tmp_path, "--snapshots-every-commands", "4") as served:
+        runs = Runs(served.base_url, CLIENTS, STEPS)
+        _wait(lambda: runs.steps_done >= 3 * CLIENTS)
+        served.kill()
+        checkpoints.rename(away)
+        checkpoints.mkdir()
+        served.start(wait=False)
+        status = served.wait_end()
+        checkpoints.rmdir()
+        away.rename(checkpoints)
+        served.start()
+
+        assert status != 0
+        assert "see that its disk is mounted" in served.log_text()
+        assert runs.results() == undisturbed
+
+
 def test_a_second_service_on_the_same_folder_is_refused(tmp_path: Path) -> None:
     with serving(tmp_path) as first:
         second = Served(tmp_path)

@@ -275,6 +275,34 @@ store.verify(path)
     assert done.returncode == 0, done.stderr
 
 
+def test_what_is_on_a_disk_that_is_away_is_not_gone(store: FolderStore) -> None:
+    """An empty folder is left where it was mounted, or none. It is as it was once it is back."""
+    save(store)
+    away = store.root.with_name("away")
+    store.root.rename(away)
+
+    for make in (Path.mkdir, Path.rmdir):
+        make(store.root)
+        for use in (store.info, store.open, store.delete, store.begin):
+            with pytest.raises(CheckpointUnavailableError, match="see that the disk is there"):
+                use(PATH)
+    away.rename(store.root)
+
+    assert store.verify(PATH).files
+    with pytest.raises(CheckpointNotFoundError):
+        store.info(CheckpointPath.parse("tinker://run/weights/other"))
+
+
+def test_a_folder_that_has_no_store_is_refused_where_there_should_be_one(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointUnavailableError, match="its disk is mounted") as refused:
+        FolderStore(tmp_path, must_exist=True)
+
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "lock").touch()
+    assert str(tmp_path / "lock") in str(refused.value)
+    save(FolderStore(tmp_path, must_exist=True))
+
+
 def test_a_root_that_cannot_be_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
 

@@ -435,6 +435,37 @@ def test_the_log_is_moved_into_the_database_at_a_quiet_moment(
     asyncio.run(tell())
 
 
+@pytest.mark.parametrize("can_shrink", [True, False])
+def test_the_room_of_what_was_removed_is_given_back_to_the_disk_at_quiet_moments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_shrink: bool
+) -> None:
+    """Some of it stays for what comes. A file that cannot shrink is left as it is."""
+    monkeypatch.setattr(group_commit, "MOVED_AT_WRITES", 1)
+    monkeypatch.setattr(group_commit, "KEPT_FREE_PAGES", 300)
+    monkeypatch.setattr(group_commit, "GIVEN_BACK_PAGES", 100)
+    file = made(tmp_path)
+    if not can_shrink:
+        change(file, "PRAGMA auto_vacuum = NONE; VACUUM")
+
+    async def tell() -> None:
+        async with await SqliteLedger.open(tmp_path) as ledger:
+            numbers = range(2, 102)
+            for number in numbers:
+                await ledger.append(training(number, b"x" * 60_000))
+            full = (await ledger.statistics()).stored_bytes
+            await ledger.settle([ended(request_id(MODEL, number)) for number in numbers])
+            await ledger.record_snapshot(MODEL, numbers.stop, None)
+            for _ in range(600):
+                if ledger._writer._moved_at == ledger._writer.writes:
+                    break
+                await asyncio.sleep(group_commit.QUIET_S)
+
+        assert file.stat().st_size > 300 * sqlite.PAGE_BYTES
+        assert (file.stat().st_size < full / 2) == can_shrink
+
+    asyncio.run(asyncio.wait_for(tell(), 120))
+
+
 # Addresses
 
 

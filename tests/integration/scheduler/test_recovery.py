@@ -13,7 +13,9 @@ import pytest
 
 from tests.integration.scheduler.bench import WAIT_S, Bench, bench, until
 from tinsmith.checkpoints.base import Reading
-from tinsmith.checkpoints.paths import CheckpointPath
+from tinsmith.checkpoints.folder_store import FolderStaging
+from tinsmith.checkpoints.manifest import Manifest
+from tinsmith.checkpoints.paths import SNAPSHOTS, CheckpointPath
 from tinsmith.engines.base import AdapterId
 from tinsmith.engines.fake.engine import FakeSettings
 from tinsmith.errors import CheckpointUnavailableError, LedgerUnavailableError
@@ -149,6 +151,51 @@ def test_a_save_that_was_cut_off_is_made_once(
 
         assert saved.path == f"tinker://{line}/weights/x"
         assert entry is not None
+
+    asyncio.run(run())
+
+
+def test_what_was_loaded_is_found_again_after_a_crash_although_it_was_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replay needs it until a snapshot is on the disk, which takes long for a large adapter."""
+    line, may_commit = LINES[0], threading.Event()
+    commit = FolderStaging.commit
+
+    def slowly(staging: FolderStaging, *, overwrite: bool = False) -> Manifest:
+        if staging.path.kind == SNAPSHOTS:
+            may_commit.wait()
+        return commit(staging, overwrite=overwrite)
+
+    def save(number: int) -> SaveWeightsRequest:
+        return SaveWeightsRequest(model_id=line, seq_id=number, path="last", overwrite=True)
+
+    async def train(b: Bench, number: int) -> None:
+        await b.forward_backward(line, number)
+        await b.result(await b.step(line, number + 1))
+
+    async def run() -> None:
+        ledger = MemoryLedger()
+        first = Bench(tmp_path, ledger)
+        await first.open()
+        await first.create(line)
+        await train(first, 1)
+        saved = await first.result(await first.submit(line, 3, "save_weights", save(3)))
+        load = LoadWeightsRequest(model_id=line, seq_id=4, path=saved.path, optimizer=True)
+        monkeypatch.setattr(FolderStaging, "commit", slowly)
+        await first.submit(line, 4, "load_weights", load)
+        await train(first, 5)
+        before = await first.weights(line, "before")
+        last = await first.submit(line, 7, "save_weights", save(7))
+        await ledger.wait_settled(last, timeout_s=0.5)
+        await first.kill()
+        may_commit.set()
+
+        async with bench(tmp_path, ledger) as second:
+            await second.result(last)
+            after = await second.weights(line, "after")
+
+        assert before == after
 
     asyncio.run(run())
 

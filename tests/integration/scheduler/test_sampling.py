@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.integration.scheduler.bench import Bench, bench, until
+from tests.integration.scheduler.bench import BASE, Bench, bench, until
+from tinsmith.checkpoints.paths import CheckpointPath
 from tinsmith.engines.fake.engine import FakeSettings
 from tinsmith.errors import RequestErrorCategory
 from tinsmith.ledger.records import RequestId, Sampler, Settlement, TenantId
@@ -171,17 +172,21 @@ def test_training_goes_on_beside_samples_that_never_end(tmp_path: Path) -> None:
 
 
 def test_a_sample_without_weights_fails_as_the_users(tmp_path: Path) -> None:
-    """A checkpoint that is gone, and a sampler that never was."""
+    """A checkpoint that is gone, a sampler that never was, and one that made room for others."""
+    nameless = "session-1:sample:1"
 
     async def run() -> None:
         async with bench(tmp_path) as b:
             await b.add_sampler(SAMPLER, path="tinker://gone/sampler_weights/x")
+            await b.add_sampler(nameless, path=str(CheckpointPath.sampler(nameless)))
             gone = await b.result(await b.sample(SAMPLER, 0))
-            never = await b.result(await b.sample("session-9:sample:0", 0))
+            never = await b.result(await b.sample("session-9:sample:0", 0, base_model=BASE))
+            removed = await b.result(await b.sample(nameless, 0))
 
-        for failed in (gone, never):
+        for failed in (gone, never, removed):
             assert isinstance(failed, RequestFailedResponse)
             assert failed.category is RequestErrorCategory.User
+        assert "save them under a name to keep them" in removed.error
 
     asyncio.run(run())
 

@@ -174,6 +174,18 @@ def test_health_is_honest() -> None:
         assert ok(http.get(path)) == {"status": "ok"}
 
 
+def test_what_every_client_meets_is_not_a_line_of_the_log_for_each(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """While the service begins, or the ledger is away, thousands ask again and again."""
+    with RunningServer() as server, server.http() as http:
+        server.ledger.board.scheduler = SchedulerReport(problem="the engine is gone")
+        statuses = {http.get(ENDPOINTS["healthz"].path).status_code for _ in range(20)}
+
+    assert statuses == {503}
+    assert caplog.text.count("the engine is gone") == 1
+
+
 def test_unknown_fields_are_ignored_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
     """A newer client may mean something by them."""
     with caplog.at_level(logging.INFO), RunningServer() as server, server.http() as http:

@@ -445,6 +445,26 @@ def test_an_address_is_good_for_one_file_of_one_tenant_and_for_a_while(
     assert httpx.get(url).status_code == 404
 
 
+def test_an_address_that_another_tenant_was_given_ends_when_the_checkpoint_is_no_longer_published(
+    server: ManagedServer,
+) -> None:
+    server.add_session()
+    path = server.save(server.add_run(), "e", "external_weights")
+    owner, other = rest(server), rest(server, "bob")
+    owner.publish_checkpoint_from_tinker_path(path).result(30)
+    files = other.get_external_weights_urls(path).result(30).urls
+    archive = other.get_checkpoint_archive_url_from_tinker_path(path).result(30).url
+    urls = [*files.values(), archive]
+    own = owner.get_external_weights_urls(path).result(30).urls
+
+    before = [httpx.get(url).status_code for url in urls]
+    owner.unpublish_checkpoint_from_tinker_path(path).result(30)
+
+    assert before == [200] * len(urls)
+    assert [httpx.get(url).status_code for url in urls] == [404] * len(urls)
+    assert [httpx.get(url).status_code for url in own.values()] == [200] * len(own)
+
+
 def test_addresses_begin_where_clients_find_the_service(tmp_path: Path) -> None:
     with ManagedServer(tmp_path, "memory", public_url="https://gpu.example/svc/") as server:
         server.add_session()

@@ -4,9 +4,11 @@ import asyncio
 
 import pytest
 
+from tinsmith.client.auth import claims_of
 from tinsmith.errors import AuthenticationError
+from tinsmith.ledger.clock import SteadyClock
 from tinsmith.ledger.memory import MemoryLedger
-from tinsmith.server.auth import Credentials
+from tinsmith.server.auth import TOKEN_LIFETIME_S, Credentials
 from tinsmith.server.keys import add_tenant, create_key, revoke_key
 
 
@@ -54,6 +56,51 @@ def test_a_token_from_before_the_first_key_opens_nothing_after_it() -> None:
 
         await create_key(ledger, await add_tenant(ledger, "default"), "")
         credentials.forget()
+
+        with pytest.raises(AuthenticationError):
+            await credentials.holder(token)
+
+    asyncio.run(work())
+
+
+class Clocks:
+    """The time of day, and the ledger's."""
+
+    wall = 1_000_000.0
+    steady = 1_000_000.0
+
+
+def test_a_token_says_when_it_ends_by_the_time_of_day() -> None:
+    """Its client looks at that: an official one asks for the next without a pause if it is over."""
+
+    async def work() -> None:
+        clocks = Clocks()
+        ledger = MemoryLedger(clock=SteadyClock(lambda: clocks.wall, lambda: clocks.steady))
+        credentials = Credentials(ledger, b"secret", wall=lambda: clocks.wall)
+        clocks.wall += 10 * TOKEN_LIFETIME_S  # the machine slept, or its clock was put right
+
+        told = claims_of(credentials.token(await credentials.holder(None)))
+
+        assert told["exp"] == clocks.wall + TOKEN_LIFETIME_S
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("is_set", ["wall", "steady"])
+def test_a_token_is_good_for_its_time_whichever_clock_is_set(is_set: str) -> None:
+    """The ledger's is, in a way, when the service is started anew."""
+
+    async def work() -> None:
+        clocks = Clocks()
+        ledger = MemoryLedger(clock=SteadyClock(lambda: 0.0, lambda: clocks.steady))
+        _, key = await create_key(ledger, await add_tenant(ledger, "a"), "")
+        credentials = Credentials(ledger, b"secret", wall=lambda: clocks.wall)
+        token = credentials.token(await credentials.holder(key))
+        setattr(clocks, is_set, getattr(clocks, is_set) + 10 * TOKEN_LIFETIME_S)
+
+        assert (await credentials.holder(token)).tenant.id == "a"
+        clocks.wall += TOKEN_LIFETIME_S
+        clocks.steady += TOKEN_LIFETIME_S
 
         with pytest.raises(AuthenticationError):
             await credentials.holder(token)

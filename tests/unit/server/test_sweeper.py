@@ -30,7 +30,14 @@ from tinsmith.ledger.records import (
     Submission,
     TenantId,
 )
-from tinsmith.server.sweeper import EVERY_S, LONGEST_COUNT_S, ORPHANED_S, Sweeper
+from tinsmith.server.sweeper import (
+    EVERY_S,
+    LONGEST_COUNT_S,
+    ORPHANED_S,
+    SHORT_BYTES,
+    UNUSED_S,
+    Sweeper,
+)
 
 Test = Callable[..., Coroutine[Any, Any, None]]
 
@@ -83,6 +90,34 @@ class House:
             id="s", tenant_id=ALICE, created_at=now, project_id="p", heartbeat_at=now, **fields
         )
         await self.ledger.entries(Session).put(session)
+
+    async def add_sampler(self, number: int) -> CheckpointPath:
+        """One without a name, and its weights."""
+        sampler = Sampler(
+            id=f"s:sample:{number}",
+            tenant_id=ALICE,
+            created_at=self.ledger.now(),
+            session_id=SessionId("s"),
+            base_model="tiny",
+        )
+        await self.ledger.entries(Sampler).add(sampler)
+        path = CheckpointPath.sampler(sampler.id)
+        self.write(path)
+        return path
+
+    async def sample(self, path: CheckpointPath) -> None:
+        """Ask for something of a sampler."""
+        submission = Submission(
+            line=LineId(path.run_id),
+            seq_id=None,
+            kind="asample",
+            tenant_id=ALICE,
+            session_id=SessionId("s"),
+            fingerprint=b"f",
+            payload=b"J{}",
+            is_ordered=False,
+        )
+        await self.ledger.append(submission)
 
     async def is_named(self, path: CheckpointPath) -> bool:
         return await self.ledger.entries(CheckpointEntry).get(str(path)) is not None
@@ -225,16 +260,7 @@ async def test_files_that_the_ledger_does_not_know_are_left_alone_and_told(
 @in_a_loop
 async def test_weights_of_a_nameless_sampler_go_when_its_session_has_ended(house: House) -> None:
     await house.add_session()
-    sampler = Sampler(
-        id="s:sample:0",
-        tenant_id=ALICE,
-        created_at=0.0,
-        session_id=SessionId("s"),
-        base_model="tiny",
-    )
-    await house.ledger.entries(Sampler).add(sampler)
-    path = CheckpointPath.sampler(sampler.id)
-    house.write(path)
+    path = await house.add_sampler(0)
 
     for _ in range(3):
         await house.sweeper.sweep()
@@ -246,6 +272,38 @@ async def test_weights_of_a_nameless_sampler_go_when_its_session_has_ended(house
         house.clock.wait(ORPHANED_S)
 
     assert not house.store.exists(path)
+
+
+@in_a_loop
+async def test_a_disk_that_is_nearly_full_loses_samplers_that_were_not_used_for_longest(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as it takes. Those that are in use stay, and so does what has a name."""
+    await house.add_session()
+    paths = []
+    for number in range(5):
+        paths.append(await house.add_sampler(number))
+        house.clock.wait(1)
+    kept = await house.save("c")
+    free = [SHORT_BYTES]
+    monkeypatch.setattr(house.store, "free_bytes", lambda: free.pop(0) if free[1:] else free[0])
+
+    house.clock.wait(UNUSED_S / 2)
+    await house.sample(paths[3])
+    house.clock.wait(UNUSED_S / 2 - 1)
+    await house.sample(paths[0])
+    house.clock.wait(2)
+    has_room = await house.sweeper.sweep()
+    free[:] = [SHORT_BYTES - 1] * 3 + [SHORT_BYTES]
+    had_little = await house.sweeper.sweep()
+    first = [house.store.exists(path) for path in paths]
+    free[:] = [0]
+    had_none = await house.sweeper.sweep()
+
+    assert (has_room.unused, had_little.unused, had_none.unused) == (0, 2, 1)
+    assert first == [True, False, False, True, True]
+    assert [house.store.exists(path) for path in paths] == [True, False, False, True, False]
+    assert house.store.exists(kept)
 
 
 @in_a_loop

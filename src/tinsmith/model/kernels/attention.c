@@ -2,8 +2,9 @@
  *
  * Queries come in the order of the sequence and see what is not after them, in blocks of keys at
  * fixed places. A query's numbers go through the same operations in the same order whatever
- * queries are computed beside it, so its bits are its own. Sums, weights and their products with
- * values are float32; so are scores, of products that lose nothing.
+ * queries are computed beside it, so its bits are its own. Sums and scores are float32. Where the
+ * machine multiplies pairs of bfloat16, weights are rounded to it before they meet the values, and
+ * else nothing is.
  *
  * Keys of a block are turned so that those of one dimension lie beside each other: scores of many
  * keys are then sums of whole vectors.
@@ -40,11 +41,11 @@ typedef struct {
     const char *keys, *values;
 } pair;
 
-/* Keys of a block are float32, or two numbers of sixteen bits in each of 32 where the machine
- * multiplies these: dimension or two of them, key. */
+/* Keys and values of a block are float32, or two numbers of sixteen bits in each of 32 where the
+ * machine multiplies these. */
 typedef struct {
-    uint32_t turned[MOST_SIZE][BLOCK];
-    float values[BLOCK * MOST_SIZE]; /* key, dimension; a head's size from one to the next */
+    uint32_t turned[MOST_SIZE][BLOCK];  /* of keys: dimension or two of them, key */
+    uint32_t values[BLOCK * MOST_SIZE]; /* key or two of them, dimension; a head's size apart */
 } block;
 
 #if defined(__AVX512BF16__)
@@ -101,6 +102,13 @@ INLINE void turn_keys(block *to, int first, int d, const pair *from, int count, 
     }
 }
 
+/* Numbers of sixteen bits, in the lower half of each lane. */
+INLINE uvec read_bits(const char *from, int64_t at) {
+    hvec half;
+    memcpy(&half, from + at * 2, sizeof half);
+    return __builtin_convertvector(half, uvec);
+}
+
 /* A block of keys and values, of which each has a place of its own; keys that are missing are 0. */
 INLINE void take_block(block *to, const pair *from, int count, int size, int is_half) {
     const int step = is_half ? 2 * LANES : LANES;
@@ -109,6 +117,15 @@ INLINE void take_block(block *to, const pair *from, int count, int size, int is_
             if (count >= first + LANES) turn_keys(to, first, d, from, LANES, is_half);
             else turn_keys(to, first, d, from, count - first, is_half);
         }
+    if (is_half && HAS_PAIRS) {
+        for (int key = 0; key < count; key += 2)
+            for (int d = 0; d < size; d += LANES) {
+                uvec made = read_bits(from[key].values, d);
+                if (key + 1 < count) made |= read_bits(from[key + 1].values, d) << 16;
+                memcpy(&to->values[key / 2 * size + d], &made, sizeof made);
+            }
+        return;
+    }
     for (int key = 0; key < count; key++)
         for (int d = 0; d < size; d += LANES)
             write(to->values, key * size + d, read(from[key].values, d, is_half), 0);
@@ -126,19 +143,19 @@ INLINE void ask(const char *rows, int64_t line, int lines, int64_t line_bytes) {
     for (int i = 0; i < lines; i++) __builtin_prefetch(rows + (line + i) * line_bytes, 0, 2);
 }
 
-/* Products of one number of the query, or two, with those of keys, added to sums. */
-INLINE vec add_products(vec sums, uint32_t factor, const uint32_t *keys, int in_pairs) {
+/* Products of one number, or two, with those of keys or values, added to sums. */
+INLINE vec add_products(vec sums, uint32_t factor, const uint32_t *numbers, int in_pairs) {
 #if HAS_PAIRS
     if (in_pairs) {
         __m512bh pairs;
-        memcpy(&pairs, keys, sizeof pairs);
+        memcpy(&pairs, numbers, sizeof pairs);
         return _mm512_dpbf16_ps(sums, (__m512bh)_mm512_set1_epi32((int)factor), pairs);
     }
 #endif
     (void)in_pairs;
     float number;
     memcpy(&number, &factor, sizeof number);
-    return sums + all(number) * read(keys, 0, 0);
+    return sums + all(number) * read(numbers, 0, 0);
 }
 
 /* Scores of a block's keys for some queries beside each other. */
@@ -190,20 +207,20 @@ INLINE float weigh(queries *q, int which, vec scores[PARTS], int least, int end)
 /* Add the values, by their weights, to what was found; `parts` vectors of each from `d` on. */
 INLINE void add_values(
     queries *q, const int *which, int count, const block *keys, int keys_count, int size, int d, int parts,
-    float weights[][BLOCK], const float *scales, ahead after, int is_half
+    uint32_t weights[][BLOCK], const float *scales, ahead after, int is_half
 ) {
-    const int lines = parts * LANES * (is_half ? 2 : 4) / 64; /* for each key */
+    const int in_pairs = is_half && HAS_PAIRS, numbers = in_pairs ? (keys_count + 1) / 2 : keys_count;
+    const int lines = parts * LANES * (in_pairs || !is_half ? 4 : 2) / 64; /* for each key, or two */
+    const int64_t first_line = d * (is_half ? 2 : 4) / 64 * BLOCK;
     vec sums[4][4];
     for (int i = 0; i < count; i++)
         for (int p = 0; p < parts; p++)
             sums[i][p] = read(q->found, which[i] * size + d + p * LANES, 0) * scales[i];
-    for (int key = 0; key < keys_count; key++) {
-        ask(after.next.values, (d * (is_half ? 2 : 4) / 64) * BLOCK + key * lines, lines, after.line_bytes);
-        for (int i = 0; i < count; i++) {
-            vec weight = all(weights[i][key]);
+    for (int n = 0; n < numbers; n++) {
+        ask(after.next.values, first_line + n * lines, lines, after.line_bytes);
+        for (int i = 0; i < count; i++)
             for (int p = 0; p < parts; p++)
-                sums[i][p] += weight * read(keys->values, key * size + d + p * LANES, 0);
-        }
+                sums[i][p] = add_products(sums[i][p], weights[i][n], &keys->values[n * size + d + p * LANES], in_pairs);
     }
     for (int i = 0; i < count; i++)
         for (int p = 0; p < parts; p++) write(q->found, which[i] * size + d + p * LANES, sums[i][p], 0);
@@ -214,11 +231,12 @@ INLINE void look_together(
     int keys_count, ahead after, int is_half
 ) {
     vec scores[4][PARTS];
-    float weights[4][BLOCK], scales[4];
+    uint32_t weights[4][BLOCK]; /* of a key, or of two */
+    float scales[4];
     score(q, which, count, keys, size, scale, after, is_half, scores);
     for (int i = 0; i < count; i++) {
         scales[i] = weigh(q, which[i], scores[i], least[i], end[i]);
-        memcpy(weights[i], scores[i], sizeof weights[i]);
+        for (int p = 0; p < PARTS; p++) write(weights[i], p * LANES, scores[i][p], is_half && HAS_PAIRS);
     }
     int d = 0;
     for (; d + 4 * LANES <= size; d += 4 * LANES)

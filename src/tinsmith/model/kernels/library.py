@@ -5,8 +5,8 @@ each kind of machine; the one for this machine is loaded on first use. `kernels_
 use them: tensors on a CPU, of float32 or bfloat16, whose rows are whole vectors. Others, and
 everybody where nothing was compiled, compute with PyTorch.
 
-Kernels compute in float32 and round once, at the end. Each row comes out the same, bit for bit,
-whatever rows are beside it and however many threads there are.
+Kernels compute in float32 and round once, at the end; in bfloat16, attention's weights too. Each
+row comes out the same, bit for bit, whatever rows are beside it and however many threads there are.
 """
 
 # T row, H part of a row that is treated by itself, D feature, R row of logits, V vocabulary, W and
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.model.kernels.names import library_path
+from tinsmith.model.kernels.weight_memory import WeightMemory
 
 ROW_STEP = 32
 """Rows of any multiple of it can be computed, and halves of them: no vector is only half full."""
@@ -136,6 +137,7 @@ _OF_SOME = {
 }
 """What only some libraries have: those of machines that multiply bfloat16."""
 _NO_ROWS = Rows(None, 0)
+_WEIGHT_MEMORY = WeightMemory()
 
 
 class Kernels:
@@ -322,7 +324,7 @@ class Kernels:
     def pack(self, weight_OI: Tensor) -> Tensor:
         """Weights in bfloat16 as `product` reads them."""
         outputs, inputs = weight_OI.shape
-        packed = torch.empty(_whole_vectors(outputs) * inputs // 2, dtype=torch.int32)
+        packed = _WEIGHT_MEMORY.take(_whole_vectors(outputs) * inputs // 2)
         self._pack(outputs, inputs, rows_of(weight_OI), packed.data_ptr())
         return packed
 

@@ -246,7 +246,8 @@ INLINE void through_panel(
         }
 }
 
-/* Few weights stay where they are while row after row goes through them; of many, a panel does. */
+/* Few weights stay where they are while row after row goes through them; of many, a panel does. What
+ * lies behind the last panel is fetched too: it is likely the matrix that is wanted next. */
 static void product(
     int64_t rows, int64_t outputs, int64_t pairs, int64_t threads, left_rows x, const uint32_t *packed, sums_to out
 ) {
@@ -260,7 +261,8 @@ static void product(
             const int64_t some = smaller_of(rows - first_row, block);
             const int vectors = (int)(whole_vectors(smaller_of(outputs - first, PANEL)) / LANES);
             const uint32_t *panel = packed + first * pairs;
-            const char *next = are_few ? NULL : (const char *)(p + 1 < panels ? panel + PANEL * pairs : packed);
+            const int is_again = p + 1 == panels && b + 1 < blocks;
+            const char *next = are_few ? NULL : (const char *)(is_again ? packed : panel + PANEL * pairs);
             if (vectors == 3) through_panel(x, some, panel, 3, pairs, next, out, first_row, first, outputs);
             else if (vectors == 2) through_panel(x, some, panel, 2, pairs, next, out, first_row, first, outputs);
             else through_panel(x, some, panel, 1, pairs, next, out, first_row, first, outputs);

@@ -18,10 +18,10 @@ from tinsmith.checkpoints.archive import Archive
 from tinsmith.checkpoints.manifest import Manifest
 from tinsmith.checkpoints.paths import CheckpointPath
 from tinsmith.errors import BadRequestError, CheckpointNotFoundError, NotFoundError
-from tinsmith.ledger.records import CheckpointEntry, Session
+from tinsmith.ledger.records import Session, TenantId
 from tinsmith.server import ranges, tickets
 from tinsmith.server.call import Answer, Call, Handler, StreamedReply
-from tinsmith.server.listings import is_living, moment
+from tinsmith.server.listings import moment
 from tinsmith.server.lookups import unknown
 from tinsmith.server.routes.checkpoints import readable
 from tinsmith.server.store_threads import StoreThreads
@@ -68,7 +68,7 @@ class ArchiveRequest(Request):
 async def get_external_weights_urls(call: Call) -> ExternalWeightsUrlsResponse:
     """Where the files of an exported checkpoint are."""
     path = CheckpointPath.of(call.request.training_run_id, call.request.checkpoint_id)
-    entry = await readable(call, str(path))
+    await readable(call, str(path))
     if path.kind != _EXTERNAL:
         raise BadRequestError(
             f"{path} was not saved for export; save it with save_weights_external first"
@@ -76,7 +76,7 @@ async def get_external_weights_urls(call: Call) -> ExternalWeightsUrlsResponse:
     manifest = await _manifest(call, path)
     expires_at = call.ledger.now() + tickets.LIFETIME_S
     urls = {
-        file.name: _address(call, Ticket("file", entry.tenant_id, str(path), file.name, expires_at))
+        file.name: _address(call, Ticket("file", call.tenant_id, str(path), file.name, expires_at))
         for file in manifest.files
     }
     return ExternalWeightsUrlsResponse(urls=urls, expires=moment(expires_at))
@@ -85,11 +85,11 @@ async def get_external_weights_urls(call: Call) -> ExternalWeightsUrlsResponse:
 async def get_checkpoint_archive_url(call: Call) -> HttpReply:
     """Where a checkpoint's archive is, as a redirect: that is what all SDKs with this call take."""
     path = CheckpointPath.of(call.request.training_run_id, call.request.checkpoint_id)
-    entry = await readable(call, str(path))
+    await readable(call, str(path))
     await _manifest(call, path)
     expires_at = call.ledger.now() + tickets.LIFETIME_S
     name = archive_name(path)
-    url = _address(call, Ticket("archive", entry.tenant_id, str(path), name, expires_at))
+    url = _address(call, Ticket("archive", call.tenant_id, str(path), name, expires_at))
     expires = email.utils.format_datetime(moment(expires_at), usegmt=True)
     return HttpReply(302, {"Location": url, "Expires": expires}, [])
 
@@ -123,11 +123,9 @@ async def download(call: Call) -> Answer:
         return await _trace(call, ticket)
     if ticket.kind not in ("file", "archive"):
         raise NotFoundError("there is no such file")
-    entry = await call.ledger.entries(CheckpointEntry).get(ticket.target)
-    is_there = entry is not None and entry.tenant_id == ticket.tenant_id
-    if entry is None or not is_there or not is_living(entry, call.ledger.now()):
-        raise unknown("checkpoint", ticket.target)
-    path = CheckpointPath.parse(entry.id)
+    asker = TenantId(ticket.tenant_id)
+    await call.service.lookups.readable_checkpoint(asker, ticket.target)
+    path = CheckpointPath.parse(ticket.target)
     if ticket.kind == "archive":
         return await _archive(call, path)
     return await _file(call, path, ticket.name)
