@@ -11,7 +11,7 @@ import argparse
 import tinsmith
 from tinsmith import errors
 from tinsmith.types import ForwardBackwardInput, ForwardBackwardRequest
-from tinsmith.wire import content, exchange, failures, proto_format
+from tinsmith.wire import content, exchange, failures, proto_samples
 from tinsmith.wire.endpoints import ENDPOINTS
 from tinsmith.wire.limits import DecodeLimits
 
@@ -67,8 +67,8 @@ def sample_request() -> None:
 def sample_result() -> None:
     """A result: its numbers stay in the body they came in until somebody reads them."""
     made_up = tinsmith.SampledSequence("stop", tokens=[42, 43, 44], logprobs=[-0.1, -2.5, -0.75])
-    body = b"".join(proto_format.encode_sample_response(tinsmith.SampleResponse([made_up])))
-    result = proto_format.decode_sample_response(body).with_sequence_ids(["session:sample:0:0"])
+    body = b"".join(proto_samples.encode_sample_response(tinsmith.SampleResponse([made_up])))
+    result = proto_samples.decode_sample_response(body).with_sequence_ids(["session:sample:0:0"])
     sequence = result.sequences[0]
 
     print("3. A sampling result (made up here; no model was asked)")

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """A prepared workload."""
 
     run: Callable[[], Any]

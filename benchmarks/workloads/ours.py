@@ -25,7 +25,7 @@ from tinsmith.types import (
     TopkLogprobs,
 )
 from tinsmith.types.buffers import Memory
-from tinsmith.wire import exchange, proto_format
+from tinsmith.wire import exchange, proto_format, proto_samples
 from tinsmith.wire.endpoints import ENDPOINTS
 
 # Training requests
@@ -135,7 +135,7 @@ def topk_lists(tokens: int, k: int) -> Work:
 
 def _answer(body: Memory, take: Callable[[SampledSequence], Any]) -> Work:
     def run() -> Any:
-        (sequence,) = proto_format.decode_sample_response(body).sequences
+        (sequence,) = proto_samples.decode_sample_response(body).sequences
         return sequence, take(sequence)
 
     return Work(run, body, lambda _: len(body))
@@ -171,7 +171,7 @@ def _topk_body(tokens: int, k: int) -> Memory:
 
 
 def _response_body(sequence: SampledSequence) -> bytes:
-    return b"".join(proto_format.encode_sample_response(SampleResponse([sequence])))
+    return b"".join(proto_samples.encode_sample_response(SampleResponse([sequence])))
 
 
 # Training results
@@ -236,7 +236,7 @@ def codec_decode_request(tokens: int, count: int) -> Work:
 
 def codec_decode_topk(tokens: int, k: int) -> Work:
     body = _topk_body(tokens, k)
-    return Work(lambda: proto_format.decode_sample_response(body), body, lambda _: len(body))
+    return Work(lambda: proto_samples.decode_sample_response(body), body, lambda _: len(body))
 
 
 def codec_decode_output(tokens: int, count: int) -> Work:

@@ -30,7 +30,7 @@ from tinsmith.types import (
     SampleResponse,
     TensorData,
 )
-from tinsmith.wire import content, proto_format
+from tinsmith.wire import content, proto_format, proto_samples
 
 SAMPLED_TOKENS = 64
 JSON, PROTOBUF = b"application/json", b"application/x-protobuf"
@@ -53,7 +53,7 @@ class Bench:
             tokens=list(range(SAMPLED_TOKENS)),
             logprobs=[-0.5] * SAMPLED_TOKENS,
         )
-        self.sample = b"".join(proto_format.encode_sample_response(SampleResponse([sequence])))
+        self.sample = b"".join(proto_samples.encode_sample_response(SampleResponse([sequence])))
         self.size = f'"response_payload_uncompressed_size":{len(self.sample)}'
         self.inline = f'{self.size},"payload":"{base64.b64encode(self.sample).decode()}"'
         self.loop = asyncio.get_running_loop()

@@ -23,7 +23,7 @@ from tests.contract.strategies import contract
 from tests.oracle import tinsmith_pb2 as oracle_pb2
 from tinsmith import types as ours
 from tinsmith.errors import DecodeError, ValidationError
-from tinsmith.wire import proto_format
+from tinsmith.wire import proto_format, proto_samples
 
 ORACLE: Any = oracle_pb2  # made at run time, so no checker knows its messages
 
@@ -33,7 +33,7 @@ def our_output_bytes(output: ours.ForwardBackwardOutput) -> bytes:
 
 
 def our_sample_bytes(response: ours.SampleResponse) -> bytes:
-    return b"".join(proto_format.encode_sample_response(response))
+    return b"".join(proto_samples.encode_sample_response(response))
 
 
 # What a result says, read through the attributes that both SDKs have
@@ -220,7 +220,7 @@ def test_samples_are_read_as_the_official_sdk_reads_them(message: Any) -> None:
     body = message.SerializeToString()
 
     theirs = deserialize_sample_response(body)
-    mine = proto_format.decode_sample_response(body)
+    mine = proto_samples.decode_sample_response(body)
 
     assert sample_facts(mine) == sample_facts(theirs)
 
@@ -228,15 +228,15 @@ def test_samples_are_read_as_the_official_sdk_reads_them(message: Any) -> None:
 @settings(contract, max_examples=100)
 @given(sample_responses())
 def test_our_samples_are_read_by_the_official_sdk(message: Any) -> None:
-    value = proto_format.decode_sample_response(message.SerializeToString())
+    value = proto_samples.decode_sample_response(message.SerializeToString())
 
     body = our_sample_bytes(value)
 
     expected = sample_facts(value)
     assert sample_facts(deserialize_sample_response(body)) == expected
-    assert sample_facts(proto_format.decode_sample_response(body)) == expected
+    assert sample_facts(proto_samples.decode_sample_response(body)) == expected
     reference = ORACLE.SampleResponse.FromString(body).SerializeToString()
-    assert sample_facts(proto_format.decode_sample_response(reference)) == expected
+    assert sample_facts(proto_samples.decode_sample_response(reference)) == expected
 
 
 def test_a_sample_made_by_hand_says_the_same_to_the_official_sdk() -> None:
@@ -289,7 +289,7 @@ def test_a_sentinel_in_the_first_cell_empties_the_row() -> None:
     body = pb.SampleResponse(topk_prompt_logprobs=topk).SerializeToString()
 
     theirs = deserialize_sample_response(body).topk_prompt_logprobs
-    mine = proto_format.decode_sample_response(body).topk_prompt_logprobs
+    mine = proto_samples.decode_sample_response(body).topk_prompt_logprobs
 
     assert theirs == [None]
     assert mine == [None]
@@ -302,7 +302,7 @@ def test_an_unknown_stop_reason_is_refused_as_the_official_sdk_refuses_it() -> N
     with pytest.raises(ValueError, match="stop_reason"):
         deserialize_sample_response(body)
     with pytest.raises(DecodeError, match="reason 2"):
-        proto_format.decode_sample_response(body)
+        proto_samples.decode_sample_response(body)
 
 
 def test_bfloat16_targets_are_widened_where_the_official_reader_misreads_them() -> None:
@@ -311,7 +311,7 @@ def test_bfloat16_targets_are_widened_where_the_official_reader_misreads_them() 
     body = pb.SampleResponse(target_prompt_logprobs=tensor).SerializeToString()
 
     theirs = deserialize_sample_response(body).target_prompt_logprobs
-    mine = proto_format.decode_sample_response(body).target_prompt_logprobs
+    mine = proto_samples.decode_sample_response(body).target_prompt_logprobs
 
     assert theirs is not None and theirs.tolist() == [[16256.0]]
     assert mine is not None and mine.tolist() == [[1.0]]
@@ -325,6 +325,6 @@ def test_large_top_k_matrices_are_read_alike() -> None:
     body = pb.SampleResponse(topk_prompt_logprobs=topk).SerializeToString()
 
     theirs = deserialize_sample_response(body).topk_prompt_logprobs
-    mine = proto_format.decode_sample_response(body).topk_prompt_logprobs
+    mine = proto_samples.decode_sample_response(body).topk_prompt_logprobs
 
     assert mine == theirs

@@ -93,6 +93,9 @@ def test_a_sample_is_drawn_without_what_few_programs_need() -> None:
         loaded = modules_loaded_by(program)
 
     assert "tinsmith.client.transports.direct" in loaded
-    assert loaded & (HEAVY | {"email.utils", "encodings.idna", "hashlib"}) == set()
-    others = ("losses.graph", "models", "rest", "samples.stream", "training")
+    seldom_needed = {"email.utils", "encodings.idna", "hashlib", "queue", "urllib.parse"}
+    assert loaded & (HEAVY | seldom_needed) == set()
+    others = ["losses.graph", "models", "progress", "rest", "training"]
+    others += ["samples.handle", "samples.result_feed", "samples.stream", "samples.window"]
     assert loaded & {f"tinsmith.client.{name}" for name in others} == set()
+    assert "tinsmith.wire.proto_format" not in loaded

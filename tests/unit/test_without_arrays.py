@@ -20,7 +20,7 @@ import copy, pickle
 import tinsmith
 from tinsmith import types as t
 from tinsmith.types.requests import ForwardBackwardRequest
-from tinsmith.wire import json_format, proto_format as pf
+from tinsmith.wire import json_format, proto_format as pf, proto_samples as ps
 
 sparse = t.TensorData([1.5], "float32", [1, 3], [0, 1], [2])
 datum = t.Datum(
@@ -42,7 +42,7 @@ response = t.SampleResponse(
     [t.SampledSequence("stop", tokens=[1], logprobs=[-1.0], topk_logprobs_np=topk)],
     prompt_logprobs=[None, -1.0],
 )
-response = pf.decode_sample_response(b"".join(pf.encode_sample_response(response)))
+response = ps.decode_sample_response(b"".join(ps.encode_sample_response(response)))
 assert response.sequences[0].tokens == [1]
 assert response.sequences[0].topk_logprobs == [[(1, -1.0), (2, -2.0)]]
 assert response.prompt_logprobs == [None, -1.0]
@@ -107,7 +107,7 @@ def test_asking_for_a_tensor_without_torch_says_how_to_install_it() -> None:
 REFUSED_WHEN_OPTIMISED = """
 from tinsmith import types as t
 from tinsmith.errors import DecodeError, ValidationError
-from tinsmith.wire import json_format, proto_format as pf
+from tinsmith.wire import json_format, proto_format as pf, proto_samples as ps
 
 span = t.PromptProvenanceSpan(sequence_id="a", length=1)
 wrong = [
@@ -119,7 +119,7 @@ wrong = [
     lambda: t.SamplingParams(max_token=1),
     lambda: t.SampledSequence("eos"),
     lambda: json_format.decode(b"{", t.Cursor),
-    lambda: pf.decode_sample_response(b"\\x0a\\x05"),
+    lambda: ps.decode_sample_response(b"\\x0a\\x05"),
     lambda: pf.decode_forward_backward_request(b"\\x1a\\x02\\x0a\\x00"),
 ]
 for act in wrong:

@@ -22,8 +22,9 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from tinsmith.client.forking import in_child
-from tinsmith.client.futures import APIFuture, settle_on, within
+from tinsmith.client.futures import APIFuture, seconds, settle_on, within
 from tinsmith.client.waits import FUTURES, Waits
+from tinsmith.errors import ValidationError
 
 T = TypeVar("T")
 
@@ -66,10 +67,18 @@ class Background:
             work: What to run.
             what: What it is, for messages.
             timeout: Seconds after which it is given up with `APITimeoutError`; None for never.
+
+        Raises:
+            ValidationError: `timeout` is no number of seconds.
         """
+        try:
+            limit_s = seconds(timeout, what)
+        except ValidationError:
+            work.close()
+            raise
         future: APIFuture[T] = APIFuture(what)
         # Append, then look at the flag; the loop clears the flag, then drains: nothing is missed.
-        self._queue.append((work, future, timeout))
+        self._queue.append((work, future, limit_s))
         if not self._is_woken:
             self._is_woken = True
             self.loop.call_soon_threadsafe(self._drain)

@@ -15,15 +15,18 @@ import collections
 import concurrent.futures
 import functools
 import logging
-import queue
+import math
 import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Generator
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from tinsmith.client.forking import in_child
-from tinsmith.errors import APITimeoutError
+from tinsmith.errors import APITimeoutError, ValidationError
+
+if TYPE_CHECKING:
+    from queue import SimpleQueue
 
 T = TypeVar("T")
 
@@ -59,8 +62,10 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
 
         Raises:
             TimeoutError: It did not come in time.
+            ValidationError: `timeout` is no number of seconds.
         """
-        ends_at = None if timeout is None else time.monotonic() + timeout
+        limit_s = seconds(timeout, self.what)
+        ends_at = None if limit_s is None else time.monotonic() + limit_s
         while not self.done():
             left_s = STRETCH_S if ends_at is None else min(STRETCH_S, ends_at - time.monotonic())
             try:
@@ -68,7 +73,7 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
             except concurrent.futures.TimeoutError as exc:
                 is_late = ends_at is not None and time.monotonic() >= ends_at
                 if is_late and not self.done():
-                    raise TimeoutError(f"{self.what}: no result within {timeout:g} s") from exc
+                    raise TimeoutError(f"{self.what}: no result within {limit_s:g} s") from exc
         return super().result()  # also where the work itself ended with a TimeoutError
 
     async def result_async(self, timeout: float | None = None) -> T:
@@ -76,11 +81,13 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
 
         Raises:
             APITimeoutError: It did not come in time (a `TimeoutError`).
+            ValidationError: `timeout` is no number of seconds.
         """
+        limit_s = seconds(timeout, self.what)
         try:
-            if timeout is None:
+            if limit_s is None:
                 return await self._settled()
-            return await within(timeout, self._settled(), self.what)
+            return await within(limit_s, self._settled(), self.what)
         except (asyncio.CancelledError, APITimeoutError):
             self.cancel()  # changes nothing if the work itself ended with this error
             raise
@@ -184,6 +191,25 @@ class _LazyCondition(_thread.RLock):  # type: ignore[misc]  # it is not final, t
             condition.notify_all()
 
 
+def seconds(timeout: float | None, what: str) -> float | None:
+    """How long a user wants to wait; None for as long as it takes, which infinity says too.
+
+    Raises:
+        ValidationError: It is no number: on an event loop it would disturb all other clocks.
+    """
+    if timeout is None:
+        return None
+    try:
+        limit_s = float(timeout)
+    except (TypeError, ValueError):
+        limit_s = math.nan
+    if math.isnan(limit_s):
+        raise ValidationError(
+            f"{what}: timeout is {timeout!r:.80}", remedy="give seconds, or None to wait for ever"
+        )
+    return limit_s if limit_s < threading.TIMEOUT_MAX else None
+
+
 async def within(timeout_s: float, work: Coroutine[Any, Any, T], what: str) -> T:
     """Await something for a limited time.
 
@@ -278,21 +304,22 @@ class _CallbackThread:
 
     def begin_anew(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: queue.SimpleQueue[tuple[Callable[[Any], object], Any]] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._waiting: SimpleQueue[tuple[Callable[[Any], object], Any]] | None = None
 
     def run(self, fn: Callable[[Any], object], future: Any) -> None:
-        self._waiting.put((fn, future))
         with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._work, name="tinsmith-callbacks", daemon=True
-                )
-                self._thread.start()
+            if self._waiting is None:
+                from queue import SimpleQueue
 
-    def _work(self) -> None:
+                self._waiting = SimpleQueue()
+                threading.Thread(
+                    target=self._work, args=(self._waiting,), name="tinsmith-callbacks", daemon=True
+                ).start()
+            self._waiting.put((fn, future))
+
+    def _work(self, waiting: SimpleQueue[tuple[Callable[[Any], object], Any]]) -> None:
         while True:
-            fn, future = self._waiting.get()
+            fn, future = waiting.get()
             try:
                 fn(future)
             except BaseException:  # noqa: BLE001 - it is user code; not even its exit may end others

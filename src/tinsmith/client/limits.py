@@ -29,14 +29,14 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable
 from typing import Literal, TypeAlias
-from urllib.parse import urlsplit
 
 import msgspec
 
 from tinsmith.client import events
+from tinsmith.client.base_url import base_url_parts
 from tinsmith.client.forking import in_child
 from tinsmith.client.retry import DEFAULT_BUDGET, RetryBudget
-from tinsmith.client.settings import Secret
+from tinsmith.client.settings import EMBEDDED, Secret
 
 RAMP_SENDS = 10
 RAMP_STEP_S = 0.1
@@ -332,6 +332,7 @@ def shared_limiter(
 
 
 def _address(base_url: str) -> str:
-    parts = urlsplit(base_url)
-    port = parts.port or {"http": 80, "https": 443}.get(parts.scheme, 0)
-    return f"{parts.scheme}://{parts.hostname}:{port}{parts.path.rstrip('/')}"
+    if base_url == EMBEDDED:
+        return base_url
+    parts = base_url_parts(base_url)
+    return f"{parts.scheme}://{parts.host}:{parts.port}{parts.path}"

@@ -46,7 +46,7 @@ class ModelCalls:
             result = await submitter.result(acknowledged, kind)
             return result if finish is None else finish(result)
 
-        return submitter.start(work(), place, f"{name} of {self.model_id}", timeout)
+        return submitter.start(work(), [place], f"{name} of {self.model_id}", timeout)
 
 
 def present(value: T | None, what: str) -> T:

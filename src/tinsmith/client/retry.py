@@ -84,7 +84,9 @@ class RetryBudget(msgspec.Struct, frozen=True, kw_only=True):
             *(self.total_s, self.first_contact_s, self.billing_s),
             *(self.delay_base_s, self.retry_after_max_s),
         )
-        if min(numbers) < 0 or self.delay_max_s <= 0 or not 0 <= self.jitter < 1:
+        # NaN, which is neither more nor less than anything, is refused too.
+        are_times = all(number >= 0 for number in numbers) and self.delay_max_s > 0
+        if not are_times or not 0 <= self.jitter < 1:
             raise ValidationError(f"a retry budget needs times of 0 or more: {self}")
 
     def delay_s(self, attempt: int, chance: Callable[[], float] = _chance) -> float:

@@ -11,7 +11,6 @@ from tinsmith.client.lease import SessionLease
 from tinsmith.client.limits import Limiter
 from tinsmith.client.queue_state import QueueState, QueueStateLogger, StateTeller
 from tinsmith.client.retry import RetryBudget
-from tinsmith.client.samples.handle import SamplerHandle, shareable
 from tinsmith.client.samples.many import ManySamples
 from tinsmith.client.samples.sampler import Sampler
 from tinsmith.client.session import Session
@@ -395,6 +394,8 @@ class SamplingClient(ManySamples):
         sounds like a secret.
         """
         session = self._lease.session
+        from tinsmith.client.samples.handle import SamplerHandle, shareable
+
         return SamplerHandle(
             **shareable(session.settings),
             session_id=background().run(session.session_id(), "get_sampler_handle", timeout),
@@ -427,6 +428,8 @@ class SamplingClient(ManySamples):
             ca_file: Instead of the handle's, as are the next: another machine has other files.
             unix_socket: The service's socket here.
         """
+        from tinsmith.client.samples.handle import SamplerHandle
+
         named = SamplerHandle.from_text(handle)
         settings = named.client_settings(
             api_key=api_key,

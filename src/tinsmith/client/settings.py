@@ -10,10 +10,10 @@ import os
 import sys
 from collections.abc import Mapping
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 import msgspec
 
+from tinsmith.client.base_url import base_url_parts
 from tinsmith.client.retry import DEFAULT_BUDGET, RetryBudget
 from tinsmith.errors import ValidationError
 
@@ -123,6 +123,8 @@ def settings_from(
     env = os.environ if environment is None else environment
     url = _checked_url(base_url or env.get("TINKER_BASE_URL") or HOSTED_URL)
     tags = rest.pop("tags", None)
+    if isinstance(tags, str):
+        raise ValidationError(f"tags is {tags!r:.80}", remedy="give a list of texts")
     if tags is None:
         tags = (tag for tag in env.get("TINKER_TAGS", "").split(",") if tag)
     elsewhere = {} if url == EMBEDDED else env
@@ -142,24 +144,18 @@ def settings_from(
 def _checked_url(text: str) -> str:
     if text == EMBEDDED:
         return text
-    url = text.rstrip("/")
-    holds_credential = False
-    try:
-        parts = urlsplit(url)
-        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and not parts.query
-        holds_credential = "@" in parts.netloc
-        _ = parts.port  # raises where it is no number
-        if parts.hostname and not parts.hostname.isascii():
-            parts.hostname.encode("idna")  # raises where no name can be so
-    except ValueError:
-        is_good = False
-    if holds_credential:
+    url = str(text).rstrip("/")  # whatever was given, it is told what is wrong with it
+    if "@" in url.partition("://")[2].partition("/")[0]:
         raise ValidationError("base_url holds a credential, which logs would show; use api_key")
-    if not is_good:
+    try:
+        parts = base_url_parts(url)
+        if not parts.host.isascii():
+            parts.host.encode("idna")  # raises where no name can be so
+    except ValueError:
         raise ValidationError(
             f"base_url {text!r:.200} is not an http or https address",
             remedy="give one like http://127.0.0.1:8000, or embedded",
-        )
+        ) from None
     return url
 
 
@@ -168,15 +164,17 @@ def proxy_of_environment(url: str) -> str | None:
 
     None for this machine itself, whose services no proxy can reach.
     """
-    if url == EMBEDDED or _is_loopback(urlsplit(url).hostname or ""):
+    if url == EMBEDDED:
+        return None
+    parts = base_url_parts(url)
+    if _is_loopback(parts.host):
         return None
     has_system_settings = sys.platform in ("darwin", "win32")
     if not has_system_settings and not any(name.lower().endswith("_proxy") for name in os.environ):
         return None
     import urllib.request  # brings a whole HTTP client along
 
-    parts = urlsplit(url)
-    if not parts.hostname or urllib.request.proxy_bypass(parts.netloc.rpartition("@")[2]):
+    if urllib.request.proxy_bypass(parts.netloc):
         return None
     return urllib.request.getproxies().get(parts.scheme)
 

@@ -23,7 +23,7 @@ from tinsmith.client.futures import APIFuture
 from tinsmith.client.poller import Poll
 from tinsmith.client.queue_state import StateTeller
 from tinsmith.client.session import Session
-from tinsmith.errors import TinkerError
+from tinsmith.errors import TinkerError, ValidationError
 from tinsmith.types.futures import UntypedAPIFuture
 from tinsmith.types.inputs import Datum, ModelInput
 from tinsmith.types.record import Frozen, Record
@@ -59,18 +59,23 @@ class Submitter:
         """Who is told that the model's queue is paused."""
 
     def start(
-        self, work: Any, place: Place, what: str, timeout: float | None = None
+        self, work: Any, places: Sequence[Place], what: str, timeout: float | None = None
     ) -> APIFuture[Any]:
-        """Run a call in the background. However it ends, its place is left.
+        """Run a call in the background. However it ends, its places are left.
 
         Raises:
             ClosedError: The client belongs to the process that this one was forked from.
+            ValidationError: `timeout` is no number of seconds.
         """
         if self.session.is_inherited():
             work.close()
             self.session.check_open()
-        future = background().start(work, what, timeout)
-        future.when_settled(lambda _: background().call_soon(place.leave))
+        try:
+            future = background().start(work, what, timeout)
+        except ValidationError:
+            _leave(places)
+            raise
+        future.when_settled(lambda _: _leave(places))
         return future
 
     # One request
@@ -212,6 +217,11 @@ class Submitter:
 
 class _NotSent:
     """A chunk that was not sent, and whose number goes to the next call."""
+
+
+def _leave(places: Sequence[Place]) -> None:
+    for place in places:
+        background().call_soon(place.leave)
 
 
 def frozen_body(request: ForwardBackwardRequest) -> Parts:

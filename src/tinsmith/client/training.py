@@ -177,7 +177,7 @@ class TrainingClient(SavingCalls):
         bodies = pass_bodies(submitter, data, loss_fn, loss_fn_config, forward_only=forward_only)
         place = submitter.line.take_place()
         work = run_pass(submitter, place, bodies, kind)
-        return submitter.start(work, place, f"{name} of {self.model_id}", timeout)
+        return submitter.start(work, [place], f"{name} of {self.model_id}", timeout)
 
     def optim_step(
         self,
@@ -346,7 +346,7 @@ class TrainingClient(SavingCalls):
             gone: UnloadModelResponse = await poll.result()
             return gone
 
-        return submitter.start(work(), place, f"unload_model of {self.model_id}", timeout)
+        return submitter.start(work(), [place], f"unload_model of {self.model_id}", timeout)
 
     async def unload_model_async(
         self, *, timeout: float | None = None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
 from tinsmith import errors as e
 from tinsmith.types.buffers import Memory
@@ -138,6 +137,8 @@ def _way_on(reply: FailedReply) -> str | None:
     """
     if reply.status_code not in REDIRECTS or "location" not in reply.headers:
         return None
+    from urllib.parse import urlsplit  # 0.4 MB, which most clients never need
+
     try:
         address = urlsplit(reply.headers["location"])
         place = f"{address.scheme}://{address.hostname}" if address.hostname else "another path"

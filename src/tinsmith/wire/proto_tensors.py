@@ -1,6 +1,6 @@
 """Tensors in protobuf: dense and sparse, in the four dtypes of the wire, and entries of maps.
 
-Part of `proto_format.py`.
+Part of `proto_format.py` and of `proto_samples.py`.
 """
 
 from __future__ import annotations

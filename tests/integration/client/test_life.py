@@ -7,6 +7,7 @@ import concurrent.futures
 import contextlib
 import gc
 import pathlib
+import signal
 import subprocess
 import sys
 import threading
@@ -347,6 +348,24 @@ def test_however_a_program_ends_its_session_is_finished_once(
 
     finished = service.requests("finish_session")
     assert [received.request.reason.type for received in finished] == [reason]
+
+
+@pytest.mark.parametrize(
+    "waiting",
+    ["sampler.sample(prompt, 1, params).result()", "sampler.sample_many([prompt], params)"],
+)
+def test_a_program_that_ctrl_c_ended_ends_by_that_signal(
+    service: ScriptedService, waiting: str
+) -> None:
+    """Whatever finishes its session: shells stop a loop of programs only where one ended so."""
+    service.faults.hold_commands("asample")
+
+    result = run_program(
+        service, f"threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()\n{waiting}"
+    )
+
+    assert result.returncode == -signal.SIGINT, result.stderr
+    assert len(service.requests("finish_session")) == 1
 
 
 def test_a_program_whose_server_has_gone_ends_in_seconds(service: ScriptedService) -> None:

@@ -20,7 +20,7 @@ from tinsmith.client.futures import APIFuture
 from tinsmith.client.rest import RestClient
 from tinsmith.client.retry import RetryBudget
 from tinsmith.client.samples import submissions
-from tinsmith.client.samples.handle import NUMBERS_PER_CLONE
+from tinsmith.client.samples.sampler import NUMBERS_PER_CLONE
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.service import ServiceClient
 from tinsmith.errors import APIConnectionError, ClosedError, InternalServerError, TinkerError

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +137,32 @@ def test_a_timeout_cancels_what_is_under_way(
         sampler.sample_many(prompts(3), PARAMS, timeout=0.4)
 
     assert len(service.wait_requests("cancel_future", 3)) == 3
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), "soon"])
+def test_a_timeout_that_is_no_number_is_refused_and_nothing_is_sent(
+    sampler: SamplingClient, service: ScriptedService, timeout: Any
+) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: sampler.sample(prompt(0), 1, PARAMS, timeout=timeout),
+        lambda: sampler.sample_many(prompts(3), PARAMS, timeout=timeout),
+        lambda: sampler.sample_stream(prompt(0), 1, PARAMS, timeout=timeout),
+        lambda: sampler.compute_logprobs(prompt(0), timeout=timeout),
+    ]
+
+    for call in calls:
+        with pytest.raises(ValidationError, match=r"timeout is .*; give seconds, or None"):
+            call()
+
+    sampler.sample(prompt(1), 1, PARAMS).result(WAIT_S)
+    assert len(service.requests("asample")) == 1
+
+
+def test_an_endless_timeout_is_none(sampler: SamplingClient) -> None:
+    endless = float("inf")
+
+    assert len(sampler.sample_many(prompts(3), PARAMS, timeout=endless)) == 3
+    assert len(sampler.sample(prompt(0), 1, PARAMS, timeout=endless).result(WAIT_S).sequences) == 1
 
 
 def test_leaving_the_loop_cancels_what_is_under_way(

@@ -12,7 +12,8 @@ import pytest
 
 from tinsmith.client import heartbeat
 from tinsmith.client.retry import RetryBudget
-from tinsmith.client.samples.handle import NUMBERS_PER_CLONE, SamplerHandle
+from tinsmith.client.samples.handle import SamplerHandle
+from tinsmith.client.samples.sampler import NUMBERS_PER_CLONE
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.service import ServiceClient
 from tinsmith.errors import AuthenticationError, ValidationError

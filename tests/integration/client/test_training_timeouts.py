@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ import pytest
 from tinsmith.client.retry import RetryBudget
 from tinsmith.client.service import ServiceClient
 from tinsmith.client.training import TrainingClient
-from tinsmith.errors import APITimeoutError
+from tinsmith.errors import APITimeoutError, ValidationError
 from tinsmith.testing import ReceivedRequest, ScriptedService, running_service
 from tinsmith.types import AdamParams, Datum, ModelInput
 
@@ -213,6 +213,28 @@ def test_a_timeout_holds_for_coroutines_just_the_same(
 
     asyncio.run(scenario())
     held.release()
+
+
+def test_a_timeout_that_is_no_number_is_refused_at_once_and_the_next_call_works(
+    training: TrainingClient, service: ScriptedService
+) -> None:
+    nan = float("nan")
+
+    def never(*_: Any) -> Any:
+        raise AssertionError("its call was refused")
+
+    calls: list[Callable[[], object]] = [
+        lambda: training.forward_backward([a_datum()], "cross_entropy", timeout=nan),
+        lambda: training.forward_backward_custom([a_datum()], never, timeout=nan),
+        lambda: training.optim_step(AdamParams(), timeout=nan),
+        lambda: training.save_state("a", timeout=nan),
+        lambda: training.get_info(timeout=nan),
+    ]
+    for call in calls:
+        with pytest.raises(ValidationError, match="timeout is nan; give seconds, or None"):
+            call()
+
+    assert_usable(training, service)
 
 
 def test_every_call_of_a_training_client_takes_a_timeout() -> None:

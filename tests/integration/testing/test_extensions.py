@@ -13,7 +13,7 @@ from tinsmith import types as t
 from tinsmith.types import extensions as x
 from tinsmith.types import requests as r
 from tinsmith.types.record import to_plain
-from tinsmith.wire import json_format, proto_format
+from tinsmith.wire import json_format, proto_samples
 from tinsmith.wire.endpoints import ENDPOINTS
 from tinsmith.wire.sse import Event, EventDecoder
 
@@ -119,7 +119,7 @@ def test_results_are_carried_and_kept_until_they_are_reported(caller: Caller) ->
 
     assert first == again
     for completion in first.completions:
-        response = proto_format.decode_sample_response(completion.payload)
+        response = proto_samples.decode_sample_response(completion.payload)
         assert len(response.sequences[0].tokens) == 4
     assert (after.completions, after.cursor) == ([], first.cursor)
     kinds = [type(result) for result in fetched.results]

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import pytest
 
 from tinsmith.client.futures import APIFuture
-from tinsmith.errors import APITimeoutError, NotFoundError
+from tinsmith.errors import APITimeoutError, NotFoundError, ValidationError
 
 T = TypeVar("T")
 
@@ -49,6 +49,38 @@ def test_a_timeout_in_a_thread_leaves_the_work_going() -> None:
     future.settle(5)
 
     assert future.result() == 5
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), "soon", object()])
+def test_a_timeout_that_is_no_number_is_refused_and_leaves_the_work_going(timeout: Any) -> None:
+    future: APIFuture[int] = APIFuture("sample 7")
+
+    with pytest.raises(ValidationError, match=r"sample 7: timeout is .*; give seconds, or None"):
+        future.result(timeout)
+    with pytest.raises(ValidationError, match="sample 7: timeout is"):
+        asyncio.run(future.result_async(timeout))
+    future.settle(5)
+
+    assert future.result() == 5
+
+
+@pytest.mark.parametrize("timeout", [float("inf"), 1e300])
+def test_an_endless_timeout_waits_as_long_as_it_takes(timeout: float) -> None:
+    future: APIFuture[int] = APIFuture()
+    threading.Timer(0.02, future.settle, [5]).start()
+
+    assert future.result(timeout) == 5
+    assert asyncio.run(future.result_async(timeout)) == 5
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("-inf")])
+def test_no_time_is_a_timeout_at_once(timeout: float) -> None:
+    future: APIFuture[int] = APIFuture()
+
+    with pytest.raises(TimeoutError, match="no result within"):
+        future.result(timeout)
+    with pytest.raises(APITimeoutError, match="not done within"):
+        asyncio.run(future.result_async(timeout))
 
 
 def test_a_timeout_in_a_coroutine_gives_the_work_up() -> None:

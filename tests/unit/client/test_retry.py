@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable
 
 import pytest
 
 from tinsmith.client.limits import Limiter
 from tinsmith.client.retry import DEFAULT_BUDGET, NO_RETRIES, Retrier, RetryBudget, may_pass
+from tinsmith.client.samples.retry_config import RetryConfig
 from tinsmith.errors import (
     APIConnectionError,
     APIError,
@@ -314,6 +316,18 @@ def test_a_budget_refuses_times_that_make_no_sense() -> None:
         RetryBudget(jitter=1.0)
     with pytest.raises(ValidationError):
         RetryBudget(retry_after_max_s=-1.0)
+
+
+@pytest.mark.parametrize("name", [*RetryBudget.__struct_fields__])
+def test_a_budget_refuses_what_is_no_number(name: str) -> None:
+    with pytest.raises(ValidationError, match="a retry budget needs times"):
+        RetryBudget(**{name: math.nan})
+
+
+@pytest.mark.parametrize("name", ["progress_timeout", "retry_delay_base", "jitter_factor"])
+def test_a_config_of_samples_refuses_what_is_no_number(name: str) -> None:
+    with pytest.raises(ValidationError):
+        RetryConfig(**{name: math.nan})  # type: ignore[arg-type]  # each is a float
 
 
 def test_unknown_errors_are_not_taken_for_passing_ones() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tinsmith.client.settings import settings_from
@@ -41,8 +43,15 @@ def test_b15_cloudflare_s_headers_are_those_of_the_environment_under_the_caller_
     assert overridden.default_headers == {"CF-Access-Client-Secret": "a secret", **mine}
 
 
-@pytest.mark.parametrize("url", ["ftp://host", "http://", "http://h:x", "http://bücher..example"])
-def test_an_address_that_is_none_is_refused_with_the_remedy(url: str) -> None:
+def test_a_text_is_no_list_of_tags() -> None:
+    with pytest.raises(ValidationError, match="tags is 'mine'; give a list of texts"):
+        settings_from(base_url=ADDRESS, environment={}, tags="mine")
+
+
+@pytest.mark.parametrize(
+    "url", [8000, "ftp://host", "http://", "http://h:x", "http://bücher..example"]
+)
+def test_an_address_that_is_none_is_refused_with_the_remedy(url: Any) -> None:
     with pytest.raises(ValidationError, match="is not an http or https address; give one like"):
         settings_from(base_url=url, environment={})
 

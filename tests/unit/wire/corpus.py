@@ -12,7 +12,7 @@ from tinsmith import types
 from tinsmith.types import extensions, requests
 from tinsmith.types.record import Frozen, Record
 from tinsmith.types.requests import ForwardBackwardRequest
-from tinsmith.wire import proto_format
+from tinsmith.wire import proto_format, proto_samples
 from tinsmith.wire.protobuf import Parts, varint
 
 TENSOR: dict[str, Any] = {"data": [1, 2], "dtype": "int64", "shape": [2]}
@@ -199,10 +199,10 @@ def a_response() -> types.SampleResponse:
 PROTO_BODIES: dict[str, bytes] = {
     "request": joined(proto_format.encode_forward_backward_request(a_request())),
     "output": joined(proto_format.encode_forward_backward_output(an_output())),
-    "response": joined(proto_format.encode_sample_response(a_response())),
+    "response": joined(proto_samples.encode_sample_response(a_response())),
 }
 PROTO_DECODERS = {
     "request": proto_format.decode_forward_backward_request,
     "output": proto_format.decode_forward_backward_output,
-    "response": proto_format.decode_sample_response,
+    "response": proto_samples.decode_sample_response,
 }

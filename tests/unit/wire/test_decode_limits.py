@@ -15,7 +15,7 @@ import pytest
 from tests.unit.wire.corpus import field, number
 from tinsmith import types
 from tinsmith.errors import BodyTooLargeError, DecodeError
-from tinsmith.wire import json_format, proto_format
+from tinsmith.wire import json_format, proto_format, proto_samples
 from tinsmith.wire.endpoints import ENDPOINTS
 from tinsmith.wire.exchange import read_request
 from tinsmith.wire.limits import DecodeLimits
@@ -257,7 +257,7 @@ def sent_to(name: str) -> Decode:
 BOMBS: dict[str, Bomb] = {
     **{k: Bomb(proto_format.decode_forward_backward_request, f) for k, f in REQUESTS.items()},
     **{k: Bomb(proto_format.decode_forward_backward_output, f) for k, f in OUTPUTS.items()},
-    **{k: Bomb(proto_format.decode_sample_response, f) for k, f in RESPONSES.items()},
+    **{k: Bomb(proto_samples.decode_sample_response, f) for k, f in RESPONSES.items()},
     **{f"any: {k}": Bomb(json_format.decode_any, f) for k, f in ANY.items()},
     **{k: Bomb(typed(as_type), f) for k, (as_type, f) in TYPED.items()},
     **{k: Bomb(sent_to(name), f) for k, (name, f) in SENT.items()},
@@ -333,7 +333,7 @@ def test_top_k_matrices_of_overflowing_size_are_refused_or_empty(k: int, length:
     body = field(0x1A, topk)
 
     try:
-        response = proto_format.decode_sample_response(body, ROOMY)
+        response = proto_samples.decode_sample_response(body, ROOMY)
     except DecodeError:
         return
     assert response.topk_prompt_logprobs is None

@@ -18,13 +18,12 @@ import asyncio
 import contextvars
 import copy
 import importlib.util
+import math
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
 
-from tinsmith.client.background import background
-from tinsmith.client.dispatch import Place
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.losses.graph import LossHandle, check_inputs, check_session, evaluate
 from tinsmith.client.passes import pass_bodies, run_pass
@@ -128,7 +127,7 @@ def _start_uploaded(
         return await run_pass(submitter, place, bodies, "ForwardBackward")
 
     what = f"forward_backward_custom of {submitter.model_id}"
-    return submitter.start(work(), place, what, timeout)
+    return submitter.start(work(), [place], what, timeout)
 
 
 def _start_two_passes(
@@ -155,13 +154,7 @@ def _start_two_passes(
         return _with_loss(output, found)
 
     what = f"forward_backward_custom of {submitter.model_id}"
-    future = submitter.start(work(), places[0], what, timeout)
-    future.when_settled(lambda _: _leave(places[1]))
-    return future
-
-
-def _leave(place: Place) -> None:
-    background().call_soon(place.leave)
+    return submitter.start(work(), places, what, timeout)
 
 
 # What is sent
@@ -251,6 +244,7 @@ def _by_autograd(
     if missing:
         raise _no_gradient(missing)
     weights = [-leaf.grad for leaf in leaves if leaf.grad is not None]
+    _check_finite([bool(weight.isfinite().all()) for weight in weights], loss)
     return Evaluated(float(loss.item()), weights, _numbers(metrics))
 
 
@@ -282,6 +276,7 @@ def _by_the_user(loss_fn: GradientLoss, data: list[Datum], logprobs: list[Tensor
         _negated(gradient, tensor, index)
         for index, (gradient, tensor) in enumerate(zip(gradients, logprobs, strict=True))
     ]
+    _check_finite([all(map(math.isfinite, weight.numbers.view())) for weight in weights], loss)
     return Evaluated(_number(loss), weights, _numbers(metrics))
 
 
@@ -304,11 +299,24 @@ def _shape(tensor: TensorData) -> list[int]:
 
 
 def _no_gradient(missing: list[int]) -> ValidationError:
-    named = ", ".join(map(str, missing[:10])) + (", …" if len(missing) > 10 else "")
     return ValidationError(
-        f"the loss gave no gradient for datum {named}",
+        f"the loss gave no gradient for datum {_named(missing)}",
         remedy="let it depend on the logprobs of every datum, if only with the factor 0",
     )
+
+
+def _named(indices: list[int]) -> str:
+    return ", ".join(map(str, indices[:10])) + (", …" if len(indices) > 10 else "")
+
+
+def _check_finite(are_finite: list[bool], loss: Any) -> None:
+    """Say here that a loss went wrong: a service can only say that the weights it got are."""
+    if not all(are_finite):
+        raise ValidationError(
+            f"the gradient of the loss, which is {_number(loss):g}, is NaN or infinite for datum "
+            + _named([index for index, is_finite in enumerate(are_finite) if not is_finite]),
+            remedy="look for quotients and logarithms of 0, and for log-probabilities of -inf",
+        )
 
 
 def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:

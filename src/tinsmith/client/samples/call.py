@@ -25,7 +25,7 @@ from tinsmith.types.inputs import (
 )
 from tinsmith.types.requests import SampleRequest
 from tinsmith.types.sampling import SampleResponse
-from tinsmith.wire import proto_format
+from tinsmith.wire import proto_samples
 from tinsmith.wire.packed_format import PackedText
 
 _ABOUT_BYTES = 512
@@ -157,7 +157,7 @@ class SampleCall:
         """Its result came."""
         try:
             ids = self.sequence_ids
-            self.settle(proto_format.decode_sample_response(payload, sequence_ids=ids))
+            self.settle(proto_samples.decode_sample_response(payload, sequence_ids=ids))
         except (DecodeError, ValueError) as exc:
             self.fail(
                 APIResponseValidationError(

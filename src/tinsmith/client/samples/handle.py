@@ -12,7 +12,6 @@ import base64
 import binascii
 import logging
 import math
-import os
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -33,7 +32,6 @@ from tinsmith.wire import json_format
 
 _log = logging.getLogger(__name__)
 
-NUMBERS_PER_CLONE = 1_000_000_000
 _SECRET_NAME = re.compile(r"auth|key|secret|token|cookie|credential", re.IGNORECASE)
 _PROXY = re.compile(r"(?P<scheme>https?://)?(.*@)?(?P<host>[^/?#]*)", re.IGNORECASE | re.DOTALL)
 
@@ -161,8 +159,3 @@ def _without_login(proxy: str | None) -> str | None:
     """A proxy's scheme, host and port, whatever marks its password holds."""
     found = None if proxy is None else _PROXY.match(proxy)
     return None if found is None else f"{found['scheme'] or ''}{found['host']}"
-
-
-def random_clone_id() -> int:
-    """A number for a clone where the service gives none out; the original is 0."""
-    return 1 + int.from_bytes(os.urandom(8), "big") % NUMBERS_PER_CLONE

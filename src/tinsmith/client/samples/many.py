@@ -4,177 +4,24 @@ Prompts are taken from their iterable one by one as samples come back, so that t
 in memory. Whatever ends the work early, an error, a timeout, Ctrl-C or a loop that is left, cancels
 the samples that are under way.
 
-`ManySamples` holds the methods that users call; how a sample is drawn is for its subclass.
+`ManySamples` holds the methods that users call; how a sample is drawn is for its subclass, and what
+is under way in `samples/window.py`.
 """
 
 from __future__ import annotations
 
 import abc
-import asyncio
-import collections
 import contextlib
-import queue
-import time
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sized
-from typing import Any, Literal, TypeAlias
+from collections.abc import AsyncGenerator, Generator, Iterable
+from typing import TYPE_CHECKING, Any
 
 from tinsmith.client.futures import APIFuture
-from tinsmith.client.progress import Progress, ProgressTeller
-from tinsmith.errors import APITimeoutError, ValidationError
 from tinsmith.types.inputs import ModelInput
 from tinsmith.types.sampling import SampleResponse, SamplingParams
 
-IN_FLIGHT = 1000
-"""How many samples are under way at once, unless said otherwise."""
-
-OnError: TypeAlias = Literal["raise", "return"]
-Outcome: TypeAlias = SampleResponse | Exception
-Start: TypeAlias = Callable[[ModelInput], APIFuture[SampleResponse]]
-Settled: TypeAlias = tuple[int, APIFuture[SampleResponse]]
-
-
-class Window:
-    """The samples under way, and the prompts that are still to come."""
-
-    def __init__(
-        self,
-        prompts: Iterable[ModelInput],
-        start: Start,
-        *,
-        on_error: OnError,
-        max_in_flight: int | None,
-        timeout_s: float | None,
-    ) -> None:
-        if on_error not in ("raise", "return"):
-            raise ValidationError(f"on_error is 'raise' or 'return', not {on_error!r}")
-        if max_in_flight is not None and max_in_flight < 1:
-            raise ValidationError(f"max_in_flight must be 1 or more, not {max_in_flight}")
-        self._prompts = enumerate(prompts)
-        self._start = start
-        self._on_error = on_error
-        self._size = max_in_flight or IN_FLIGHT
-        self._timeout_s = timeout_s
-        self._ends_at = None if timeout_s is None else time.monotonic() + timeout_s
-        self._under_way: dict[int, APIFuture[SampleResponse]] = {}
-        self._is_exhausted = False
-        self.total = len(prompts) if isinstance(prompts, Sized) else None
-
-    def fill(self, on_settled: Callable[[Settled], object]) -> bool:
-        """Start samples until the window is full; returns whether any is under way."""
-        while not self._is_exhausted and len(self._under_way) < self._size:
-            try:
-                index, prompt = next(self._prompts)
-            except StopIteration:
-                self._is_exhausted = True
-                break
-            future = self._start(prompt)
-            self._under_way[index] = future
-            future.when_settled(lambda future, index=index: on_settled((index, future)))  # type: ignore[misc]
-        return bool(self._under_way)
-
-    def take(self, settled: Settled) -> tuple[int, Outcome]:
-        """What became of a sample that is settled; raises its error if that is wanted."""
-        index, future = settled
-        del self._under_way[index]
-        try:
-            return index, future.result()
-        except Exception as error:  # handed on whole
-            if self._on_error == "return":
-                return index, error
-            error.add_note(f"sample_many: prompt {index}")
-            raise
-
-    def left_s(self) -> float | None:
-        """How long the next sample may be waited for.
-
-        Raises:
-            APITimeoutError: No longer.
-        """
-        if self._ends_at is None:
-            return None
-        left_s = self._ends_at - time.monotonic()
-        if left_s <= 0:
-            raise self.late()
-        return left_s
-
-    def late(self) -> APITimeoutError:
-        """For when the time is up."""
-        return APITimeoutError(f"sample_many: not done within {self._timeout_s:g} s")
-
-    def abandon(self) -> None:
-        """Cancel what is under way."""
-        under_way, self._under_way = list(self._under_way.values()), {}
-        for future in under_way:
-            future.cancel()
-
-
-def completed(window: Window, progress: Progress) -> Generator[tuple[int, Outcome], None, None]:
-    """The samples of a window as they come back, for threads."""
-    arrivals: queue.SimpleQueue[Settled] = queue.SimpleQueue()
-    try:
-        with ProgressTeller(progress, "samples", window.total) as teller:
-            while window.fill(arrivals.put):
-                try:
-                    settled = arrivals.get(timeout=window.left_s())
-                except queue.Empty:
-                    raise window.late() from None
-                outcome = window.take(settled)
-                teller.one_more()
-                yield outcome
-    finally:
-        window.abandon()
-
-
-async def completed_async(
-    window: Window, progress: Progress
-) -> AsyncGenerator[tuple[int, Outcome], None]:
-    """The samples of a window as they come back, for coroutines."""
-    arrivals = _Arrivals(asyncio.get_running_loop())
-    try:
-        with ProgressTeller(progress, "samples", window.total) as teller:
-            while window.fill(arrivals.put):
-                try:
-                    async with asyncio.timeout(window.left_s()):
-                        settled = await arrivals.get()
-                except TimeoutError:
-                    raise window.late() from None
-                outcome = window.take(settled)
-                teller.one_more()
-                yield outcome
-    finally:
-        window.abandon()
-
-
-class _Arrivals:
-    """What came back, from the background loop to one of the user's; a burst wakes it once."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._settled: collections.deque[Settled] = collections.deque()
-        self._grown = asyncio.Event()
-        self._is_woken = False
-
-    def put(self, settled: Settled) -> None:
-        # Append, then look at the flag; the loop clears the flag, then looks: nothing is missed.
-        self._settled.append(settled)
-        if not self._is_woken and not self._loop.is_closed():
-            self._is_woken = True
-            self._loop.call_soon_threadsafe(self._wake)
-
-    def _wake(self) -> None:
-        self._is_woken = False
-        self._grown.set()
-
-    async def get(self) -> Settled:
-        while not self._settled:
-            self._grown.clear()
-            await self._grown.wait()
-        return self._settled.popleft()
-
-
-def in_order(outcomes: dict[int, Outcome]) -> list[Outcome]:
-    """What came back, in the order of the prompts."""
-    return [outcomes[index] for index in range(len(outcomes))]
+if TYPE_CHECKING:
+    from tinsmith.client.progress import Progress
+    from tinsmith.client.samples.window import OnError, Outcome, Window
 
 
 class ManySamples(abc.ABC):
@@ -235,7 +82,7 @@ class ManySamples(abc.ABC):
         window = self._window(
             prompts, sampling_params, num_samples, on_error, max_in_flight, timeout, options
         )
-        return in_order(dict(completed(window, progress)))
+        return _in_order(dict(window.completed(progress)))
 
     async def sample_many_async(
         self,
@@ -253,8 +100,8 @@ class ManySamples(abc.ABC):
         window = self._window(
             prompts, sampling_params, num_samples, on_error, max_in_flight, timeout, options
         )
-        async with contextlib.aclosing(completed_async(window, progress)) as outcomes:
-            return in_order({index: outcome async for index, outcome in outcomes})
+        async with contextlib.aclosing(window.completed_async(progress)) as outcomes:
+            return _in_order({index: outcome async for index, outcome in outcomes})
 
     def sample_as_completed(
         self,
@@ -275,7 +122,7 @@ class ManySamples(abc.ABC):
         window = self._window(
             prompts, sampling_params, num_samples, on_error, max_in_flight, timeout, options
         )
-        return completed(window, progress)
+        return window.completed(progress)
 
     def sample_as_completed_async(
         self,
@@ -293,7 +140,7 @@ class ManySamples(abc.ABC):
         window = self._window(
             prompts, sampling_params, num_samples, on_error, max_in_flight, timeout, options
         )
-        return completed_async(window, progress)
+        return window.completed_async(progress)
 
     def _window(
         self,
@@ -305,6 +152,8 @@ class ManySamples(abc.ABC):
         timeout_s: float | None,
         options: dict[str, Any],
     ) -> Window:
+        from tinsmith.client.samples.window import Window  # most programs never ask for many
+
         self._check_sample(num_samples, sampling_params, options)
 
         def start(prompt: ModelInput) -> APIFuture[SampleResponse]:
@@ -313,3 +162,8 @@ class ManySamples(abc.ABC):
         return Window(
             prompts, start, on_error=on_error, max_in_flight=max_in_flight, timeout_s=timeout_s
         )
+
+
+def _in_order(outcomes: dict[int, Outcome]) -> list[Outcome]:
+    """What came back, in the order of the prompts."""
+    return [outcomes[index] for index in range(len(outcomes))]

@@ -42,7 +42,7 @@ class RetryConfig:
     def __post_init__(self) -> None:
         if self.max_connections is not None and self.max_connections <= 0:
             raise ValidationError(f"max_connections must be above 0, not {self.max_connections}")
-        if self.progress_timeout <= 0:
+        if not self.progress_timeout > 0:  # NaN is not
             raise ValidationError(f"progress_timeout must be above 0, not {self.progress_timeout}")
         self.budget(RetryBudget())  # checks the delays
 

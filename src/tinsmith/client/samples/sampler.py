@@ -12,31 +12,32 @@ its samples; the sampler itself holds none.
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import TYPE_CHECKING
 
 from tinsmith.client.budgets import Budget
-from tinsmith.client.futures import APIFuture
+from tinsmith.client.futures import APIFuture, seconds
 from tinsmith.client.lease import SessionLease
 from tinsmith.client.poller import Poll, room_for
 from tinsmith.client.queue_state import StateTeller
 from tinsmith.client.retry import Retrier
 from tinsmith.client.samples.call import SampleCall
 from tinsmith.client.samples.cancels import SampleCancels
-from tinsmith.client.samples.handle import NUMBERS_PER_CLONE, random_clone_id
 from tinsmith.client.samples.refusals import Refusals
-from tinsmith.client.samples.result_feed import ResultFeed
 from tinsmith.client.samples.sender import SampleSender, Wanted
-from tinsmith.client.samples.session_poller import SessionPoller
 from tinsmith.client.session import Session, death_of
 from tinsmith.errors import APIStatusError, RequestFailedError, TinkerError
 from tinsmith.types import requests as r
 from tinsmith.types.sampling import JoinSamplingSessionResponse, SampleResponse
 
 if TYPE_CHECKING:
+    from tinsmith.client.samples.result_feed import ResultFeed
     from tinsmith.client.samples.retry_config import RetryConfig
+    from tinsmith.client.samples.session_poller import SessionPoller
 
 GONE = 410
 MOST_RESUBMISSIONS = 3
+NUMBERS_PER_CLONE = 1_000_000_000
 
 
 class Sampler:
@@ -100,14 +101,16 @@ class Sampler:
 
         Raises:
             ClosedError: The client belongs to the process that this one was forked from.
+            ValidationError: `timeout_s` is no number of seconds.
         """
         if self.session.is_inherited():
             self.session.check_open()
+        limit_s = seconds(timeout_s, what)
         future: APIFuture[SampleResponse] = APIFuture(what)
         seq_id = request.seq_id
         if seq_id is not None:
             request = request.model_copy(update={"seq_id": None})
-        self._sender.put(SampleCall(lease, request, future, timeout_s, seq_id))
+        self._sender.put(SampleCall(lease, request, future, limit_s, seq_id))
         return future
 
     # Numbers
@@ -139,7 +142,7 @@ class Sampler:
         session = self.session
         await session.session_id()
         if not session.flags.sample_join_sampling_session:
-            return random_clone_id()
+            return _random_clone_id()
         joined: JoinSamplingSessionResponse = await session.call(
             "join_sampling_session",
             r.JoinSamplingSessionRequest(sampling_session_id=self.sampling_session_id),
@@ -158,6 +161,8 @@ class Sampler:
 
     def _result_feed(self) -> ResultFeed | None:
         if self._feed is None and self.session.flags.tinsmith_inline_bytes > 0:
+            from tinsmith.client.samples.result_feed import ResultFeed
+
             self._feed = ResultFeed(
                 self.session,
                 self.sampling_session_id,
@@ -255,6 +260,8 @@ class Sampler:
     def _session_poller(self) -> SessionPoller | None:
         session = self.session
         if self._poller is None and session.flags.sample_use_retrieve_futures:
+            from tinsmith.client.samples.session_poller import SessionPoller
+
             self._poller = SessionPoller(
                 session,
                 self.sampling_session_id,
@@ -319,3 +326,8 @@ def _stuck_after_s(session: Session, config: RetryConfig | None) -> float | None
     if config is None or not config.enable_stuck_detection:
         return None
     return config.progress_timeout if session.flags.sample_enable_stuck_detection else None
+
+
+def _random_clone_id() -> int:
+    """A number for a clone where the service gives none out; the original is 0."""
+    return 1 + int.from_bytes(os.urandom(8), "big") % NUMBERS_PER_CLONE

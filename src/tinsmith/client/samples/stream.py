@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from tinsmith.client.background import background
-from tinsmith.client.futures import APIFuture
+from tinsmith.client.futures import APIFuture, seconds
 from tinsmith.client.samples.stream_reader import SampleEvent, StreamReader
 from tinsmith.errors import APITimeoutError
 from tinsmith.types.sampling import SampleResponse
@@ -25,8 +25,8 @@ class _Steps:
     def __init__(self, reader: StreamReader, what: str, timeout_s: float | None) -> None:
         self._reader = reader
         self._what = what
-        self._ends_at = None if timeout_s is None else time.monotonic() + timeout_s
-        self._timeout_s = timeout_s
+        self._timeout_s = seconds(timeout_s, what)
+        self._ends_at = None if self._timeout_s is None else time.monotonic() + self._timeout_s
         self._waiting: collections.deque[SampleEvent] = collections.deque()
         self._step: APIFuture[Any] | None = None
         self.response: SampleResponse | None = None

@@ -39,7 +39,7 @@ from tinsmith.types import extensions as x
 from tinsmith.types.futures import UntypedAPIFuture
 from tinsmith.types.requests import SampleRequest
 from tinsmith.types.sampling import SampleResponse, StopReason
-from tinsmith.wire import json_format, packed_format, proto_format
+from tinsmith.wire import json_format, packed_format, proto_samples
 from tinsmith.wire.endpoints import ENDPOINTS
 from tinsmith.wire.exchange import packed_request, to_http
 from tinsmith.wire.failures import error_from_failed
@@ -370,7 +370,7 @@ class StreamReader:
                 self._session, opened.request_id, "Sample", retrier=self._sampler.retrier
             ).result()
         else:
-            response = proto_format.decode_sample_response(told.payload)
+            response = proto_samples.decode_sample_response(told.payload)
         self._is_over = True
         await self._disconnect()
         self._sampler.report_retrieved(opened.request_id)

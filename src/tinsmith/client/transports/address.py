@@ -6,8 +6,8 @@ import asyncio
 import socket
 import ssl
 from typing import Any, TypeAlias
-from urllib.parse import urlsplit
 
+from tinsmith.client.base_url import base_url_parts
 from tinsmith.client.held_gil import new_socket
 from tinsmith.client.transports.base import CONNECT_TIMEOUT_S, TransportSettings
 
@@ -22,20 +22,19 @@ class Address:
     """Where the service is, and how to get a connection there."""
 
     def __init__(self, settings: TransportSettings) -> None:
-        parts = urlsplit(settings.base_url)
+        parts = base_url_parts(settings.base_url)
         self._unix_socket = settings.unix_socket
-        self._host = parts.hostname or ""
+        self._host = parts.host
         if not self._host.isascii():
             self._host = self._host.encode("idna").decode()
         self._is_secure = parts.scheme == "https"
-        self._port = parts.port or (443 if self._is_secure else 80)
+        self._port = parts.port
         self._ca_file = settings.ca_file
         self._tls: ssl.SSLContext | None = None
         self._found: list[_Found] = []
         self._found_at = float("-inf")
         self._asking = asyncio.Lock()
-        shown = f"[{self._host}]" if ":" in self._host else self._host
-        self.host_header = shown if parts.port is None else f"{shown}:{parts.port}"
+        self.host_header = parts._replace(host=self._host).netloc
 
     async def connect(self, connection: asyncio.Protocol) -> None:
         """Connect it, within `CONNECT_TIMEOUT_S`.

@@ -7,8 +7,7 @@ request has for itself alone.
 
 from __future__ import annotations
 
-from urllib.parse import urlencode, urlsplit
-
+from tinsmith.client.base_url import base_url_parts
 from tinsmith.client.transports.base import (
     TransportSettings,
     fixed_headers,
@@ -27,7 +26,7 @@ class Heads:
     def __init__(self, settings: TransportSettings, host: str) -> None:
         self._settings = settings
         self._host = host
-        self._prefix = urlsplit(settings.base_url).path.rstrip("/")
+        self._prefix = base_url_parts(settings.base_url).path
         self._overridden = frozenset(name.lower() for name in settings.headers)
         self._kept: dict[tuple[object, ...], bytes] = {}
 
@@ -86,6 +85,8 @@ class Heads:
             headers["Accept-Encoding"] = packings
         target = self._prefix + request.path
         if request.query:
+            from urllib.parse import urlencode  # which samples do without
+
             target += "?" + urlencode(request.query)
         return _checked(f"{request.method} {target} HTTP/1.1\r\n", 1) + _lines(headers)
 

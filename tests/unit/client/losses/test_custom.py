@@ -98,6 +98,8 @@ def test_gradients_flow_into_parameters_of_the_user() -> None:
         (lambda _, lps: (sum(lp.sum().item() for lp in lps), {}), "one number as a tensor"),
         (lambda _, lps: (lps[0] + lps[1], {}), "one number as a tensor"),
         (lambda _, lps: lps[0].sum() + lps[1].sum(), r"returns \(loss, metrics\)"),
+        (lambda _, lps: ((lps[0] * 0 / 0).sum() + lps[1].sum(), {}), "which is nan, .* datum 0;"),
+        (lambda _, lps: (((lps[0] - lps[0]) ** 0.5 + lps[1]).sum(), {}), "NaN or infinite.* 0;"),
     ],
 )
 def test_what_is_no_loss_of_every_datum_is_refused(loss_fn: Any, message: str) -> None:
@@ -156,6 +158,7 @@ def test_gradients_keep_the_shape_of_the_logprobs() -> None:
     [
         ([[1.0] * 3], "1 gradients for 2 datums"),
         ([[1.0] * 3, None], "no gradient for datum 1"),
+        ([[1.0] * 3, [1.0, 2.0, float("nan")]], "NaN or infinite for datum 1; look for quotients"),
         ([[1.0] * 3, [1.0] * 2], r"datum 1 has the shape \[2\], its logprobs have \[3\]"),
     ],
 )
