@@ -185,7 +185,6 @@ def test_totals_are_the_last_sums_of_shares(
     assert torch.equal(most_R, wanted_R)
 
 
-@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocabulary", [5, 256, 1003])
 @pytest.mark.parametrize("targets", [1, 7])
@@ -210,6 +209,35 @@ def test_slopes_of_logits_are_those_of_autograd(
     close(found_RV, wanted_RV.grad)
     sure_R = found_RV[3].double() / wanted_RV.grad[3] - 1.0
     assert float(sure_R[2].abs()) <= max(0.05, NEAR[dtype]), "what is left of 1 was rounded away"
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_do_not_follow_the_number_of_threads(kernels: Kernels, dtype: torch.dtype) -> None:
+    """So many of them that threads share them."""
+    x_TD, dy_TD = (noise(1031, 1024, dtype=dtype, seed=seed) for seed in (1, 2))
+    weight_D = noise(1024, dtype=dtype, seed=3)
+    cos_T1D, sin_T1D = (noise(1031, 1, 64, dtype=torch.float32, seed=seed) for seed in (4, 5))
+    colder_T, tokens_TK = torch.ones(1031), torch.zeros(1031, 1, dtype=torch.int64)
+
+    def run() -> list[Tensor]:
+        shares_TD = torch.empty(1031, 1024)
+        totals_T, most_T = kernels.totals(x_TD, 256)
+        return [
+            kernels.norm(x_TD, weight_D, 1e-5),
+            kernels.norm_back(x_TD, weight_D, 1e-5, dy_TD),
+            kernels.turn(x_TD.view(1031, 16, 64), cos_T1D, sin_T1D),
+            kernels.gate(x_TD, is_gelu=False),
+            kernels.gate_back(x_TD, dy_TD[:, :512], is_gelu=True),
+            *kernels.shares(x_TD, colder_T, 256, shares_TD),
+            *(shares_TD, totals_T, most_T),
+            kernels.logit_slopes(x_TD, most_T, colder_T, tokens_TK, colder_T.unsqueeze(1)),
+        ]
+
+    found = run()
+    torch.set_num_threads(1)
+
+    assert all(map(torch.equal, found, run()))
 
 
 def test_shares_of_what_is_no_number_are_none(kernels: Kernels) -> None:

@@ -119,10 +119,11 @@ def test_factors_go_back_by_the_formula(
 
 @pytest.mark.usefixtures("products", "threads")
 def test_factors_do_not_follow_the_number_of_threads() -> None:
-    x_TI, dy_TO = (noise(131, n, dtype=torch.bfloat16, seed=n) for n in (96, 700))
+    """In products so large that threads share them."""
+    x_TI, dy_TO = (noise(1031, n, dtype=torch.bfloat16, seed=n) for n in (512, 1040))
 
     def run() -> list[Tensor]:
-        factors = _factors(96, (600, 100), 8, 1.0)
+        factors = _factors(512, (600, 440), 32, 1.0)
         y_TO, dx_TI = torch.zeros_like(dy_TO), torch.zeros_like(x_TI)
         t_TR = factors.add_to(y_TO, x_TI)
         factors.backward(dx_TI, dy_TO, x_TI, t_TR)

@@ -387,7 +387,13 @@ void tinsmith_attend(
     rows_of keys, rows_of values, rows_of found, float *sums
 ) {
     const int64_t all_stretches = starts[units], all_units = units * of->key_heads;
-    const int threads = (int)of->threads;
+    int64_t taken = 0, products = 0; /* of each dimension */
+    for (const stretch *s = stretches; s < stretches + all_stretches; s++) {
+        const int64_t tokens = s->shared_length + s->place + s->rows;
+        taken += 2 * tokens * of->key_heads;
+        products += 2 * tokens * s->rows * of->heads;
+    }
+    const int threads = threads_for(of->threads, of->size * (taken + products / PRODUCTS_PER_NUMBER));
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t i = 0; i < all_stretches; i++) keep(stretches + i, keys, values, layer, of);
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)

@@ -174,7 +174,11 @@ static void back_head(const attention *of, const stretch *stretches, int64_t cou
 void tinsmith_attend_back(
     const attention *of, const stretch *stretches, int64_t count, float *room, int64_t room_step
 ) {
-#pragma omp parallel for schedule(static) num_threads((int)of->threads) if (of->threads > 1)
+    int64_t products = 0; /* of each dimension */
+    for (const stretch *s = stretches; s < stretches + count; s++)
+        products += 5 * s->rows * (s->prefix_rows + s->rows) / 2 * of->heads;
+    const int threads = threads_for(of->threads, of->size * products / PRODUCTS_PER_NUMBER);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t head = 0; head < of->key_heads; head++)
         back_head(of, stretches, count, head, room + omp_get_thread_num() * room_step);
 }

@@ -26,7 +26,8 @@
 
 INLINE int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t whole_vectors(int64_t numbers) { return (numbers + LANES - 1) / LANES * LANES; }
+INLINE int64_t parts_of(int64_t whole, int64_t size) { return (whole + size - 1) / size; }
+INLINE int64_t whole_vectors(int64_t numbers) { return parts_of(numbers, LANES) * LANES; }
 
 /* Rows that are multiplied, by bytes: the next row, and the next pair of inputs. */
 typedef struct {
@@ -249,12 +250,15 @@ INLINE void through_panel(
 /* Few weights stay where they are while row after row goes through them; of many, a panel does. What
  * lies behind the last panel is fetched too: it is likely the matrix that is wanted next. */
 static void product(
-    int64_t rows, int64_t outputs, int64_t pairs, int64_t threads, left_rows x, const uint32_t *packed, sums_to out
+    int64_t rows, int64_t outputs, int64_t pairs, int64_t threads_wanted, left_rows x, const uint32_t *packed, sums_to out
 ) {
-    const int64_t panels = (outputs + PANEL - 1) / PANEL;
+    const int threads = threads_for(threads_wanted, rows * outputs * pairs / PRODUCTS_PER_NUMBER);
+    const int64_t panels = parts_of(outputs, PANEL);
     const int are_few = outputs * pairs <= FEW;
-    const int64_t block = are_few ? TALL : ROW_BLOCK, blocks = (rows + block - 1) / block;
-#pragma omp parallel for collapse(2) schedule(static) num_threads((int)threads) if (threads > 1)
+    /* Blocks of rows are about alike, as threads have equal numbers of them. */
+    const int64_t talls = parts_of(rows, TALL), least = parts_of(talls, are_few ? 1 : ROW_BLOCK / TALL);
+    const int64_t block = TALL * parts_of(talls, larger_of(least, 1)), blocks = parts_of(rows, larger_of(block, 1));
+#pragma omp parallel for collapse(2) schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t b = 0; b < blocks; b++)
         for (int64_t p = 0; p < panels; p++) {
             const int64_t first = p * PANEL, first_row = b * block;

@@ -35,7 +35,7 @@ INLINE void add_row(rows_of x, rows_of added, int64_t row, int64_t size, int is_
 /* Rows over the root of their mean square, times the weight, which has the type of the result. If
  * something is `added`, float32 rows of one part first become larger by it. */
 void tinsmith_norm(const norm_shape *of, int64_t rows, rows_of x, rows_of added, const void *weight, rows_of out) {
-    const int threads = (int)of->threads, x_half = (int)of->x_half, out_half = (int)of->out_half;
+    const int threads = threads_for(of->threads, rows * of->parts * of->size), x_half = (int)of->x_half, out_half = (int)of->out_half;
     FOR_ROWS(row, rows, threads) {
         if (added.at) {
             if (out_half) add_row(x, added, row, of->size, 1);
@@ -68,7 +68,7 @@ INLINE void norm_back_row(
 
 /* The way back: from the slopes of the result to those of x, which have its type. */
 void tinsmith_norm_back(const norm_shape *of, int64_t rows, rows_of x, const void *weight, rows_of dy, rows_of dx) {
-    const int threads = (int)of->threads, x_half = (int)of->x_half, out_half = (int)of->out_half;
+    const int threads = threads_for(of->threads, rows * of->parts * of->size), x_half = (int)of->x_half, out_half = (int)of->out_half;
     FOR_ROWS(row, rows, threads) {
         if (x_half && out_half) norm_back_row(x, weight, dy, dx, row, of, 1, 1);
         else if (x_half) norm_back_row(x, weight, dy, dx, row, of, 1, 0);
@@ -99,7 +99,7 @@ void tinsmith_turn(
     int64_t rows, int64_t heads, int64_t size, int64_t is_half, int64_t threads_wanted, rows_of x, const float *cosines,
     const float *sines, rows_of out
 ) {
-    const int threads = (int)threads_wanted;
+    const int threads = threads_for(threads_wanted, rows * heads * size);
     FOR_ROWS(row, rows, threads) {
         if (is_half) turn_row(x, cosines, sines, out, row, heads, size, 1);
         else turn_row(x, cosines, sines, out, row, heads, size, 0);
@@ -133,7 +133,7 @@ INLINE void gate_row(rows_of x, rows_of out, int64_t row, int64_t inner, int is_
 void tinsmith_gate(
     int64_t rows, int64_t inner, int64_t is_gelu, int64_t is_half, int64_t threads_wanted, rows_of x, rows_of out
 ) {
-    const int threads = (int)threads_wanted;
+    const int threads = threads_for(threads_wanted, rows * inner);
     FOR_ROWS(row, rows, threads) {
         if (is_gelu && is_half) gate_row(x, out, row, inner, 1, 1);
         else if (is_gelu) gate_row(x, out, row, inner, 1, 0);
@@ -157,7 +157,7 @@ void tinsmith_gate_back(
     int64_t rows, int64_t inner, int64_t is_gelu, int64_t is_half, int64_t threads_wanted, rows_of x, rows_of dy,
     rows_of dx
 ) {
-    const int threads = (int)threads_wanted;
+    const int threads = threads_for(threads_wanted, rows * inner);
     FOR_ROWS(row, rows, threads) {
         if (is_gelu && is_half) gate_back_row(x, dy, dx, row, inner, 1, 1);
         else if (is_gelu) gate_back_row(x, dy, dx, row, inner, 1, 0);

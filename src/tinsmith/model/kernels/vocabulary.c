@@ -58,7 +58,7 @@ void tinsmith_shares(
     int64_t rows, int64_t vocabulary, int64_t block, int64_t is_half, int64_t threads_wanted, rows_of logits,
     const float *colder, rows_of shares, double *sums, float *most
 ) {
-    const int threads = (int)threads_wanted;
+    const int threads = threads_for(threads_wanted, rows * vocabulary);
     FOR_ROWS(row, rows, threads) {
         float *to = (float *)shares.at + row * shares.step;
         if (is_half) share_row(logits, to, sums, 1, most, row, vocabulary, block, colder[row], 1);
@@ -71,7 +71,7 @@ void tinsmith_totals(
     int64_t rows, int64_t vocabulary, int64_t block, int64_t is_half, int64_t threads_wanted, rows_of logits,
     double *totals, float *most
 ) {
-    const int threads = (int)threads_wanted;
+    const int threads = threads_for(threads_wanted, rows * vocabulary);
     FOR_ROWS(row, rows, threads) {
         if (is_half) share_row(logits, NULL, totals, 0, most, row, vocabulary, block, 1.0f, 1);
         else share_row(logits, NULL, totals, 0, most, row, vocabulary, block, 1.0f, 0);
@@ -103,7 +103,7 @@ void tinsmith_logit_slopes(
     int64_t rows, int64_t vocabulary, int64_t is_half, int64_t threads_wanted, rows_of logits, const float *most,
     const float *factors, int64_t targets, const int64_t *tokens, const float *slopes, rows_of out
 ) {
-    const int threads = (int)threads_wanted;
+    const int threads = threads_for(threads_wanted, rows * vocabulary);
     FOR_ROWS(row, rows, threads) {
         const int64_t *of_row = tokens + row * targets;
         const float *theirs = slopes + row * targets;
