@@ -12,7 +12,7 @@ from typing import TypeAlias
 from benchmarks.harness.machine import multiplies_bfloat16
 from benchmarks.harness.plan import Aim, Benchmark, Contestant, Figures, Metric, Page, Turns
 
-OURS, ANOTHER = "tinsmith", "tinsmith, one after another"
+OURS, ANOTHER, ALONE = "tinsmith", "tinsmith, one after another", "tinsmith, one thread"
 LOOP, SET_ADAPTER = "transformers + peft", "transformers + peft, `set_adapter`"
 BUCKETS, PADDED = "peft, sorted buckets", "peft, padded"
 GENERATE, CONTINUOUS = "generate", "generate_batch"
@@ -23,7 +23,7 @@ INTRODUCTION = """\
 Made by `scripts/bench engine`; do not edit. The embedded engine, driven through its interface as a
 service drives it, beside what else trains and samples on a CPU. Each contestant has a process of
 its own and prepares there; then they take turns. **Everybody has one thread, and computes in
-float32**, except in the tables for bfloat16.
+float32**, except in the tables for bfloat16 and for two threads.
 
 *Tokens per CPU-second* is what to compare: those that a training pass went over, or new tokens of
 samples; all threads and processes count. *Ours is* says how many times as many ours makes. *Of
@@ -342,6 +342,49 @@ BFLOAT16 = (
     _half_adapters("1m"),
 )
 
+# Two threads, as a service takes where four cores are free
+
+_TWO = {"threads": "2", **_HALF}
+
+
+def _by_two(what: str, title: str, ours: str, rival: Contestant, **told: str) -> Benchmark:
+    return Benchmark(
+        name=f"engine-two-{what}-135m",
+        group="With two threads, in bfloat16",
+        title=f"SmolLM2-135M: {title}",
+        contestants=(
+            _turns(OURS, ours, model="135m", **told, **_TWO),
+            _beside(ALONE, ours, model="135m", **told, **_HALF),
+            rival,
+        ),
+        shown=_SHOWN,
+        note="As above, and what to compare is *tokens/s*: what a second thread gives, and what it "
+        "costs in CPU time. Few rows, as samples have, are limited by how fast memory is read, "
+        "which one thread nearly does alone.",
+    )
+
+
+def _sampled_by_two(count: int) -> Benchmark:
+    title = "one sample" if count == 1 else f"{count} samples at once"
+    rival = _turns(GENERATE, "generate:static", model="135m", count=str(count), **_TWO)
+    return _by_two(str(count), title, "ours:sampling", rival, count=str(count))
+
+
+TWO_THREADS = (
+    ()
+    if _IS_SLOW
+    else (
+        _by_two(
+            "even",
+            "even",
+            "ours:training",
+            _turns(LOOP, "peft_loop:training", model="135m", batch="even", **_TWO),
+            batch="even",
+        ),
+        *map(_sampled_by_two, (1, 8, 32)),
+    )
+)
+
 # Exactness
 
 EXACTNESS = tuple(
@@ -374,6 +417,6 @@ ENGINE_PAGE = Page(
     name="engine",
     published="benchmarks-engine.md",
     title="Benchmarks of the engine",
-    benchmarks=(*TRAINING, *SAMPLING, *BFLOAT16, *EXACTNESS),
+    benchmarks=(*TRAINING, *SAMPLING, *BFLOAT16, *TWO_THREADS, *EXACTNESS),
     introduction=INTRODUCTION,
 )

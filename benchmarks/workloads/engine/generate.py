@@ -25,10 +25,11 @@ def static(
     samples: str = "1",
     lora: str = "",
     dtype: str = "float32",
+    threads: str = "1",
 ) -> Callable[[], dict[str, float]]:
     """One batch, which begins and ends as one."""
     size, kind = size_of(model), getattr(torch, dtype)
-    loaded = load(model, kind).eval()
+    loaded = load(model, kind, int(threads)).eval()
     if lora:
         loaded = with_adapters(loaded, ["one"]).eval()
     turns = itertools.count(1)

@@ -48,12 +48,12 @@ _STEP = AdamParams(learning_rate=1e-4)
 class Running:
     """An open engine, for callers that are not in an event loop."""
 
-    def __init__(self, model: str, dtype: Dtype = "float32") -> None:
-        torch.set_num_threads(1)
+    def __init__(self, model: str, dtype: Dtype = "float32", threads: int = 1) -> None:
+        torch.set_num_threads(threads)
         self.size = size_of(model)
         self.computes_in = chosen_types(dtype, "cpu").computed
         self._loop = asyncio.new_event_loop()
-        settings = EmbeddedSettings(dtype=dtype, device="cpu", threads=1)
+        settings = EmbeddedSettings(dtype=dtype, device="cpu", threads=threads)
         self.engine = EmbeddedEngine([EmbeddedModel(name=NAME, folder=folder_of(model))], settings)
         self._loop.run_until_complete(self.engine.open())
         self._numbers = itertools.count()
@@ -159,9 +159,11 @@ def _datum(sequence: Sequence) -> Datum:
     )
 
 
-def training(model: str, batch: str, dtype: Dtype = "float32") -> Callable[[], dict[str, float]]:
+def training(
+    model: str, batch: str, dtype: Dtype = "float32", threads: str = "1"
+) -> Callable[[], dict[str, float]]:
     """One pass and one step."""
-    running = Running(model, dtype)
+    running = Running(model, dtype, int(threads))
     running.add_adapter("one")
     turns = itertools.count(1)
 
@@ -213,9 +215,10 @@ def sampling(
     samples: str = "1",
     lora: str = "",
     dtype: Dtype = "float32",
+    threads: str = "1",
 ) -> Callable[[], dict[str, float]]:
     """So many works at once, each of so many samples; the first token is that of the last one."""
-    running = Running(model, dtype)
+    running = Running(model, dtype, int(threads))
     if lora:
         running.add_weights(model)
     turns = itertools.count(1)

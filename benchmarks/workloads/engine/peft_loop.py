@@ -20,12 +20,12 @@ MOST_SLOTS = 1024
 _IGNORED = -100
 
 
-def load(model: str, dtype: torch.dtype = torch.float32) -> Any:
-    """The base model, in one thread."""
+def load(model: str, dtype: torch.dtype = torch.float32, threads: int = 1) -> Any:
+    """The base model, computed by so many threads."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     warnings.simplefilter("ignore")
@@ -88,7 +88,7 @@ def gather(model: Any, sequences: list[Sequence], length: int = 0) -> None:
 
 
 def training(
-    model: str, batch: str, mode: str = "buckets", dtype: str = "float32"
+    model: str, batch: str, mode: str = "buckets", dtype: str = "float32", threads: str = "1"
 ) -> Callable[[], dict[str, float]]:
     """One pass and one step.
 
@@ -98,9 +98,10 @@ def training(
         mode: `buckets` sorts by length. `padded` pads all to the longest. In `padded` and `full`
             only some sequences are computed, for time's sake, since each costs the same.
         dtype: Of the base; adapters are float32.
+        threads: How many compute.
     """
     size, kind = size_of(model), getattr(torch, dtype)
-    peft = with_adapters(load(model, kind), ["one"])
+    peft = with_adapters(load(model, kind, int(threads)), ["one"])
     optimizer = torch.optim.AdamW(trained(peft, "one"), lr=1e-4, betas=(0.9, 0.95), weight_decay=0)
     turns = itertools.count(1)
 
