@@ -350,8 +350,8 @@ _TWO = {"threads": "2", **_HALF}
 def _by_two(what: str, title: str, ours: str, rival: Contestant, **told: str) -> Benchmark:
     return Benchmark(
         name=f"engine-two-{what}-135m",
-        group="With two threads, in bfloat16",
-        title=f"SmolLM2-135M: {title}",
+        group="In bfloat16, with two threads",
+        title=f"SmolLM2-135M, two threads: {title}",
         contestants=(
             _turns(OURS, ours, model="135m", **told, **_TWO),
             _beside(ALONE, ours, model="135m", **told, **_HALF),
