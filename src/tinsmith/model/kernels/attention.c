@@ -102,13 +102,6 @@ INLINE void turn_keys(block *to, int first, int d, const pair *from, int count, 
     }
 }
 
-/* Numbers of sixteen bits, in the lower half of each lane. */
-INLINE uvec read_bits(const char *from, int64_t at) {
-    hvec half;
-    memcpy(&half, from + at * 2, sizeof half);
-    return __builtin_convertvector(half, uvec);
-}
-
 /* A block of keys and values, of which each has a place of its own; keys that are missing are 0. */
 INLINE void take_block(block *to, const pair *from, int count, int size, int is_half) {
     const int step = is_half ? 2 * LANES : LANES;

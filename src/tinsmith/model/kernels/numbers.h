@@ -62,15 +62,20 @@ INLINE float read_one(const void *from, int64_t at, int is_half) {
     return x;
 }
 
+/* Numbers of sixteen bits, in the lower half of each lane. */
+INLINE uvec read_bits(const void *from, int64_t at) {
+    hvec half;
+    memcpy(&half, (const uint16_t *)from + at, sizeof half);
+    return __builtin_convertvector(half, uvec);
+}
+
 INLINE vec read(const void *from, int64_t at, int is_half) {
     if (!is_half) {
         vec x;
         memcpy(&x, (const float *)from + at, sizeof x);
         return x;
     }
-    hvec half;
-    memcpy(&half, (const uint16_t *)from + at, sizeof half);
-    return (vec)(__builtin_convertvector(half, uvec) << 16);
+    return (vec)(read_bits(from, at) << 16);
 }
 
 INLINE void write(void *to, int64_t at, vec x, int is_half) {

@@ -129,9 +129,7 @@ INLINE uvec read_halves(const char *from, int64_t at, int count, int is_half) {
     uint16_t half[LANES] = {0};
     if (is_half) memcpy(half, from + at * 2, count * 2);
     else write(half, 0, read_some(from, at, count, 0), 1);
-    hvec halves;
-    memcpy(&halves, half, sizeof halves);
-    return __builtin_convertvector(halves, uvec);
+    return read_bits(half, 0);
 }
 
 /* Some outputs of an input and, if there is one, of that after it. */
