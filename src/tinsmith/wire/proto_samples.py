@@ -9,21 +9,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from tinsmith.errors import DecodeError
-from tinsmith.types.buffers import (
-    Memory,
-    Numbers,
-)
+from tinsmith.types.buffers import Memory, Numbers
 from tinsmith.types.sampling import PromptAltTokens, SampledSequence, SampleResponse, StopReason
 from tinsmith.types.tensors import TensorData
 from tinsmith.types.topk import TopkLogprobs
 from tinsmith.wire.generated import tags
 from tinsmith.wire.limits import DEFAULT_LIMITS, DecodeLimits
-from tinsmith.wire.proto_tensors import (
-    numbers_of,
-    put_unless_empty,
-    read_tensor,
-    write_tensor,
-)
+from tinsmith.wire.proto_tensors import numbers_of, put_unless_empty, read_tensor, write_tensor
 from tinsmith.wire.protobuf import (
     Parts,
     Reader,
@@ -189,6 +181,3 @@ def _read_alt_tokens(reader: Reader, start: int, stop: int) -> PromptAltTokens:
     if tokens is None or logprobs is None:
         raise DecodeError("prompt_alt_tokens came without its tokens or its logprobs")
     return PromptAltTokens(tokens, logprobs)
-
-
-# Settings of a loss
