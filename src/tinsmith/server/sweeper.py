@@ -54,6 +54,8 @@ SHORT_BYTES = 5 * 10**9
 """With less room than this on the disk, weights of unused samplers go."""
 UNUSED_S = 3 * 3600.0
 """Whoever still has something from a sampler to come has asked for it within this time."""
+ROOM_EVERY_S = 600.0
+"""How often all files are looked through for them, unless there are more to go at once."""
 LONGEST_COUNT_S = 7 * 24 * 3600.0
 """Storage is counted for a time in which no server ran, but for no longer than this."""
 STORAGE = "storage"
@@ -88,6 +90,7 @@ class Sweeper:
         self._ledger = ledger
         self._store = store
         self._looked_at: float | None = None
+        self._room_due_at = 0.0
         self._orphans: dict[CheckpointPath, float] = {}
         self._unknown = 0
 
@@ -225,13 +228,15 @@ class Sweeper:
     # A disk that is nearly full
 
     async def _make_room(self, report: SweepReport) -> SweepReport:
-        if self._store is None or not await self._is_short():
+        now = self._ledger.now()
+        if self._store is None or now < self._room_due_at or not await self._is_short():
             return report
         store, count = self._store, 0
         for path in await self._unused_samplers(store):
             if count == AT_ONCE or not await self._is_short():
                 break
             count += await asyncio.to_thread(store.delete, path)
+        self._room_due_at = now if count == AT_ONCE else now + ROOM_EVERY_S
         if count:
             _log.warning(
                 "the disk is nearly full: the weights of %d samplers without a name were deleted, "

@@ -34,6 +34,7 @@ from tinsmith.server.sweeper import (
     EVERY_S,
     LONGEST_COUNT_S,
     ORPHANED_S,
+    ROOM_EVERY_S,
     SHORT_BYTES,
     UNUSED_S,
     Sweeper,
@@ -298,9 +299,12 @@ async def test_a_disk_that_is_nearly_full_loses_samplers_that_were_not_used_for_
     had_little = await house.sweeper.sweep()
     first = [house.store.exists(path) for path in paths]
     free[:] = [0]
+    too_soon = await house.sweeper.sweep()
+    house.clock.wait(ROOM_EVERY_S)
     had_none = await house.sweeper.sweep()
 
     assert (has_room.unused, had_little.unused, had_none.unused) == (0, 2, 1)
+    assert too_soon.unused == 0, "all files were looked through just before"
     assert first == [True, False, False, True, True]
     assert [house.store.exists(path) for path in paths] == [True, False, False, True, False]
     assert house.store.exists(kept)
