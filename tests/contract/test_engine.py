@@ -285,6 +285,22 @@ def test_training_lowers_the_loss(run: Callable[[Test], None]) -> None:
     run(test)
 
 
+def test_metrics_of_our_own_never_overwrite_a_column_of_a_training_loop(
+    run: Callable[[Test], None],
+) -> None:
+    """Loops merge them into their own record, which has a `step` and a `learning_rate`."""
+
+    async def test(engine: Engine, _: Path) -> None:
+        await engine.create_adapter(_spec())
+        passed, stepped = await _run(engine, _pass(), _step())
+
+        assert stepped.metrics
+        for name in {**passed.metrics, **stepped.metrics}.keys() - {"loss:sum"}:
+            assert name.startswith("tinsmith/"), name
+
+    run(test)
+
+
 def test_the_loss_is_that_of_the_logprobs_given(run: Callable[[Test], None]) -> None:
     """Cross-entropy is exactly the weighted sum; clients rely on it for losses of their own."""
 

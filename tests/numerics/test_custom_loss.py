@@ -147,7 +147,7 @@ def test_a_loss_that_the_official_sdk_traced_is_what_torch_makes_of_it(fn: Fn) -
     torch.testing.assert_close(found, slopes)
     assert evaluation.loss == pytest.approx(total.detach().item(), rel=1e-6)
     assert evaluation.metrics == pytest.approx(
-        {"loss:sum": evaluation.loss, "tokens:sum": 10.0, **expected}, rel=1e-5
+        {"loss:sum": evaluation.loss, "tinsmith/tokens:sum": 10.0, **expected}, rel=1e-5
     )
 
 

@@ -421,14 +421,14 @@ def test_metrics_tell_how_far_the_model_is_from_the_one_that_was_sampled() -> No
     assert metrics == pytest.approx(
         {
             "loss:sum": -1.2 + 0.8,
-            "tokens:sum": 3,
-            "weighted_tokens:sum": 2,
-            "nll:sum": 3.0,
-            "ratio:mean": 1.25,
-            "ratio:max": 2.0,
-            "ratio:min": 0.5,
-            "kl:mean": 0.0,
-            "clip_fraction:mean": 1.0,
+            "tinsmith/tokens:sum": 3,
+            "tinsmith/weighted_tokens:sum": 2,
+            "tinsmith/nll:sum": 3.0,
+            "tinsmith/ratio:mean": 1.25,
+            "tinsmith/ratio:max": 2.0,
+            "tinsmith/ratio:min": 0.5,
+            "tinsmith/kl:mean": 0.0,
+            "tinsmith/clip_fraction:mean": 1.0,
         },
         abs=1e-6,
     )
@@ -440,8 +440,8 @@ def test_data_without_advantages_have_metrics_too() -> None:
     for name in SAMPLED_LOSSES:
         metrics = make_loss(name, {}, [one]).evaluate(torch.tensor([-1.0])).metrics
 
-        assert metrics["weighted_tokens:sum"] == 0
-        assert metrics["ratio:mean"] == metrics["ratio:max"] == metrics["ratio:min"] == 1.0
+        assert metrics["tinsmith/weighted_tokens:sum"] == 0
+        assert metrics["tinsmith/ratio:mean"] == metrics["tinsmith/ratio:max"] == metrics["tinsmith/ratio:min"] == 1.0
 
 
 def test_the_total_does_not_depend_on_the_number_of_threads() -> None:

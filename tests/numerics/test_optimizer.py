@@ -89,7 +89,7 @@ def test_adamw_is_that_of_torch(params: AdamParams) -> None:
             norm = gradients.norm()
         optimizer.step()
         ours = take_step(ADAM, params, ours.weights, gradients, ours.moments, number, matrices)
-        assert ours.metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
+        assert ours.metrics["tinsmith/grad_norm"] == pytest.approx(float(norm), rel=1e-5)
 
     kept = optimizer.state[theirs]
     # Torch divides by the norm and a millionth more, so that clipped gradients differ by that.
@@ -116,10 +116,10 @@ def test_metrics_tell_the_norms_of_the_gradient_and_of_the_update() -> None:
     step = run(ADAM, params, steps=1)
 
     assert step.metrics == {
-        "grad_norm": pytest.approx(float(some(1).norm()), rel=1e-6),
-        "update_norm": pytest.approx(float((step.weights - some(0)).norm()), rel=1e-6),
-        "learning_rate": 0.25,
-        "step": 1.0,
+        "tinsmith/grad_norm": pytest.approx(float(some(1).norm()), rel=1e-6),
+        "tinsmith/update_norm": pytest.approx(float((step.weights - some(0)).norm()), rel=1e-6),
+        "tinsmith/learning_rate": 0.25,
+        "tinsmith/step": 1.0,
     }
 
 
@@ -174,8 +174,8 @@ def test_a_matrix_without_gradient_does_not_move_under_dimuon() -> None:
 
 
 def test_an_update_of_dimuon_is_about_as_large_as_one_of_adamw() -> None:
-    adam = run(ADAM, AdamParams(learning_rate=0.01), steps=5).metrics["update_norm"]
-    dimuon = run(DIMUON, DimuonParams(learning_rate=0.01), steps=5).metrics["update_norm"]
+    adam = run(ADAM, AdamParams(learning_rate=0.01), steps=5).metrics["tinsmith/update_norm"]
+    dimuon = run(DIMUON, DimuonParams(learning_rate=0.01), steps=5).metrics["tinsmith/update_norm"]
 
     assert 0.1 < dimuon / adam < 2
 
@@ -350,7 +350,7 @@ def test_norms_of_tiny_and_huge_gradients_are_told(size: float) -> None:
 
     step = take_step(ADAM, params, some(0, 5000), gradients.clone(), {}, 0, matrices)
 
-    assert step.metrics["grad_norm"] == pytest.approx(float(gradients.double().norm()), rel=1e-6)
+    assert step.metrics["tinsmith/grad_norm"] == pytest.approx(float(gradients.double().norm()), rel=1e-6)
 
 
 def test_the_number_of_threads_changes_no_bit() -> None:
@@ -463,5 +463,5 @@ def test_a_huge_gradient_may_be_clipped() -> None:
 
     step = take_step(ADAM, params, some(0), spoilt(1e30), {}, 0, matrices)
 
-    assert step.metrics["grad_norm"] == pytest.approx(1e30)
+    assert step.metrics["tinsmith/grad_norm"] == pytest.approx(1e30)
     assert all(bool(one.isfinite().all()) for one in state(step))

@@ -119,7 +119,7 @@ def test_an_uploaded_loss_trains_as_the_built_in_one_does(
     assert ours.metrics["loss:sum"] == pytest.approx(theirs.metrics["loss:sum"], rel=1e-5)
     if fn is ppo:
         assert ours.metrics["custom/ratio:mean"] == pytest.approx(
-            theirs.metrics["ratio:mean"], rel=1e-5
+            theirs.metrics["tinsmith/ratio:mean"], rel=1e-5
         )
     first, second = adapters["a"].gradients, adapters["b"].gradients
     assert first is not None and second is not None

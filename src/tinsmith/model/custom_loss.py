@@ -33,6 +33,7 @@ from tinsmith.model.graph_functions import (
 )
 from tinsmith.model.loss_inputs import TARGETS, Inputs, dense_tensor, read_targets
 from tinsmith.model.losses import Evaluation, Loss, check_finite
+from tinsmith.observe.training_metrics import LOSS, TOKENS
 from tinsmith.types.loss_operations import DEVICE, METRIC_NAME, argument_of
 from tinsmith.types.training import CustomLossGraph, CustomLossInput, CustomLossNode
 
@@ -107,7 +108,7 @@ class CustomLoss(Loss):
                 metrics[name] = metrics.get(name, 0.0) + share
         loss = math.fsum(losses)
         return Evaluation(
-            loss, {"loss:sum": loss, "tokens:sum": float(self.targets.cells), **metrics}
+            loss, {LOSS: loss, TOKENS: float(self.targets.cells), **metrics}
         )
 
     def _run(self, index: int, lp: Tensor, *, with_slopes: bool) -> _Result:

@@ -57,6 +57,7 @@ from tinsmith.model.loss_inputs import (
     number_setting,
     read_targets,
 )
+from tinsmith.observe import training_metrics
 
 LARGEST_LOG_RATIO = 80.0
 """Far beyond any honest ratio, and its exponential still a float32: 0 · r stays 0."""
@@ -186,7 +187,7 @@ class _FormulaLoss(Loss):
         assert weights_C is not None
         old_C = self._inputs.whole("logprobs")
         return Evaluation(
-            loss, {"loss:sum": loss, **_metrics(self.targets, weights_C, lp_C, old_C, terms)}
+            loss, {training_metrics.LOSS: loss, **_metrics(self.targets, weights_C, lp_C, old_C, terms)}
         )
 
     def _all_terms(self, lp_C: Tensor) -> Terms:
@@ -264,21 +265,21 @@ def _metrics(
     """
     counts_C = weights_C != 0
     metrics = {
-        "tokens:sum": float(targets.cells),
-        "weighted_tokens:sum": float(counts_C.sum()),
-        "nll:sum": -total(lp_C[counts_C]),
+        training_metrics.TOKENS: float(targets.cells),
+        training_metrics.WEIGHTED_TOKENS: float(counts_C.sum()),
+        training_metrics.NLL: -total(lp_C[counts_C]),
     }
     if terms.ratios is None:
         return metrics
     assert old_C is not None
     ratios = terms.ratios[counts_C]
     means = _DatumMeans(targets, counts_C)
-    metrics["ratio:mean"] = means.of(terms.ratios, without=1.0)
-    metrics["ratio:max"] = float(ratios.max()) if len(ratios) else 1.0
-    metrics["ratio:min"] = float(ratios.min()) if len(ratios) else 1.0
-    metrics["kl:mean"] = means.of(old_C.double() - lp_C.double(), without=0.0)
+    metrics[training_metrics.RATIO_MEAN] = means.of(terms.ratios, without=1.0)
+    metrics[training_metrics.RATIO_MAX] = float(ratios.max()) if len(ratios) else 1.0
+    metrics[training_metrics.RATIO_MIN] = float(ratios.min()) if len(ratios) else 1.0
+    metrics[training_metrics.KL] = means.of(old_C.double() - lp_C.double(), without=0.0)
     if terms.clipped is not None:
-        metrics["clip_fraction:mean"] = means.of(terms.clipped.double(), without=0.0)
+        metrics[training_metrics.CLIP_FRACTION] = means.of(terms.clipped.double(), without=0.0)
     return metrics
 
 

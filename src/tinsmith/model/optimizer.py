@@ -44,6 +44,7 @@ from torch import Tensor
 
 from tinsmith.errors import ValidationError
 from tinsmith.model.spare_vectors import SpareVectors
+from tinsmith.observe.training_metrics import GRAD_NORM, LEARNING_RATE, STEP, UPDATE_NORM
 from tinsmith.types.training import AdamParams, OptimizerConfig, OptimParams
 
 FIRST, SECOND = "first", "second"
@@ -138,10 +139,10 @@ def take_step(
     if not math.isfinite(update_norm):
         raise _not_finite(params)
     metrics = {
-        "grad_norm": norm,
-        "update_norm": update_norm,
-        "learning_rate": float(params.learning_rate),
-        "step": float(steps + 1),
+        GRAD_NORM: norm,
+        UPDATE_NORM: update_norm,
+        LEARNING_RATE: float(params.learning_rate),
+        STEP: float(steps + 1),
     }
     largest = largest + 2 * update_norm if is_safe else math.inf
     return Step(moved_N, new, metrics, largest)

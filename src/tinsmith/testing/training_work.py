@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from tinsmith.errors import BadRequestError, ValidationError
+from tinsmith.observe.training_metrics import GRAD_NORM, STEP
 from tinsmith.testing.account import Usage
 from tinsmith.testing.arithmetic import Gradient, Weights
 from tinsmith.testing.checkpoint_store import CheckpointStore, Run
@@ -116,7 +117,7 @@ class TrainingWork:
         weights.learn(model.gradient, step)
         model.gradient = {}
         model.steps += 1
-        return OptimStepResponse(metrics={"grad_norm": norm, "step": float(model.steps)})
+        return OptimStepResponse(metrics={GRAD_NORM: norm, STEP: float(model.steps)})
 
     def save(self, model: Model, request: SaveWeightsRequest) -> Result:
         """Save training state."""

@@ -226,7 +226,7 @@ def test_a_later_step_waits_for_the_second_pass(
     output.result(WAIT_S)
     other.result(WAIT_S)
     assert norm is not None
-    assert norm["grad_norm"] > 0
+    assert norm["tinsmith/grad_norm"] > 0
     assert sent(service) == [
         ("forward_backward", 1),
         ("forward_backward", 2),

@@ -326,7 +326,7 @@ def test_a_store_that_is_away_at_the_start_costs_no_model(
         done = await second.result(await second.step(line, 2))
         await second.close()
 
-        assert done.metrics["step"] == 1
+        assert done.metrics["tinsmith/step"] == 1
 
     asyncio.run(run())
 

@@ -51,7 +51,7 @@ def test_a_model_is_made_trained_and_stepped(tmp_path: Path) -> None:
 
         assert made == CreateModelResponse(model_id=LINE)
         assert second.metrics["loss:sum"] < first.metrics["loss:sum"]
-        assert stepped.metrics["step"] == 1
+        assert stepped.metrics["tinsmith/step"] == 1
 
     asyncio.run(run())
 
@@ -308,7 +308,7 @@ def test_closing_gives_back_what_did_not_run(tmp_path: Path) -> None:
         assert states[-1] is CommandState.PENDING
         assert CommandState.CLAIMED not in states
         assert not any(isinstance(result, RequestFailedResponse) for result in results)
-        assert results[-1].metrics["step"] == 10
+        assert results[-1].metrics["tinsmith/step"] == 10
 
     asyncio.run(run())
 
@@ -452,7 +452,7 @@ def test_readiness_says_that_the_engine_does_not_come_back_and_when_it_has(tmp_p
         assert not board.scheduler.is_ready
         assert board.scheduler.figures["engine_silence_s"] > 0
         goes_on.set()
-        assert (await made.result(asked)).metrics["step"] == 1
+        assert (await made.result(asked)).metrics["tinsmith/step"] == 1
         await until(lambda: board.scheduler.is_ready)
         await made.close()
 

@@ -55,7 +55,7 @@ def test_refused_work_is_not_done_unless_the_fault_says_so() -> None:
         first = caller.do("optim_step", optim_step(model_id, 1))
         second = caller.do("optim_step", optim_step(model_id, 2))
 
-        assert [first.metrics["step"], second.metrics["step"]] == [1, 2]
+        assert [first.metrics["tinsmith/step"], second.metrics["tinsmith/step"]] == [1, 2]
 
 
 def test_empty_400_has_no_body() -> None:
@@ -228,7 +228,7 @@ def test_paused_model_is_paused_for_all_that_waits_behind() -> None:
             told = [caller.poll(request_id).plain["queue_state_reason"] for request_id in ids]
 
         assert told == ["full", "full"]
-        assert [caller.result("optim_step", one).metrics["step"] for one in ids] == [1, 2]
+        assert [caller.result("optim_step", one).metrics["tinsmith/step"] for one in ids] == [1, 2]
 
 
 def completions(caller: Caller, sampler_id: str) -> list[str]:
@@ -267,7 +267,7 @@ def test_reordered_training_still_runs_in_order() -> None:
         with ThreadPoolExecutor(2) as pool:
             steps = list(pool.map(wait, [first.request_id, second.request_id]))
 
-        assert [step.metrics["step"] for step in steps] == [1, 2]
+        assert [step.metrics["tinsmith/step"] for step in steps] == [1, 2]
         assert order == [second.request_id, first.request_id]
 
 

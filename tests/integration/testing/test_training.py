@@ -43,7 +43,7 @@ def test_loop_learns_what_it_is_shown() -> None:
         for step in range(4):
             losses.append(loss(caller, model_id, 2 * step + 1))
             metrics = caller.do("optim_step", optim_step(model_id, 2 * step + 2)).metrics
-            assert metrics["step"] == step + 1
+            assert metrics["tinsmith/step"] == step + 1
 
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0] / 4
@@ -73,7 +73,7 @@ def test_commands_run_in_the_order_of_their_numbers_whatever_order_they_come_in(
         for submitted in (first, second):
             output = caller.result("forward_backward", submitted.request_id)
             assert output.metrics["loss:sum"] == untouched
-        assert caller.result("optim_step", step.request_id).metrics["grad_norm"] > 0
+        assert caller.result("optim_step", step.request_id).metrics["tinsmith/grad_norm"] > 0
         assert loss(caller, model_id, 4) < untouched
 
 
@@ -110,8 +110,8 @@ def test_number_that_will_be_sent_again_is_waited_for(status: int) -> None:
 
         first = caller.ask("optim_step", optim_step(model_id, 1))
 
-        assert caller.result("optim_step", first.request_id).metrics["step"] == 1
-        assert caller.result("optim_step", second.request_id).metrics["step"] == 2
+        assert caller.result("optim_step", first.request_id).metrics["tinsmith/step"] == 1
+        assert caller.result("optim_step", second.request_id).metrics["tinsmith/step"] == 2
 
 
 def test_same_submission_twice_is_one_command() -> None:

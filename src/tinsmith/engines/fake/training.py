@@ -15,6 +15,7 @@ from tinsmith.engines.fake.arithmetic import Array, Tensors, Vocabulary
 from tinsmith.engines.fake.custom_loss import custom_loss
 from tinsmith.engines.fake.losses import datum_loss
 from tinsmith.errors import ValidationError
+from tinsmith.observe.training_metrics import GRAD_NORM, LOSS, STEP, TOKENS
 from tinsmith.types.inputs import Datum, LossFnOutput
 from tinsmith.types.tensors import TensorData
 from tinsmith.types.training import (
@@ -71,7 +72,7 @@ class Adapter:
             )
         if work.with_gradients:
             self._gather(arithmetic.gradients(self.weights, self.table_CK, slopes_CK))
-        metrics = {"loss:sum": total, "tokens:sum": float(positions), **metrics}
+        metrics = {LOSS: total, TOKENS: float(positions), **metrics}
         return ForwardBackwardOutput("ArrayRecord", outputs, metrics)
 
     def _gather(self, more: Tensors) -> None:
@@ -115,7 +116,7 @@ class Adapter:
         self.gradients = {}
         self.steps += 1
         self._table_CK = None
-        return OptimStepResponse(metrics={"grad_norm": norm, "step": float(self.steps)})
+        return OptimStepResponse(metrics={GRAD_NORM: norm, STEP: float(self.steps)})
 
 
 def _positions(datum: Datum, index: int) -> tuple[Array, Array]:

@@ -117,9 +117,9 @@ def test_a_step_tells_the_norm_of_all_that_was_gathered(shape: Architecture) -> 
     second = adapter.step(AdamParams(), spares)
     third = adapter.step(AdamParams(), spares)
 
-    assert first["grad_norm"] == norm
-    assert second["grad_norm"] == pytest.approx(2 * norm)
-    assert third["grad_norm"] == 0.0
+    assert first["tinsmith/grad_norm"] == norm
+    assert second["tinsmith/grad_norm"] == pytest.approx(2 * norm)
+    assert third["tinsmith/grad_norm"] == 0.0
 
 
 def test_steps_in_memory_that_was_used_before_are_those_in_fresh_memory(
