@@ -441,7 +441,12 @@ def test_data_without_advantages_have_metrics_too() -> None:
         metrics = make_loss(name, {}, [one]).evaluate(torch.tensor([-1.0])).metrics
 
         assert metrics["tinsmith/weighted_tokens:sum"] == 0
-        assert metrics["tinsmith/ratio:mean"] == metrics["tinsmith/ratio:max"] == metrics["tinsmith/ratio:min"] == 1.0
+        assert (
+            metrics["tinsmith/ratio:mean"]
+            == metrics["tinsmith/ratio:max"]
+            == metrics["tinsmith/ratio:min"]
+            == 1.0
+        )
 
 
 def test_the_total_does_not_depend_on_the_number_of_threads() -> None:

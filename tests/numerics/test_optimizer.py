@@ -350,7 +350,9 @@ def test_norms_of_tiny_and_huge_gradients_are_told(size: float) -> None:
 
     step = take_step(ADAM, params, some(0, 5000), gradients.clone(), {}, 0, matrices)
 
-    assert step.metrics["tinsmith/grad_norm"] == pytest.approx(float(gradients.double().norm()), rel=1e-6)
+    assert step.metrics["tinsmith/grad_norm"] == pytest.approx(
+        float(gradients.double().norm()), rel=1e-6
+    )
 
 
 def test_the_number_of_threads_changes_no_bit() -> None:

@@ -44,6 +44,10 @@ GRADIENTS = "gradients.safetensors"
 
 STATE_VERSION = 1
 OUTPUT_LAYER = "lm_head"
+FULL_OUTPUT_LAYER = f"base_model.model.{OUTPUT_LAYER}.weight"
+"""The output layer as a matrix, its adapter folded in; beside the factors (`output_layer.py`)."""
+TIED = {"base_model_embeddings": "tied"}
+"""In the metadata of weights whose base model has its embedding as output layer."""
 RANK_MAX = 4096
 _JSON_BYTES_MAX = 1 << 20
 _MODULE = re.compile(r"[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)*")
@@ -149,8 +153,21 @@ def name_in(layout: Layout, name: str) -> str:
         return name
 
 
-def write_adapter(folder: Path, adapter: Adapter, *, layout: Layout = Layout.PEFT) -> None:
+def write_adapter(
+    folder: Path,
+    adapter: Adapter,
+    *,
+    layout: Layout = Layout.PEFT,
+    ties_embeddings: bool = False,
+) -> None:
     """Write weights into a folder that has none.
+
+    Args:
+        folder: Where the files go.
+        adapter: The weights.
+        layout: The names of tensors in the file.
+        ties_embeddings: Whether the base model's output layer is its embedding. The file says so
+            in its metadata, because `peft` merges an adapter of such a layer wrongly.
 
     Raises:
         StorageFullError: The disk is full.
@@ -161,7 +178,8 @@ def write_adapter(folder: Path, adapter: Adapter, *, layout: Layout = Layout.PEF
         arrays[tensor_name(module, "A", layout)] = pair.a
         arrays[tensor_name(module, "B", layout)] = pair.b
     with disk_errors(f"weights cannot be written to {folder}"):
-        write_tensors(folder / ADAPTER_MODEL, arrays, {"format": "pt"})
+        metadata = {"format": "pt"} | (TIED if ties_embeddings else {})
+        write_tensors(folder / ADAPTER_MODEL, arrays, metadata)
         (folder / ADAPTER_CONFIG).write_bytes(_pretty(_peft_config(adapter)))
 
 
@@ -221,8 +239,8 @@ def _peft_config(adapter: Adapter) -> dict[str, Any]:
 def _pairs(arrays: dict[str, Array], rank: int) -> dict[str, LoraPair]:
     factors: dict[str, dict[Factor, Array]] = {}
     for name, array in arrays.items():
-        if name.endswith(".base_layer.weight"):
-            continue  # `peft` saves the frozen weights of an adapted output layer along
+        if name.endswith(".base_layer.weight") or name == FULL_OUTPUT_LAYER:
+            continue  # frozen weights that `peft` saves along, and what the factors make of them
         module, factor = layer_of(name)
         if array.dtype.kind != "f" or array.ndim != 2 or 0 in array.shape:
             raise CheckpointFormatError(

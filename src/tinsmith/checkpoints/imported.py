@@ -18,12 +18,16 @@ from tinsmith.checkpoints.disk import disk_errors
 from tinsmith.checkpoints.format import (
     ADAPTER_CONFIG,
     ADAPTER_MODEL,
+    OUTPUT_LAYER,
     Adapter,
+    Layout,
     LoraPair,
     read_adapter,
     read_json,
+    tensor_name,
     write_adapter,
 )
+from tinsmith.checkpoints.safetensors_file import read_header
 from tinsmith.errors import CheckpointFormatError, shown
 
 WEIGHTS_BYTES_MAX = 64 << 30
@@ -70,6 +74,8 @@ def read_foreign(
     with disk_errors(f"{source} cannot be read"):
         _check_files(source, max_bytes)
         config = read_json(source / ADAPTER_CONFIG, dict[str, Any])
+        if config.get("modules_to_save") == [OUTPUT_LAYER] and _has_output_factors(source):
+            del config["modules_to_save"]  # it says the same as the factors, which are there too
     _check_settings(config)
     adapter = read_adapter(source)
     name = base_model or adapter.base_model
@@ -105,6 +111,11 @@ def _check_files(source: Path, max_bytes: int) -> None:
         raise CheckpointFormatError(
             f"{ADAPTER_MODEL} has {size_bytes} bytes; {max_bytes} are allowed"
         )
+
+
+def _has_output_factors(source: Path) -> bool:
+    names = read_header(source / ADAPTER_MODEL).tensors
+    return tensor_name(OUTPUT_LAYER, "A", Layout.PEFT) in names
 
 
 def _check_settings(config: dict[str, Any]) -> None:

@@ -107,6 +107,29 @@ def _add_download(parser: Parser) -> None:
         metavar="N",
         help="how many to use at once (default 8)",
     )
+    _add_use(download)
+
+
+def _add_use(verb: Parser) -> None:
+    """What the files are for, and what they call the base model."""
+    from tinsmith.cli.serve import add_settings
+    from tinsmith.serve.options import BY_NAME
+
+    verb.add_argument(
+        "--for",
+        dest="use",
+        choices=("peft", "vllm"),
+        default="peft",
+        help="peft: to load and to merge (default). vllm: where the output layer is the embedding,"
+        " keep it as LoRA; vLLM loads nothing else, and peft must not merge it",
+    )
+    verb.add_argument(
+        "--base-model",
+        metavar="NAME_OR_FOLDER",
+        help="what adapter_config.json calls the base model; by default its id on the hub, or the"
+        " folder that the service loaded it from",
+    )
+    add_settings(verb, (BY_NAME["data"],))
 
 
 def _add_merge(parser: Parser) -> None:
@@ -148,6 +171,7 @@ def _add_push(parser: Parser) -> None:
             f"--{name}-pattern", action="append", default=[], metavar="GLOB", help=summary
         )
     push.add_argument("--no-model-card", action="store_true", help="add no README.md")
+    _add_use(push)
 
 
 def _add_import(parser: Parser) -> None:

@@ -3,6 +3,9 @@
 Exported weights have addresses of their own. A training or sampler checkpoint is asked for as an
 archive; a service that makes none of a training checkpoint is made to export it: it is loaded into
 a new model, saved for export, fetched, and the export deleted again.
+
+Where the base model's output layer is its embedding, the folder gets the layer as a whole
+(`model_files/output_layer.py`), so that `peft` merges the adapter rightly.
 """
 
 from __future__ import annotations
@@ -10,19 +13,24 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import json
 import logging
 import pathlib
 from collections.abc import Iterator
 
+from tinsmith.checkpoints.format import ADAPTER_CONFIG
 from tinsmith.checkpoints.peft_names import give_peft_names
 from tinsmith.cli.connect import limit_s, rest_client, service_client, wait
-from tinsmith.cli.failures import CommandError, in_short
+from tinsmith.cli.failures import CommandError, in_short, require_numpy
 from tinsmith.cli.fetch import Addresses, Fetch
+from tinsmith.cli.local_models import model_cache
 from tinsmith.cli.output import Properties, show
 from tinsmith.cli.staging import Staging, exists_already
 from tinsmith.cli.unpack import unpack
 from tinsmith.client.rest import RestClient
-from tinsmith.errors import APIStatusError
+from tinsmith.errors import APIStatusError, BaseModelError, ValidationError
+from tinsmith.model_files.find import find_model
+from tinsmith.model_files.output_layer import fold_output_layer, is_of_tied_layer
 from tinsmith.observe.progress import Progress
 from tinsmith.observe.sizes import size_text
 from tinsmith.types.checkpoints import ParsedCheckpointTinkerPath
@@ -65,16 +73,46 @@ def download(
     rest = rest_client(arguments)
     with Staging(target, resume=resume) as staging:
         if ParsedCheckpointTinkerPath.from_tinker_path(path).checkpoint_type == "external":
-            size = _fetch(arguments, _exported(rest, arguments, path), staging)
+            _fetch(arguments, _exported(rest, arguments, path), staging)
         else:
-            size = _from_archive(arguments, rest, path, staging)
+            _from_archive(arguments, rest, path, staging)
+        _suit(arguments, staging.files)
+        size = sum(path.stat().st_size for path in staging.files.rglob("*") if path.is_file())
         staging.place(staging.files, replace=arguments.force)
     return size
 
 
+def _suit(arguments: argparse.Namespace, folder: pathlib.Path) -> None:
+    """Name the base model as asked, and make the adapter one that its user can merge."""
+    config = folder / ADAPTER_CONFIG
+    if not config.is_file():
+        return
+    fields = json.loads(config.read_text(encoding="utf-8"))
+    name = arguments.base_model or fields.get("base_model_name_or_path") or ""
+    if arguments.base_model:
+        fields["base_model_name_or_path"] = arguments.base_model
+        config.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    if arguments.use != "peft":
+        return
+    base = None
+    with contextlib.suppress(BaseModelError, ValidationError):
+        base = find_model(name, model_cache(arguments), may_fetch=False)
+    if not is_of_tied_layer(folder, base):
+        return
+    if base is None:
+        raise CommandError(
+            f"{name} has its embedding as output layer, so peft can merge this adapter only with "
+            "the base model's own weights, which are not on this machine",
+            remedy="--base-model FOLDER says where they are; --for vllm leaves the adapter as it "
+            "is, which peft can load but not merge",
+        )
+    require_numpy("folding in the output layer")
+    fold_output_layer(folder, base)
+
+
 def _from_archive(
     arguments: argparse.Namespace, rest: RestClient, path: str, staging: Staging
-) -> int:
+) -> None:
     def sign() -> tuple[dict[str, str], datetime.datetime | None]:
         signed = wait(rest.get_checkpoint_archive_url_from_tinker_path(path), arguments)
         return {ARCHIVE: signed.url}, signed.expires
@@ -90,24 +128,24 @@ def _from_archive(
                 remedy="training checkpoints (weights/…) can be exported and downloaded",
             ) from error
         with _export(arguments, rest, path) as addresses:
-            return _fetch(arguments, addresses, staging)
+            _fetch(arguments, addresses, staging)
+        return
     _fetch(arguments, addresses, staging)
     archive = (staging.files / ARCHIVE).rename(staging.folder / ARCHIVE)
     try:
         unpack(archive, staging.files)
         give_peft_names(staging.files)
-        return sum(path.stat().st_size for path in staging.files.rglob("*") if path.is_file())
     except BaseException:
         staging.clear()  # a broken archive is no better the next time
         raise
 
 
-def _fetch(arguments: argparse.Namespace, addresses: Addresses, staging: Staging) -> int:
+def _fetch(arguments: argparse.Namespace, addresses: Addresses, staging: Staging) -> None:
     if not addresses.names:
         raise CommandError("the checkpoint has no files")
     with Progress("Downloading", None, in_bytes=True, format_=arguments.format) as bar:
         fetch = Fetch(addresses, staging, bar, connections=arguments.connections)
-        return fetch.run()
+        fetch.run()
 
 
 def _exported(

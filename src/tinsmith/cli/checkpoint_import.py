@@ -13,6 +13,8 @@ import re
 import secrets
 from pathlib import Path
 
+import msgspec
+
 from tinsmith.checkpoints.format import Adapter, write_adapter
 from tinsmith.checkpoints.imported import read_foreign
 from tinsmith.checkpoints.manifest import Manifest
@@ -46,6 +48,7 @@ def run(arguments: argparse.Namespace) -> None:
     settings = loaded_settings(arguments).settings
     source = Path(arguments.folder)
     adapter = read_foreign(source, base_model=arguments.base_model)
+    adapter = _by_served_name(adapter, settings)
     _check_served(adapter, settings)
     name = arguments.name or _name_from(source)
     try:
@@ -54,6 +57,13 @@ def run(arguments: argparse.Namespace) -> None:
     except ValidationError as exc:
         raise UsageError(str(exc.args[0]), remedy=exc.remedy) from exc
     _show(arguments, path, adapter, manifest)
+
+
+def _by_served_name(adapter: Adapter, settings: ServiceSettings) -> Adapter:
+    """The adapter, with the service's own name for a base model that it has from a path or id."""
+    names = {model.path: model.name for model in reversed(settings.served_models)}
+    name = names.get(adapter.base_model, adapter.base_model)
+    return msgspec.structs.replace(adapter, base_model=name)
 
 
 def _check_served(adapter: Adapter, settings: ServiceSettings) -> None:

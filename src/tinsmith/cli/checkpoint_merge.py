@@ -71,7 +71,8 @@ def _adapter(arguments: argparse.Namespace) -> Adapter:
     )
     with tempfile.TemporaryDirectory() as parent:
         folder = pathlib.Path(parent) / "adapter"
-        arguments.connections = 8  # an option of `download` that this command does not have
+        # The options of `download` that this command does not have.
+        arguments.connections, arguments.use = 8, "vllm"
         download(arguments, path, folder, resume=False)
         return read_foreign(folder, base_model=info.base_model)
 

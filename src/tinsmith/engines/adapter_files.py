@@ -106,7 +106,7 @@ def check_base(models: Mapping[str, BaseModel], folder: Path, wanted: str) -> No
     if not saved:
         return
     first = known_model(models, wanted)
-    names = {first.name, first.alias_of or first.name}
+    names = {first.name, first.alias_of or first.name, first.source or first.name}
     known = models.get(saved)
     if saved not in names and (known is None or known.alias_of not in names):
         raise ValidationError(f"the checkpoint is one of {saved}, not of {wanted}")

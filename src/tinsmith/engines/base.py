@@ -73,6 +73,8 @@ class BaseModel(msgspec.Struct, frozen=True, kw_only=True):
     """The first name of the same model, if this is another one."""
     max_rank: int = 256
     takes_images: bool = False
+    source: str | None = None
+    """What other programs find it by: its id on the hub, or the folder that it was loaded from."""
 
 
 class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,7 +26,7 @@ from tinsmith.model_files.base import Tell
 from tinsmith.model_files.cache import ModelCache, tell_nobody
 from tinsmith.model_files.find import find_model
 from tinsmith.model_files.manifest import read_manifest
-from tinsmith.model_files.sources import known_name
+from tinsmith.model_files.sources import full_name, known_name
 
 ENGINES = ("embedded", "fake")
 LONGEST_NAME = 200
@@ -43,6 +43,8 @@ class ModelSource(msgspec.Struct, frozen=True):
     folder: str | None = None
     """Where its files are, once they were found."""
     tokenizer: str | None = None
+    hub_id: str | None = None
+    """What the hub calls it, if that is known."""
 
     @property
     def tokenizer_id(self) -> str:
@@ -109,7 +111,9 @@ def _with_folder(source: ModelSource, folder: Path) -> ModelSource:
     manifest = read_manifest(folder)
     is_of_hub = manifest is not None and "commit" in manifest.source
     tokenizer = manifest.name if manifest is not None and is_of_hub else str(folder)
-    return msgspec.structs.replace(source, folder=str(folder), tokenizer=tokenizer)
+    is_path = folder == Path(source.path).expanduser().absolute()
+    hub_id = manifest.name if manifest is not None else None if is_path else full_name(source.path)
+    return msgspec.structs.replace(source, folder=str(folder), tokenizer=tokenizer, hub_id=hub_id)
 
 
 def make_engine(
@@ -171,6 +175,7 @@ def _embedded(sources: Sequence[ModelSource], settings: EmbeddedSettings) -> Eng
             folder=Path(one.folder or one.path),
             tokenizer_id=one.tokenizer_id,
             alias_of=one.alias_of,
+            source=one.hub_id,
         )
         for one in sources
     ]

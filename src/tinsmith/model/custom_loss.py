@@ -107,9 +107,7 @@ class CustomLoss(Loss):
                 share = value / len(self._inputs) if name.endswith(":mean") else value
                 metrics[name] = metrics.get(name, 0.0) + share
         loss = math.fsum(losses)
-        return Evaluation(
-            loss, {LOSS: loss, TOKENS: float(self.targets.cells), **metrics}
-        )
+        return Evaluation(loss, {LOSS: loss, TOKENS: float(self.targets.cells), **metrics})
 
     def _run(self, index: int, lp: Tensor, *, with_slopes: bool) -> _Result:
         shape = self.targets.tokens[index].shape

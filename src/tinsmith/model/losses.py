@@ -187,7 +187,8 @@ class _FormulaLoss(Loss):
         assert weights_C is not None
         old_C = self._inputs.whole("logprobs")
         return Evaluation(
-            loss, {training_metrics.LOSS: loss, **_metrics(self.targets, weights_C, lp_C, old_C, terms)}
+            loss,
+            {training_metrics.LOSS: loss, **_metrics(self.targets, weights_C, lp_C, old_C, terms)},
         )
 
     def _all_terms(self, lp_C: Tensor) -> Terms:

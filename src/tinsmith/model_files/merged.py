@@ -165,7 +165,7 @@ def _write(
                 _copy(content, header, weight.entry, out)
             else:
                 base: Any = read_tensor(content, header, weight.source)
-                out.write(_merged(base, weight, scale))
+                out.write(merged_bytes(weight.name, base, weight.pair, scale, weight.entry.dtype))
 
 
 def _copy(content: BinaryIO, header: Header, entry: TensorEntry, out: BinaryIO) -> None:
@@ -180,18 +180,23 @@ def _copy(content: BinaryIO, header: Header, entry: TensorEntry, out: BinaryIO) 
         left -= len(piece)
 
 
-def _merged(base_OI: Floats, weight: _Weight, scale: float) -> memoryview:
-    """The bytes of a weight with its adapter added."""
+def merged_bytes(
+    name: str, base_OI: Floats, pair: LoraPair, scale: float, dtype: str
+) -> memoryview:
+    """The bytes of a weight with its adapter added, rounded to a type of safetensors.
+
+    Raises:
+        CheckpointFormatError: A number does not fit into the type.
+    """
     import numpy as np
 
-    assert weight.pair is not None
     with np.errstate(over="ignore", invalid="ignore"):  # what does not fit is refused below
-        added_OI = weight.pair.b.astype(np.float32) @ weight.pair.a.astype(np.float32)
+        added_OI = pair.b.astype(np.float32) @ pair.a.astype(np.float32)
         sum_OI = np.ascontiguousarray(base_OI.astype(np.float32) + np.float32(scale) * added_OI)
-        rounded: Any = sum_OI.astype(np.float16) if weight.entry.dtype == "F16" else sum_OI
+        rounded: Any = sum_OI.astype(np.float16) if dtype == "F16" else sum_OI
     if not np.isfinite(rounded).all():
-        raise CheckpointFormatError(f"{weight.name} has numbers that its type cannot hold")
-    if weight.entry.dtype == "BF16":
+        raise CheckpointFormatError(f"{name} has numbers that its type cannot hold")
+    if dtype == "BF16":
         rounded = bfloat16_bits(sum_OI)
     return memoryview(rounded.reshape(-1).view(np.uint8))
 

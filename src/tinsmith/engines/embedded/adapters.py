@@ -140,8 +140,23 @@ def fresh_adapter(spec: AdapterSpec, architecture: Architecture, device: str) ->
 # Files
 
 
-def save_adapter(adapter: Adapter, folder: Path, parts: Saved) -> None:
-    """Write an adapter into an empty folder."""
+def save_adapter(
+    adapter: Adapter,
+    folder: Path,
+    parts: Saved,
+    *,
+    base_model: str | None = None,
+    ties_embeddings: bool = False,
+) -> None:
+    """Write an adapter into an empty folder.
+
+    Args:
+        adapter: What to write.
+        folder: Where to.
+        parts: Which files, besides the weights.
+        base_model: What other programs find the base model by; None for the name it is served by.
+        ties_embeddings: Whether its output layer is its embedding.
+    """
     spec, layout = adapter.spec, adapter.layout
     layers = {
         module: files.LoraPair(_array(a_RI), _array(b_OR))
@@ -149,7 +164,13 @@ def save_adapter(adapter: Adapter, folder: Path, parts: Saved) -> None:
     }
     files.write_adapter(
         folder,
-        files.Adapter(base_model=spec.base_model, rank=spec.lora.rank, alpha=ALPHA, layers=layers),
+        files.Adapter(
+            base_model=base_model or spec.base_model,
+            rank=spec.lora.rank,
+            alpha=ALPHA,
+            layers=layers,
+        ),
+        ties_embeddings=ties_embeddings,
     )
     if not parts & (Saved.OPTIMIZER | Saved.GRADIENTS):
         return

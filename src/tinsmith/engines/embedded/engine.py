@@ -210,7 +210,15 @@ class EmbeddedEngine(Engine):
             return self._adapters[adapter_id].as_it_is()
 
         as_it_was = await self._on_thread(run)
-        await asyncio.to_thread(files.save_adapter, as_it_was, folder, parts)
+        model = self._model(as_it_was.spec.base_model)
+        await asyncio.to_thread(
+            files.save_adapter,
+            as_it_was,
+            folder,
+            parts,
+            base_model=model.source or model.name,
+            ties_embeddings=self._transformers[model.name].architecture.ties_embeddings,
+        )
 
     async def drop_adapter(self, adapter_id: AdapterId) -> None:
         """`Engine.drop_adapter`."""
@@ -291,4 +299,5 @@ def _base_model(given: EmbeddedModel, architecture: Architecture) -> BaseModel:
         tokenizer_id=given.tokenizer_id or str(given.folder),
         architecture=architecture.name,
         alias_of=given.alias_of,
+        source=given.source or str(given.folder),
     )

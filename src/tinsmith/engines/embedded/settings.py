@@ -22,6 +22,8 @@ class EmbeddedModel(msgspec.Struct, frozen=True, kw_only=True):
     """With `config.json` and safetensors. Models of one folder are loaded once."""
     tokenizer_id: str | None = None
     alias_of: str | None = None
+    source: str | None = None
+    """What other programs find it by; None for the folder."""
 
 
 class EmbeddedSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -81,8 +81,10 @@ async def finish_import(call: Call) -> FinishImportResponse:
 async def _base_model(call: Call, found: Import) -> str:
     """The base model by our name: the one that was asked for, else the one in the settings."""
     config = await call.service.store_threads.run(found.config)
-    given = found.request.base_model or config.get("base_model_name_or_path")
-    model = base_model(call, str(given or ""), "base_model_name_or_path in adapter_config.json")
+    given = str(found.request.base_model or config.get("base_model_name_or_path") or "")
+    by_source = {one.source: one.name for one in call.parts.base_models.values()}
+    name = given if given in call.parts.base_models else by_source.get(given, given)
+    model = base_model(call, name, "base_model_name_or_path in adapter_config.json")
     rank, most = config.get("r"), model.max_rank
     if isinstance(rank, int) and rank > most:
         raise BadRequestError(f"the adapter has rank {shown(rank)}; it may have {most}")
