@@ -25,6 +25,7 @@ from tinsmith.errors import ValidationError, shown
 from tinsmith.model_files.base import Tell
 from tinsmith.model_files.cache import ModelCache, tell_nobody
 from tinsmith.model_files.find import find_model
+from tinsmith.model_files.hub_cache import cached_model
 from tinsmith.model_files.manifest import read_manifest
 from tinsmith.model_files.sources import known_name
 
@@ -107,8 +108,11 @@ def find_models(
 
 def _with_folder(source: ModelSource, folder: Path) -> ModelSource:
     manifest = read_manifest(folder)
-    is_of_hub = manifest is not None and "commit" in manifest.source
-    tokenizer = manifest.name if manifest is not None and is_of_hub else str(folder)
+    if manifest is None:  # the user's own, or of the hub's own cache
+        is_of_hub = folder == cached_model(known_name(source.path))
+        tokenizer = known_name(source.path) if is_of_hub else str(folder)
+    else:
+        tokenizer = manifest.name if "commit" in manifest.source else str(folder)
     return msgspec.structs.replace(source, folder=str(folder), tokenizer=tokenizer)
 
 
