@@ -166,6 +166,43 @@ def check_installed(name: str) -> None:
         )
 
 
+def check_device(device: str) -> None:
+    """Look whether CUDA can be there, if it is asked for; loads no PyTorch, which takes seconds.
+
+    Raises:
+        ValidationError: It cannot. That it is there after all, the engine finds out.
+    """
+    if device != "cuda":
+        return
+    remedy = "leave --device out, and the best that there is is used"
+    if not _is_built_for_gpus():
+        raise ValidationError(
+            "device is cuda, and the PyTorch that is installed is built for CPUs alone",
+            remedy=f"install a CUDA build (https://pytorch.org/get-started/locally/); or {remedy}",
+        )
+    if not any(Path(one).exists() for one in _GPU_DEVICES):
+        raise ValidationError(
+            "device is cuda, and this machine has no GPU, or none whose driver is loaded",
+            remedy=f"see what `nvidia-smi` says; or {remedy}",
+        )
+
+
+_GPU_DEVICES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd", "/dev/nvmap")
+"""One of them is there where a driver is: on Linux, in WSL, with ROCm, on Jetson boards."""
+
+
+def _is_built_for_gpus() -> bool:
+    """What PyTorch's own list of versions says; True where that cannot be read."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return True  # that it is missing is told by `check_installed`
+    try:
+        versions = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        return True
+    return re.search(r"^(cuda|hip|rocm)\b.*=\s*['\"]", versions, re.MULTILINE) is not None
+
+
 def _embedded(sources: Sequence[ModelSource], settings: EmbeddedSettings) -> Engine:
     from tinsmith.engines.embedded.engine import EmbeddedEngine
 

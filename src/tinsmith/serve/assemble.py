@@ -22,7 +22,7 @@ import msgspec
 from tinsmith.checkpoints.base import CheckpointStore
 from tinsmith.checkpoints.registry import open_store
 from tinsmith.engines.base import BaseModel, Engine
-from tinsmith.engines.registry import make_engine
+from tinsmith.engines.registry import check_device, make_engine
 from tinsmith.errors import EngineLostError, ValidationError
 from tinsmith.ledger.base import Ledger
 from tinsmith.ledger.recovery import names_files
@@ -142,6 +142,8 @@ class Service:
         Raises:
             TinkerError: A part cannot be opened; the message says which and why.
         """
+        if settings.engine == "embedded" and not is_record_only:
+            check_device(settings.device)  # before a model is fetched
         make_folder(settings.data)
         async with contextlib.AsyncExitStack() as opened:
             ledger = await opened.enter_async_context(
