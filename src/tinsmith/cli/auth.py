@@ -130,15 +130,18 @@ def logout(arguments: argparse.Namespace) -> None:
 
 def status(arguments: argparse.Namespace) -> int:
     """Say whether a credential is at hand and whether the service accepts it."""
-    from tinsmith.cli.connect import limit_s, service_client
+    from tinsmith.cli.connect import limit_s, service_client, settings
     from tinsmith.cli.failures import FAILED, SIGN_IN, report
     from tinsmith.cli.output import show
+    from tinsmith.client.auth import static_key
     from tinsmith.errors import TinkerError
 
     has_credential, problem = False, None
     try:
-        with service_client(arguments) as client:  # raises where there is no credential
-            has_credential = True
+        with service_client(arguments) as client:
+            chosen = settings(arguments)
+            has_command = chosen.credential_command is not None
+            has_credential = has_command or static_key(chosen) is not None
             client.get_server_capabilities(timeout=limit_s(arguments))
     except TinkerError as error:
         problem = error

@@ -38,7 +38,8 @@ def run(arguments: argparse.Namespace) -> None:
     parsed = ParsedCheckpointTinkerPath.from_tinker_path(path)
     hub = _hub()
     info: WeightsInfoResponse = wait(
-        rest_client(arguments).get_weights_info_by_tinker_path(path), arguments
+        rest_client(arguments, is_record_only=False).get_weights_info_by_tinker_path(path),
+        arguments,
     )
     repository = arguments.repo or hub_name(
         f"tinker-{info.base_model.rpartition('/')[2]}-{parsed.training_run_id}"

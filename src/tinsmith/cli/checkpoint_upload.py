@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> None:
         TinkerError: There is no adapter in the folder, or the service does not take it.
     """
     folder = Path(arguments.folder)
-    client = rest_client(arguments)
+    client = rest_client(arguments, is_record_only=False)
     files = [folder / name for name in IMPORTED_FILES]
     total = sum(file.stat().st_size for file in files if file.is_file())
 

@@ -33,17 +33,29 @@ CALL_TIMEOUT_S = 60.0
 FIRST_CONTACT_S = 5.0
 
 
-def rest_client(arguments: argparse.Namespace) -> RestClient:
-    """A client for runs, checkpoints and sessions; it opens no session of its own."""
+def rest_client(arguments: argparse.Namespace, *, is_record_only: bool = True) -> RestClient:
+    """A client for runs, checkpoints and sessions; it opens no session of its own.
+
+    Args:
+        arguments: Of the command.
+        is_record_only: Whether the command ends soon, and needs no model of an embedded service.
+    """
+    from tinsmith.client.embedding import ask_for_record_only
     from tinsmith.client.rest import RestClient
 
+    if is_record_only:
+        ask_for_record_only()
+        _check_record(arguments)
     return RestClient(_lease(arguments))
 
 
 def admin_client(arguments: argparse.Namespace) -> AdminClient:
     """A client for usage and storage."""
     from tinsmith.client.admin import AdminClient
+    from tinsmith.client.embedding import ask_for_record_only
 
+    ask_for_record_only()
+    _check_record(arguments)
     return AdminClient(_lease(arguments))
 
 
@@ -51,16 +63,15 @@ def service_client(arguments: argparse.Namespace) -> ServiceClient:
     """A client that trains and samples; use it with `with`, so that its session is finished."""
     from tinsmith.client.service import ServiceClient
 
-    url = settings(arguments).base_url  # embedded only where it is named
-    return ServiceClient(base_url=url, retry=_patience(arguments))
+    return ServiceClient(base_url=settings(arguments).base_url, retry=_patience(arguments))
 
 
 def settings(arguments: argparse.Namespace, **fields: Any) -> ClientSettings:
-    """The settings of a command's client."""
-    from tinsmith.client.auth import address_of_login
+    """The settings of a command's client, which finds its service as `ServiceClient` does."""
+    from tinsmith.client.embedding import chosen_url
 
     _listen_to_log(arguments)
-    url = arguments.base_url or address_of_login(os.environ)
+    url = chosen_url(arguments.base_url, fields.get("api_key"))
     return settings_from(base_url=url, retry=_patience(arguments), **fields)
 
 
@@ -89,6 +100,29 @@ def wait(future: APIFuture[T], arguments: argparse.Namespace, most_s: float = CA
             raise
         future.cancel()
         raise APITimeoutError(f"{future.what}: no answer within {longest_s:g} s") from exc
+
+
+def _check_record(arguments: argparse.Namespace) -> None:
+    """Make no data folder for whoever has only forgotten to say where the service is.
+
+    Raises:
+        CommandError: Nothing says where it is, and nothing was trained here.
+    """
+    from tinsmith.cli.failures import SIGN_IN, CommandError
+    from tinsmith.client.embedding import chosen_url
+    from tinsmith.client.settings import EMBEDDED
+
+    is_named = EMBEDDED in (arguments.base_url, os.environ.get("TINKER_BASE_URL"))
+    if is_named or chosen_url(arguments.base_url, None) != EMBEDDED:
+        return
+    from tinsmith.serve.loading import load_settings
+
+    data = load_settings().settings.data
+    if not data.is_dir():
+        raise CommandError(
+            f"no service is named, and nothing was trained here yet: there is no folder {data}",
+            remedy=SIGN_IN,
+        )
 
 
 def _lease(arguments: argparse.Namespace) -> SessionLease:

@@ -9,6 +9,7 @@ from tinsmith.serve.options import BY_NAME
 TYPE_CHECKING = False  # loading `typing` takes longer than all of a help
 if TYPE_CHECKING:
     import argparse
+    from pathlib import Path
 
 EPILOG = """\
 It starts a service of its own on a free port, trains SmolLM2-135M-Instruct (fetched on first use,
@@ -42,12 +43,13 @@ def run(arguments: argparse.Namespace) -> None:
     from tinsmith.observe.progress import Progress
 
     _check_installed()
+    out = Path(arguments.out).absolute()
+    _check_writable(out)
     name = arguments.model or DEFAULT_MODEL
     with Progress(name, None, in_bytes=True, format_=arguments.format) as bar:
         folder = find_model(name, model_cache(arguments), tell=telling(bar, name))
     if Path(name).is_dir():
         name = folder.name  # a path cannot be what a service calls a model
-    out = Path(arguments.out).absolute()
     shutil.rmtree(out / DATA, ignore_errors=True)  # of an earlier demo
     run_demo(
         DemoSettings(
@@ -58,6 +60,23 @@ def run(arguments: argparse.Namespace) -> None:
             seed=arguments.seed,
         )
     )
+
+
+def _check_writable(out: Path) -> None:
+    """Before minutes of work whose results could not be kept."""
+    import tempfile
+
+    from tinsmith.cli.failures import CommandError
+
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as exc:
+        raise CommandError(
+            f"{out} cannot be written to: {exc.strerror or exc}",
+            remedy="name another folder with --out",
+        ) from exc
 
 
 def _check_installed() -> None:

@@ -23,8 +23,8 @@ FAILED = 1
 WRONG_USAGE = 2
 
 SIGN_IN = (
-    "run `tinsmith auth login`, or set TINKER_API_KEY; --base-url embedded needs none, and a "
-    "service without keys takes any that begins with tml-"
+    "run `tinsmith auth login`, or set TINKER_BASE_URL and TINKER_API_KEY; "
+    "--base-url embedded needs no key, nor does a service on this machine that has none"
 )
 
 # What a status means in a word, and what to do about it where the error itself does not say.

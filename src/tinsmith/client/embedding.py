@@ -60,13 +60,19 @@ class Provider(Protocol):
     """What `PROVIDER` has."""
 
     def place(
-        self, *, lost: Place | None = None, is_asked_for: bool = True
+        self,
+        *,
+        lost: Place | None = None,
+        is_asked_for: bool = True,
+        is_record_only: bool = False,
     ) -> concurrent.futures.Future[Any]:
         """The `Place` of the service, which is started if nobody runs it. Returns at once.
 
         Args:
             lost: Where it was, if it does not answer there any more.
             is_asked_for: Whether the user named it; else the log says so more loudly.
+            is_record_only: Whether what is on record is all that is asked for: then no model is
+                loaded, and other processes wait until this one ends.
         """
         ...
 
@@ -81,6 +87,8 @@ class _Choices:
     is_taken = False
     is_implied = False
     """Whether it was taken without being named."""
+    is_record_only = False
+    """Whether this process asks only for what is on record."""
 
 
 _choices = _Choices()
@@ -121,6 +129,14 @@ def chosen_url(
     return EMBEDDED
 
 
+def ask_for_record_only() -> None:
+    """Say that this process asks only for what is on record: it loads no model.
+
+    For commands, which end soon. A service that another process runs is used as ever.
+    """
+    _choices.is_record_only = True
+
+
 def is_installed(packages: Iterable[str]) -> bool:
     """Whether packages are there; loads none of them."""
     return all(importlib.util.find_spec(name) is not None for name in packages)
@@ -135,7 +151,11 @@ async def find_place(lost: Place | None = None) -> Place:
     """
     _end_with_interpreter()  # also for a command, which has named the service and not chosen it
     provider: Provider = await asyncio.to_thread(_load)
-    found = provider.place(lost=lost, is_asked_for=not _choices.is_implied)
+    found = provider.place(
+        lost=lost,
+        is_asked_for=not _choices.is_implied,
+        is_record_only=_choices.is_record_only,
+    )
     # Shielded: others wait for it too, and one that gives up must not end it for them.
     place: Place = await asyncio.shield(asyncio.wrap_future(found))
     return place

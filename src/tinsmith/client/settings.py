@@ -166,9 +166,9 @@ def proxy_of_environment(url: str) -> str | None:
     """
     if url == EMBEDDED:
         return None
-    parts = base_url_parts(url)
-    if _is_loopback(parts.host):
+    if is_loopback(url):
         return None
+    parts = base_url_parts(url)
     has_system_settings = sys.platform in ("darwin", "win32")
     if not has_system_settings and not any(name.lower().endswith("_proxy") for name in os.environ):
         return None
@@ -179,7 +179,11 @@ def proxy_of_environment(url: str) -> str | None:
     return urllib.request.getproxies().get(parts.scheme)
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(url: str) -> bool:
+    """Whether an address is one of this machine, which nobody else can reach."""
+    if url == EMBEDDED:
+        return True
+    host = base_url_parts(url).host
     return host == "localhost" or host == "::1" or host.startswith("127.")
 
 

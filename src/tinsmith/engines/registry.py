@@ -25,8 +25,9 @@ from tinsmith.errors import ValidationError, shown
 from tinsmith.model_files.base import Tell
 from tinsmith.model_files.cache import ModelCache, tell_nobody
 from tinsmith.model_files.find import find_model
+from tinsmith.model_files.hub_cache import cached_model
 from tinsmith.model_files.manifest import read_manifest
-from tinsmith.model_files.sources import full_name, known_name
+from tinsmith.model_files.sources import known_name
 
 ENGINES = ("embedded", "fake")
 LONGEST_NAME = 200
@@ -109,10 +110,13 @@ def find_models(
 
 def _with_folder(source: ModelSource, folder: Path) -> ModelSource:
     manifest = read_manifest(folder)
-    is_of_hub = manifest is not None and "commit" in manifest.source
-    tokenizer = manifest.name if manifest is not None and is_of_hub else str(folder)
-    is_path = folder == Path(source.path).expanduser().absolute()
-    hub_id = manifest.name if manifest is not None else None if is_path else full_name(source.path)
+    if manifest is None:  # the user's own, or of the hub's own cache
+        is_of_hub = folder == cached_model(known_name(source.path))
+        hub_id = known_name(source.path) if is_of_hub else None
+    else:
+        is_of_hub = "commit" in manifest.source
+        hub_id = manifest.name
+    tokenizer = hub_id if is_of_hub else str(folder)
     return msgspec.structs.replace(source, folder=str(folder), tokenizer=tokenizer, hub_id=hub_id)
 
 
@@ -164,6 +168,43 @@ def check_installed(name: str) -> None:
             f"the engine {name!r} needs {package}, which is not installed",
             remedy=f"pip install 'tinsmith[{extra}]'",
         )
+
+
+def check_device(device: str) -> None:
+    """Look whether CUDA can be there, if it is asked for; loads no PyTorch, which takes seconds.
+
+    Raises:
+        ValidationError: It cannot. That it is there after all, the engine finds out.
+    """
+    if device != "cuda":
+        return
+    remedy = "leave --device out, and the best that there is is used"
+    if not _is_built_for_gpus():
+        raise ValidationError(
+            "device is cuda, and the PyTorch that is installed is built for CPUs alone",
+            remedy=f"install a CUDA build (https://pytorch.org/get-started/locally/); or {remedy}",
+        )
+    if not any(Path(one).exists() for one in _GPU_DEVICES):
+        raise ValidationError(
+            "device is cuda, and this machine has no GPU, or none whose driver is loaded",
+            remedy=f"see what `nvidia-smi` says; or {remedy}",
+        )
+
+
+_GPU_DEVICES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd", "/dev/nvmap")
+"""One of them is there where a driver is: on Linux, in WSL, with ROCm, on Jetson boards."""
+
+
+def _is_built_for_gpus() -> bool:
+    """What PyTorch's own list of versions says; True where that cannot be read."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return True  # that it is missing is told by `check_installed`
+    try:
+        versions = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        return True
+    return re.search(r"^(cuda|hip|rocm)\b.*=\s*['\"]", versions, re.MULTILINE) is not None
 
 
 def _embedded(sources: Sequence[ModelSource], settings: EmbeddedSettings) -> Engine:

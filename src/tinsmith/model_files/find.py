@@ -7,13 +7,14 @@ from pathlib import Path
 from tinsmith.errors import BaseModelFormatError, BaseModelNotFoundError, ValidationError
 from tinsmith.model_files.base import Tell
 from tinsmith.model_files.cache import ModelCache, tell_nobody
+from tinsmith.model_files.hub_cache import cached_model
 from tinsmith.model_files.sources import full_name, sources_of
 
 
 def find_model(
     name: str, cache: ModelCache, *, may_fetch: bool = True, tell: Tell = tell_nobody
 ) -> Path:
-    """The folder of a base model: a local one, else the cache's, else it is fetched.
+    """The folder of a base model: a local one, one of our cache or of the hub's, else fetched.
 
     Args:
         name: A path, or a name as on the hub. A folder of that name goes before the hub's model.
@@ -35,7 +36,7 @@ def find_model(
         raise BaseModelFormatError(f"the folder {folder} has no config.json; it is no model")
     if is_path:
         raise BaseModelNotFoundError(f"there is no folder {name}")
-    found = cache.find(name)
+    found = cache.find(name) or cached_model(full_name(name))
     if found is None and may_fetch:
         found = cache.pull(name, sources_of(full_name(name)), tell=tell)
     if found is None:

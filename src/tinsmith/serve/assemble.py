@@ -22,7 +22,7 @@ import msgspec
 from tinsmith.checkpoints.base import CheckpointStore
 from tinsmith.checkpoints.registry import open_store
 from tinsmith.engines.base import BaseModel, Engine
-from tinsmith.engines.registry import make_engine
+from tinsmith.engines.registry import check_device, make_engine
 from tinsmith.errors import EngineLostError, ValidationError
 from tinsmith.ledger.base import Ledger
 from tinsmith.ledger.recovery import names_files
@@ -115,6 +115,7 @@ class Service:
         loop = asyncio.get_running_loop()
         loop.set_default_executor(ThreadPoolExecutor(IO_THREADS, "tinsmith-io"))
         self._lost: asyncio.Future[EngineLostError] = loop.create_future()
+        self._has_begun = False
         self._is_closed = False
 
     @classmethod
@@ -123,6 +124,7 @@ class Service:
         settings: ServiceSettings,
         *,
         is_private: bool = False,
+        is_record_only: bool = False,
         tell: Callable[[str], None] = _tell_nobody,
     ) -> Self:
         """Open everything, and begin to recover and to work in the background.
@@ -133,17 +135,22 @@ class Service:
         Args:
             settings: All that can be set.
             is_private: Whether only the owner of the data folder can reach it, who needs no key.
+            is_record_only: Whether to answer what is on record and to run nothing: no model is
+                fetched or loaded, and nothing that waits is done.
             tell: Called with what is being waited for, in words, from any thread.
 
         Raises:
             TinkerError: A part cannot be opened; the message says which and why.
         """
+        if settings.engine == "embedded" and not is_record_only:
+            check_device(settings.device)  # before a model is fetched
         make_folder(settings.data)
         async with contextlib.AsyncExitStack() as opened:
             ledger = await opened.enter_async_context(
                 await open_ledger(settings.database, retention=settings.retention)
             )
-            await ledger.take_work()
+            if not is_record_only:
+                await ledger.take_work()
             if not is_private:
                 await _check_reach(settings, ledger)
             store = await asyncio.to_thread(
@@ -153,23 +160,29 @@ class Service:
                 must_exist=await names_files(ledger),
             )
             opened.callback(store.close)
-            models = await fetched_models(settings, tell)
-            with loading(models, settings, tell):
-                engine = make_engine(
-                    settings.engine,
-                    models,
-                    settings.embedded,
-                    has_own_process=settings.has_engine_process,
-                )
+            if is_record_only:
+                engine = make_engine("fake", settings.served_models, settings.embedded)
                 await opened.enter_async_context(engine)
+            else:
+                models = await fetched_models(settings, tell)
+                with loading(models, settings, tell):
+                    engine = make_engine(
+                        settings.engine,
+                        models,
+                        settings.embedded,
+                        has_own_process=settings.has_engine_process,
+                    )
+                    await opened.enter_async_context(engine)
             spans = open_spans(settings.otel_endpoint)
             service = cls(settings, ledger, store, engine, spans, is_private=is_private)
             await service.free_space.look()
             opened.pop_all()
-        service._begin()
+        if not is_record_only:
+            service._begin()
         return service
 
     def _begin(self) -> None:
+        self._has_begun = True
         sessions = self.app.service.sessions
         self._start("scheduler", self._work)
         self._start("endings", sessions.finish_endings)
@@ -220,7 +233,8 @@ class Service:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._working.close(self._settings.drain_s)
+        if self._has_begun:
+            await self._working.close(self._settings.drain_s)
         await self._engine.close()
         await asyncio.to_thread(self.store.close)
         await self.ledger.close()

@@ -45,14 +45,14 @@ CLOSING_S = 15.0
 
 
 def place(
-    *, lost: Place | None = None, is_asked_for: bool = True
+    *, lost: Place | None = None, is_asked_for: bool = True, is_record_only: bool = False
 ) -> concurrent.futures.Future[Place]:
     """As `client.embedding.Provider.place`.
 
     Raises:
         ClosedError: The interpreter is about to end.
     """
-    return _host.place(lost, is_asked_for)
+    return _host.place(lost, is_asked_for, is_record_only)
 
 
 def close() -> None:
@@ -78,12 +78,14 @@ class _Host:
         self._of_parents: list[_Stay] = []
         self._is_exiting = False
 
-    def place(self, lost: Place | None, is_asked_for: bool) -> concurrent.futures.Future[Place]:
+    def place(
+        self, lost: Place | None, is_asked_for: bool, is_record_only: bool
+    ) -> concurrent.futures.Future[Place]:
         with self._lock:
             if self._stay is None or self._stay.is_over(lost):
                 if self._is_exiting:
                     raise ClosedError("the interpreter is about to end, and the service with it")
-                self._stay = _Stay(is_asked_for)
+                self._stay = _Stay(is_asked_for, is_record_only)
                 self._stay.begin()
             return self._stay.found
 
@@ -110,9 +112,10 @@ class _Host:
 class _Stay:
     """One start of the service, or one finding of it elsewhere, until its end."""
 
-    def __init__(self, is_asked_for: bool) -> None:
+    def __init__(self, is_asked_for: bool, is_record_only: bool) -> None:
         self.found: concurrent.futures.Future[Place] = concurrent.futures.Future()
         self._is_asked_for = is_asked_for
+        self._is_record_only = is_record_only
         self._thread = threading.Thread(target=self._run, name="tinsmith-service", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
@@ -177,17 +180,22 @@ class _Stay:
             with socket_path(settings.data) as path, _named_owner():
                 # Addresses in answers lead to the socket: there is no port.
                 settings = msgspec.structs.replace(settings, public_url=socket_url(path))
-                self._tell(
-                    "the service runs in this process: engine %s, %s, data in %s",
-                    settings.engine,
-                    ", ".join(model.name for model in settings.served_models),
-                    settings.data,
+                if not self._is_record_only:
+                    self._tell(
+                        "the service runs in this process: engine %s, %s, data in %s",
+                        settings.engine,
+                        ", ".join(model.name for model in settings.served_models),
+                        settings.data,
+                    )
+                opening = Service.open(
+                    settings, is_private=True, is_record_only=self._is_record_only
                 )
                 async with (
-                    await Service.open(settings, is_private=True) as service,
+                    await opening as service,
                     listening(service.app.answer, path) as self._socket,
                 ):
-                    held.tell(path)
+                    if not self._is_record_only:  # else others wait: they may want to train
+                        held.tell(path)
                     self.found.set_result(HerePlace(service.app, self._loop))
                     try:
                         raise await service.wait_lost()

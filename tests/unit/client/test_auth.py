@@ -126,7 +126,9 @@ def test_no_credential_at_all_says_what_to_do(
     monkeypatch.setenv("HOME", str(tmp_path))
 
     with pytest.raises(AuthenticationError, match="TINKER_API_KEY"):
-        Credentials(some_settings())
+        Credentials(settings_from(base_url="http://elsewhere.invalid", environment={}))
+    for local in ("http://127.0.0.1:1", "https://localhost", "http://[::1]:8000", "embedded"):
+        assert Credentials(settings_from(base_url=local, environment={})).current() == ""
 
 
 # The command

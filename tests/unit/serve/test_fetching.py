@@ -49,6 +49,7 @@ def test_how_far_a_download_is_is_told_and_logged(
         return sources
 
     monkeypatch.setattr(fetching, "find_models", fetch)
+    monkeypatch.setenv("TINSMITH_HOME", str(tmp_path))
     told: list[str] = []
     settings = ServiceSettings(data=tmp_path, models=("a/b",))
     with caplog.at_level(logging.INFO):

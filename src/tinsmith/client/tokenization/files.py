@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from tinsmith.client.tokenization.names import TABLE_VARIABLE, TokenizerSource, directory_of
 from tinsmith.client.tokenization.single_flight import SingleFlightCache
 from tinsmith.errors import TokenizerError
+from tinsmith.model_files.hub_cache import cached_snapshot
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
@@ -104,13 +105,7 @@ def find_files(source: TokenizerSource) -> Path:
 
 def in_hub_cache(source: TokenizerSource) -> Path | None:
     """The snapshot that the hub's cache holds of this revision, if it has a tokenizer."""
-    repository = hub_cache() / ("models--" + source.id.replace("/", "--"))
-    revision = source.revision or "main"
-    try:
-        commit = (repository / "refs" / revision).read_text(encoding="utf-8").strip()
-    except OSError:
-        commit = revision
-    snapshot = repository / "snapshots" / commit
+    snapshot = cached_snapshot(source.id, source.revision)
     return snapshot if (snapshot / TOKENIZER_FILE).is_file() else None
 
 
@@ -122,21 +117,11 @@ def in_model_cache(source: TokenizerSource) -> Path | None:
     parts = source.id.split("/")
     if source.revision is not None or not all(part.strip(".") for part in parts):
         return None
-    home = Path(os.environ.get("TINSMITH_HOME") or "~/.tinsmith").expanduser()
-    folder = home.joinpath("models", *parts)
-    return folder if (folder / TOKENIZER_FILE).is_file() else None
-
-
-def hub_cache() -> Path:
-    """Where the hub's own library keeps what it fetched, by the variables it reads."""
-    environment = os.environ
-    for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
-        if environment.get(variable):
-            return Path(environment[variable]).expanduser()
-    if environment.get("HF_HOME"):
-        return Path(environment["HF_HOME"]).expanduser() / "hub"
-    cache = environment.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "huggingface" / "hub"
+    for home in (os.environ.get("TINSMITH_HOME"), "~/.tinsmith"):
+        folder = Path(home or "~/.tinsmith").expanduser().joinpath("models", *parts)
+        if (folder / TOKENIZER_FILE).is_file():
+            return folder
+    return None
 
 
 def _from_hub(source: TokenizerSource) -> Path:

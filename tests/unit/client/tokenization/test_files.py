@@ -13,12 +13,12 @@ from tinsmith.client.tokenization import files as tokenizer_files
 from tinsmith.client.tokenization.files import (
     TokenizerParts,
     find_files,
-    hub_cache,
     in_model_cache,
     read_parts,
 )
 from tinsmith.client.tokenization.names import TokenizerSource
 from tinsmith.errors import TokenizerError
+from tinsmith.model_files.hub_cache import hub_cache
 
 COMMIT = "c0ffee"
 

@@ -1,0 +1,116 @@
+"""Commands where nothing is set: they find the service that `ServiceClient()` would."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.e2e.embedded.programs import ENDS_WITHIN_S, environment, run, running
+from tests.e2e.service.served import serving
+
+TRAIN = """
+training = tinsmith.ServiceClient().create_lora_training_client(MODEL, rank=8, seed=1)
+step(training)
+say(training.model_id)
+say(training.save_state("one").result().path)
+"""
+
+
+def command(home: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run `tinsmith` to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "tinsmith", *words],
+        env=environment(home, **more),
+        capture_output=True,
+        text=True,
+        timeout=ENDS_WITHIN_S,
+        check=False,
+    )
+
+
+def test_commands_show_what_a_program_that_set_nothing_has_trained(tmp_path: Path) -> None:
+    """With no model loaded: one that cannot be had keeps nobody from a listing."""
+    model_id, path = run(TRAIN, tmp_path).stdout.split()
+
+    listed = command(
+        tmp_path,
+        *("run", "list", "-f", "json"),
+        TINSMITH_SERVE_ENGINE="embedded",
+        TINSMITH_SERVE_MODELS="mine=/no/such/folder",
+    )
+    found = command(tmp_path, "checkpoint", "list", "-f", "json")
+    deleted = command(tmp_path, "checkpoint", "delete", path, "--yes")
+
+    assert listed.returncode == 0, listed.stderr
+    assert [one["training_run_id"] for one in json.loads(listed.stdout)["runs"]] == [model_id]
+    assert [one["tinker_path"] for one in json.loads(found.stdout)["checkpoints"]] == [path]
+    assert deleted.returncode == 0, deleted.stderr
+    assert listed.stderr == found.stderr == ""
+
+
+def test_commands_reach_the_service_of_a_program_that_still_runs(tmp_path: Path) -> None:
+    with running(TRAIN + "input()\nsay(step(training))", tmp_path) as program:
+        model_id = program.hears()
+        program.hears()
+
+        listed = command(tmp_path, "run", "list", "-f", "json")
+        program.go_on()
+
+        assert [one["training_run_id"] for one in json.loads(listed.stdout)["runs"]] == [model_id]
+        assert float(program.hears()) > 0
+        assert program.ends() == 0
+
+
+def test_a_command_that_asks_for_records_makes_no_data_folder(tmp_path: Path) -> None:
+    """Whoever forgot to say where the service is wants to know that."""
+    ended = command(tmp_path, "run", "list")
+
+    assert ended.returncode == 1
+    assert "TINKER_BASE_URL" in ended.stderr
+    assert not (tmp_path / ".tinsmith").exists()
+
+
+def test_a_service_on_this_machine_that_has_no_keys_needs_none(tmp_path: Path) -> None:
+    """In commands and in programs alike; one that has keys says that it wants one."""
+    home = tmp_path / "home"
+    home.mkdir()
+    with serving(tmp_path / "service") as served:
+        listed = command(home, "model", "list", "-f", "json", "--base-url", served.base_url)
+        runs = command(home, "run", "list", TINKER_BASE_URL=served.base_url)
+        program = run(
+            f"""
+with tinsmith.ServiceClient(base_url={served.base_url!r}) as client:
+    training = client.create_lora_training_client({served_model(listed)!r}, rank=8)
+    say(step(training))
+""",
+            home,
+        )
+        key = command(
+            home, "key", "create", "--name", "mine", "--data", str(served.folder / "data")
+        )
+        refused = command(home, "run", "list", "--base-url", served.base_url)
+
+    assert runs.returncode == 0, runs.stderr
+    assert float(program.stdout) > 0
+    assert key.returncode == 0, key.stderr
+    assert refused.returncode == 1
+    assert "there is no API key" in refused.stderr
+    assert "tinsmith auth login" in refused.stderr
+
+
+def served_model(listed: subprocess.CompletedProcess[str]) -> str:
+    """The first model of a listing."""
+    assert listed.returncode == 0, listed.stderr
+    name: str = json.loads(listed.stdout)["models"][0]["model_name"]
+    return name
+
+
+def test_a_folder_that_another_service_has_is_told_with_the_way_out(tmp_path: Path) -> None:
+    with serving(tmp_path / "service") as served:
+        ended = command(tmp_path, "run", "list", TINSMITH_HOME=str(served.folder / "data"))
+
+    assert ended.returncode == 1
+    assert "TINKER_BASE_URL" in ended.stderr
+    assert "Traceback" not in ended.stderr
