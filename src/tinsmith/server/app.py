@@ -34,6 +34,7 @@ from tinsmith.ledger.records import TenantId
 from tinsmith.observe.log_fields import bind
 from tinsmith.server.bodies import BodyBudget, HeldBody, packed
 from tinsmith.server.call import Answer, Call, StreamedReply
+from tinsmith.server.connections import TooManyConnectionsError, address_group
 from tinsmith.server.exchanges import ExchangeReport, Failures, Observer, log_exchange
 from tinsmith.server.incoming import (
     AsgiRequest,
@@ -105,6 +106,11 @@ class App:
         self._failures = Failures()
         self._told_fields: set[tuple[str, str]] = set()
 
+    @property
+    def bodies(self) -> BodyBudget:
+        """What the bodies that are being read take."""
+        return self._bodies
+
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """`scope`, `receive` and `send` as ASGI has them."""
         if scope["type"] == "http":
@@ -145,12 +151,14 @@ class App:
     async def _reply(self, incoming: Incoming, report: ExchangeReport) -> HttpReply | StreamedReply:
         """What to answer; whatever goes wrong is made a reply here."""
         headers = incoming.headers
-        held = HeldBody(self._bodies)
+        held = HeldBody(self._bodies, address_group(incoming.client[0]) if incoming.client else "")
         try:
             _check_headers(headers)
             endpoint, fields = self._find(incoming)
             report.endpoint = endpoint.name
-            tenant_id = await self._tenant(endpoint, headers, report)
+            tenant_id = held.tenant_id = await self._tenant(endpoint, headers, report)
+            if tenant_id and incoming.connection is not None:
+                incoming.connection.authenticate(tenant_id)
             bind(request=report.call_id, endpoint=endpoint.name, tenant=tenant_id or None)
             raw = await held.read(incoming.receive, headers, incoming.body)
             report.body_bytes = len(raw)
@@ -316,7 +324,7 @@ def _refusal(error: TinkerError) -> HttpReply:
     headers = dict(reply.headers)
     if isinstance(error, _WrongMethodError):
         headers["Allow"] = error.allow
-    if reply.status in (408, 413, 431):
+    if reply.status in (408, 413, 431) or isinstance(error, TooManyConnectionsError):
         headers["Connection"] = "close"  # the rest of the body may still be on its way
     return HttpReply(reply.status, headers, reply.parts)
 
