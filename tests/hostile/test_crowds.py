@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import socket
+import ssl
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
+import trustme
 
-from tests.e2e.service.served import Served
+from tests.e2e.service.served import START_S, Served
 from tests.hostile.raw_clients import RawClient, metric, raw_clients, send
 from tests.hostile.test_two_tenants import make_key
 
@@ -122,3 +125,90 @@ def test_connections_that_are_opened_and_closed_quickly_are_forgotten(served: Cr
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert readiness(served) == [200] * 12
+
+
+def test_connections_that_never_shake_hands_keep_nobody_out(tmp_path: Path) -> None:
+    """They count from when they are accepted, before TLS says anything about them."""
+    authority = trustme.CA()
+    made = authority.issue_cert("127.0.0.1")
+    chain, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    made.cert_chain_pems[0].write_to_path(chain)
+    made.private_key_pem.write_to_path(key)
+    trusted = ssl.create_default_context()
+    authority.configure_trust(trusted)
+    served = Crowded(
+        tmp_path, "--tls-cert", str(chain), "--tls-key", str(key), program=("-c", FEW_DESCRIPTORS)
+    )
+    served.base_url = f"https://127.0.0.1:{served.port}"
+
+    def ask(path: str, api_key: str = "") -> int:
+        headers = {"X-API-Key": api_key}
+        try:
+            with httpx.Client(verify=trusted, headers=headers, timeout=30.0) as http:
+                return http.get(served.base_url + path).status_code
+        except httpx.HTTPError:
+            return 0
+
+    try:
+        served.start(wait=False)
+        deadline = time.monotonic() + START_S
+        while ask("/readyz") != 200:
+            assert time.monotonic() < deadline, served.log_text()
+            time.sleep(0.02)
+        with raw_clients(served, 2 * DESCRIPTORS) as silent:
+            assert [ask("/readyz") for _ in range(6)] == [200] * 6
+            assert ask(KEYED_PATH, served.alice) == 200
+            for client in silent:
+                with contextlib.suppress(ConnectionError):
+                    client.socket.sendall(b"\x16\x03\x01\x02\x00\x01")  # a half of a hello
+            assert [ask("/readyz") for _ in range(6)] == [200] * 6
+        deadline = time.monotonic() + 30
+        while len(list(Path(f"/proc/{served.pid}/fd").iterdir())) > 100:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        served.end()
+
+
+@pytest.mark.parametrize("kind", ["unix", "ipv6"])
+def test_other_kinds_of_sockets_are_bounded_too(tmp_path: Path, kind: str) -> None:
+    path = str(tmp_path / "socket")
+    arguments = ("--unix-socket", path) if kind == "unix" else ("--host", "::1")
+    served = Crowded(tmp_path, *arguments, program=("-c", FEW_DESCRIPTORS))
+
+    def connect() -> socket.socket:
+        if kind == "ipv6":
+            return socket.create_connection(("::1", served.port), 30)
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(30)
+        try:
+            connection.connect(path)
+        except OSError:
+            connection.close()
+            raise
+        return connection
+
+    def ask(connection: socket.socket, path: str) -> bytes:
+        head = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nX-API-Key: {served.alice}\r\n\r\n"
+        connection.sendall(head.encode())
+        return connection.recv(65536)[:12]
+
+    def is_ready() -> bool:
+        with contextlib.suppress(OSError), connect() as connection:
+            return ask(connection, "/readyz") == b"HTTP/1.1 200"
+        return False
+
+    with contextlib.ExitStack() as opened:
+        opened.callback(served.end)
+        served.start(wait=False)
+        deadline = time.monotonic() + START_S
+        while not is_ready():
+            assert time.monotonic() < deadline, served.log_text()
+            time.sleep(0.02)
+        users = [opened.enter_context(connect()) for _ in range(40)]
+        assert {ask(user, KEYED_PATH) for user in users} == {b"HTTP/1.1 200"}
+        for _ in range(2 * DESCRIPTORS):
+            opened.enter_context(connect())
+
+        assert all(is_ready() for _ in range(12))
+        assert {ask(user, KEYED_PATH) for user in users} == {b"HTTP/1.1 200"}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -21,6 +23,7 @@ from tests.hostile.raw_clients import (
     session_body,
 )
 from tests.hostile.test_two_tenants import make_key
+from tests.integration.server.in_process import InProcess
 from tinsmith.wire.content import compress
 
 PIECE = b"x" * (64 * 1024)
@@ -55,13 +58,13 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
 
 @pytest.fixture
 def narrow(tmp_path: Path) -> Iterator[Keyed]:
-    """With room for two large bodies of a tenant, three of an address, and four in all."""
+    """With room for two large bodies of a tenant, three of an address, and eight in all."""
     yield from keyed(
         tmp_path / "narrow",
         *("--limits-body-bytes", str(4 * MIB)),
         *("--limits-tenant-bodies-bytes", str(8 * MIB)),
         *("--limits-address-bodies-bytes", str(12 * MIB)),
-        *("--limits-bodies-bytes", str(16 * MIB)),
+        *("--limits-bodies-bytes", str(32 * MIB)),
     )
 
 
@@ -138,9 +141,11 @@ def test_keys_of_many_tenants_keep_no_small_body_and_no_other_address_out(narrow
         with raw_clients(narrow, 1, "127.0.0.2") as (other,):
             fill(other, narrow.bob)
             wait_held(narrow, 16 * MIB - 4)
-            assert send(narrow, narrow.carol, MIB, "127.0.0.3").status_code == 429
-            assert send(narrow, narrow.carol, 60_000, "127.0.0.3").status_code == 200
-            assert heartbeat(narrow, narrow.carol, session_id) == 200
+            assert send(narrow, narrow.bob, MIB, "127.0.0.3").status_code == 429
+            assert send(narrow, narrow.carol, 3 * MIB, "127.0.0.3").status_code == 200
+            assert (
+                heartbeat(narrow, narrow.bob, send(narrow, narrow.bob).json()["session_id"]) == 200
+            )
 
 
 @pytest.mark.parametrize("length", [LARGEST, 100, None], ids=["large", "small", "chunked"])
@@ -211,3 +216,40 @@ def test_eight_honest_clients_on_slow_uplinks_all_succeed(patient: Keyed) -> Non
         thread.join()
 
     assert statuses == [200] * 8
+
+
+def test_a_client_that_reads_no_answers_has_a_bounded_amount_of_them_made() -> None:
+    """The rest is withheld, and the memory is free again when it leaves."""
+
+    async def run() -> None:
+        service = InProcess(tenant_bodies_bytes=300_000)
+        reading = asyncio.Event()
+        statuses: list[int] = []
+
+        async def ask() -> None:
+            async def receive() -> dict[str, Any]:
+                return {"type": "http.request"}
+
+            async def send(message: Any) -> None:
+                if message["type"] == "http.response.start":
+                    statuses.append(message["status"])
+                elif statuses[-1] == 200:
+                    await reading.wait()
+
+            scope = {"type": "http", "method": "GET", "path": "/openapi.json", "headers": []}
+            await service.app(scope, receive, send)
+
+        unread = [asyncio.create_task(ask()) for _ in range(2)]
+        await asyncio.sleep(0)
+        await ask()
+        assert statuses == [200, 200, 503]
+        assert 200_000 < service.app.answers.held_bytes < 300_000
+
+        unread[0].cancel()
+        reading.set()
+        await asyncio.gather(*unread, return_exceptions=True)
+        await ask()
+        assert statuses[-1] == 200
+        assert service.app.answers.held_bytes == 0
+
+    asyncio.run(run())

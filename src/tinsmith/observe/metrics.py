@@ -106,6 +106,10 @@ class ServiceMetrics:
         self.body_bytes = gauge(
             "tinsmith_http_body_bytes", "Bodies of requests that are being read; small ones aside."
         )
+        self.answer_bytes = gauge(
+            "tinsmith_http_answer_bytes",
+            "Answers that clients have not read yet; small and streamed ones aside.",
+        )
         self.bodies_refused = read_counter(
             "tinsmith_http_bodies_refused_total",
             "Bodies that arrived too slowly (`slow`, 408) or found no room (429) in the budget of "

@@ -110,6 +110,7 @@ class Service:
         self.metrics.long_polls.read_with(lambda: len(self.app.service.waits))
         bodies = self.app.bodies
         self.metrics.body_bytes.read_with(lambda: bodies.held_bytes)
+        self.metrics.answer_bytes.read_with(lambda: self.app.answers.held_bytes)
         self.metrics.bodies_refused.read_with(lambda: bodies.refused_counts)
         self.free_space = FreeSpace(settings.data)
         self.metrics.free_bytes.read_with(lambda: self.free_space.free_bytes)

@@ -29,7 +29,7 @@ _NO_ROOM = {
     "tenant": "your requests that are being read take {} bytes already; send fewer at once",
     "address": "requests from your address that are being read take {} bytes already; send fewer "
     "at once",
-    "total": "requests that are being read take {} bytes already; send this one again",
+    "total": "requests that are being read take most of {} bytes already; send this one again",
 }
 _PACK_ASIDE_BYTES = 1024 * 1024  # larger ones are packed on a thread
 _PACKED_TYPES = ("application/json", "application/x-protobuf", "text/")
@@ -54,21 +54,23 @@ class BodyBudget:
         """`refused`, as a metric with one label has it."""
         return {(reason,): float(count) for reason, count in self.refused.items()}
 
-    def resize(self, tenant_id: str, address: str, before: int, size: int) -> None:
+    def resize(self, tenant_id: str, host: str, before: int, size: int) -> None:
         """Have a body take `size` bytes instead of `before`.
 
         Raises:
             RateLimitError: It grows, and one of its budgets has no room.
         """
-        settings = self.settings
-        shares = (("tenant", tenant_id), ("address", address))
+        tenant, address = ("tenant", tenant_id), ("address", host)
         if size > before:
-            mosts = (settings.tenant_bodies_bytes, settings.address_bodies_bytes)
-            for share, most in zip(shares, mosts, strict=True):
-                self._check(share[0], self._held_by[share] - before, size, most)
-            self._check("total", self.held_bytes - before, size, settings.bodies_bytes)
+            of_tenant = self._held_by[tenant] - before
+            of_address = self._held_by[address] - before
+            settings, of_all = self.settings, self.held_bytes - before
+            self._check("tenant", of_tenant, size, settings.tenant_bodies_bytes)
+            self._check("address", of_address, size, settings.address_bodies_bytes)
+            # A tenant takes no more than it leaves free: there is always room for the next one.
+            self._check("total", of_all, of_tenant + 2 * size, settings.bodies_bytes)
         self.held_bytes += size - before
-        for share in shares:
+        for share in (tenant, address):
             self._held_by[share] += size - before
             if not self._held_by[share]:
                 del self._held_by[share]

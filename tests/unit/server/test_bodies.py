@@ -53,7 +53,7 @@ def test_a_body_that_came_with_its_head_has_the_same_bounds() -> None:
     """It is not waited for."""
 
     async def work() -> None:
-        budget = BodyBudget(ServerSettings(bodies_bytes=10, body_bytes=8, small_body_bytes=0))
+        budget = BodyBudget(ServerSettings(bodies_bytes=20, body_bytes=8, small_body_bytes=0))
         first, second = HeldBody(budget), HeldBody(budget)
         assert await first.read(Pieces(), {"content-length": "3"}, b"abc") == b"abc"
         assert await second.read(Pieces(), CHUNKED, b"1234567") == b"1234567"
@@ -177,7 +177,7 @@ def test_tenants_and_addresses_have_budgets_of_their_own(
             tenant_bodies_bytes=10, address_bodies_bytes=20, bodies_bytes=30, small_body_bytes=3
         )
     )
-    size = {"tenant": 10, "address": 20, "total": 30}[reason]
+    size = {"tenant": 10, "address": 20, "total": 23}[reason]
     held = [HeldBody(budget, first[1]), HeldBody(budget, second[1])]
     held[0].tenant_id, held[1].tenant_id = first[0], second[0]
     held[0].hold(size)
@@ -192,6 +192,22 @@ def test_tenants_and_addresses_have_budgets_of_their_own(
 
     assert budget.held_bytes == 0
     assert not budget._held_by
+
+
+def test_a_tenant_takes_no_more_than_it_leaves_free() -> None:
+    """So that tenants that fill the budget together leave room for the next one."""
+    budget = BodyBudget(ServerSettings(bodies_bytes=1000, small_body_bytes=0))
+    taken = []
+    for name in ("alice", "bob", "carol"):
+        taken.append(0)
+        with pytest.raises(RateLimitError):  # noqa: PT012 - as much as there is
+            while True:
+                held = HeldBody(budget, name)
+                held.tenant_id = name
+                held.hold(10)
+                taken[-1] += 10
+
+    assert taken == [500, 250, 120]
 
 
 @pytest.mark.parametrize(
