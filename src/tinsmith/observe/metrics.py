@@ -103,6 +103,31 @@ class ServiceMetrics:
         self.unauthorised = counter(
             "tinsmith_unauthorised_total", "Requests without a key that is valid."
         )
+        self.body_bytes = gauge(
+            "tinsmith_http_body_bytes", "Bodies of requests that are being read; small ones aside."
+        )
+        self.answer_bytes = gauge(
+            "tinsmith_http_answer_bytes",
+            "Answers that clients have not read yet; small and streamed ones aside.",
+        )
+        self.bodies_refused = read_counter(
+            "tinsmith_http_bodies_refused_total",
+            "Bodies that arrived too slowly (`slow`, 408) or found no room (429) in the budget of "
+            "their `tenant`, their `address` or in `total`.",
+            "reason",
+        )
+        self.connections = gauge(
+            "tinsmith_connections",
+            "Open connections: `authenticated` once a valid key was shown, `unauthenticated` "
+            "before.",
+            "state",
+        )
+        self.connections_closed = read_counter(
+            "tinsmith_connections_closed_total",
+            "Connections that were closed because there were too many: of one `address` or in all "
+            "(`unauthenticated`) before they showed a key, or in `total`.",
+            "limit",
+        )
         self.long_polls = gauge("tinsmith_long_polls", "Polls that wait for a result.")
 
         # The scheduler

@@ -108,6 +108,10 @@ class Service:
             observer=self._measuring.tell_exchange,
         )
         self.metrics.long_polls.read_with(lambda: len(self.app.service.waits))
+        bodies = self.app.bodies
+        self.metrics.body_bytes.read_with(lambda: bodies.held_bytes)
+        self.metrics.answer_bytes.read_with(lambda: self.app.answers.held_bytes)
+        self.metrics.bodies_refused.read_with(lambda: bodies.refused_counts)
         self.free_space = FreeSpace(settings.data)
         self.metrics.free_bytes.read_with(lambda: self.free_space.free_bytes)
         self.metrics.engine_losses.read_with(lambda: self._working.losses)
@@ -302,6 +306,11 @@ def _server_settings(settings: ServiceSettings, is_private: bool) -> ServerSetti
         body_bytes=limits.body_bytes,
         import_bytes=limits.import_bytes,
         decoded_bytes=limits.decoded_bytes,
+        bodies_bytes=limits.bodies_bytes,
+        tenant_bodies_bytes=limits.tenant_bodies_bytes,
+        address_bodies_bytes=limits.address_bodies_bytes,
+        upload_bytes_per_s=limits.upload_bytes_per_s,
+        upload_window_s=limits.upload_window_s,
         commands_in_flight=limits.in_flight,
         most_sessions=limits.sessions,
         most_models=limits.models,

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 import httptools
 
 from tinsmith.serve.http_request import HttpRequest
+from tinsmith.server.connections import UNIX
 from tinsmith.server.incoming import Incoming
 
 if TYPE_CHECKING:
@@ -94,6 +95,8 @@ class HttpConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin to wait for the first head."""
         self.transport = cast(asyncio.Transport, transport)
+        peer = transport.get_extra_info("peername")
+        self.client = (str(peer[0]), int(peer[1])) if isinstance(peer, tuple) else (UNIX, id(self))
         self.scheme = "http" if transport.get_extra_info("sslcontext") is None else "https"
         self._server.connections.add(self)
         if self._server.is_closing:  # it was accepted, or shook hands, in the last moment

@@ -50,6 +50,7 @@ class HttpRequest(Incoming):
         headers: dict[str, str],
     ) -> None:
         super().__init__(method, path, query, headers, connection.scheme)
+        self.client = connection.client
         self._connection = connection
         self._pieces: list[bytes] = []
         self._unread_bytes = 0

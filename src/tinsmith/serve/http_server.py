@@ -11,7 +11,9 @@ from collections.abc import Coroutine
 from email.utils import formatdate
 from typing import Any
 
+from tinsmith.serve.accepting import Acceptor
 from tinsmith.serve.http_connection import App, HttpConnection
+from tinsmith.server.connections import ConnectionGate
 
 _log = logging.getLogger(__name__)
 
@@ -21,8 +23,14 @@ BACKLOG = 2048
 class HttpServer:
     """Hands the requests of all connections to an app. For one event loop."""
 
-    def __init__(self, app: App, connection: type[HttpConnection] = HttpConnection) -> None:
-        self.app = app
+    def __init__(
+        self,
+        app: App,
+        connection: type[HttpConnection] = HttpConnection,
+        gate: ConnectionGate | None = None,
+    ) -> None:
+        self._gate = gate or ConnectionGate()
+        self.app = self._gate.around(app)
         self.is_closing = False
         self.connections: set[HttpConnection] = set()
         self._connection = connection
@@ -33,15 +41,13 @@ class HttpServer:
 
     async def open(self, listener: socket.socket, tls: ssl.SSLContext | None = None) -> None:
         """Take connections from now on, from a socket that listens; it is closed by `close`."""
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(
-            lambda: self._connection(self), sock=listener, ssl=tls, backlog=BACKLOG
-        )
+        listener.listen(BACKLOG)
+        self._acceptor = Acceptor(listener, self._gate, lambda: self._connection(self), tls)
 
     async def close(self, answer_s: float) -> None:
         """Take no more, and give what is being answered so many seconds."""
         self.is_closing = True
-        self._server.close()
+        self._acceptor.close()
         for connection in list(self.connections):
             connection.stop()
         try:

@@ -26,6 +26,7 @@ from tinsmith.serve.http_server import BACKLOG, HttpServer
 from tinsmith.serve.loading import check_certificate
 from tinsmith.serve.operator_pages import OperatorPages
 from tinsmith.serve.settings import ServiceSettings, masked
+from tinsmith.server.connections import ConnectionGate, ConnectionLimits
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +35,9 @@ ANSWER_S = 5.0
 FEWER_DESCRIPTORS = (65_536, 10_240)
 """To be asked for where the system refuses what it says that it allows: macOS says without end, and
 would leave it at 256."""
+MOST_KEPT_DESCRIPTORS = 1024
+"""A quarter of all descriptors, and no more than this, is kept from connections for the ledger,
+files, the store and the engine."""
 COLLECTED_AT = 20_000
 """So many new objects, beyond those that have ended, make Python look for garbage."""
 
@@ -67,6 +71,27 @@ def _allow_connections() -> None:
                 return
 
 
+def _connection_limits(settings: ServiceSettings) -> ConnectionLimits:
+    """Those of the settings, less where descriptors are few: the ledger and files need some."""
+    limits = ConnectionLimits(
+        connections=settings.limits.connections,
+        unauthenticated=settings.limits.unauthenticated_connections,
+        unauthenticated_per_address=settings.limits.address_connections,
+    )
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if descriptors == resource.RLIM_INFINITY:
+        return limits.within(limits.connections)
+    kept = limits.within(descriptors - min(MOST_KEPT_DESCRIPTORS, descriptors // 4))
+    if kept.connections < limits.connections:
+        _log.warning(
+            "the system allows %d open files, so at most %d connections; raise `ulimit -n` for %d",
+            descriptors,
+            kept.connections,
+            limits.connections,
+        )
+    return kept
+
+
 def _spare_collector() -> None:
     """Have garbage looked for less often, and not among what stays as long as the service does.
 
@@ -91,7 +116,8 @@ async def _serve(settings: ServiceSettings) -> int:
     listener = _listen(settings)
     with contextlib.closing(listener):
         pages = OperatorPages(has_metrics=settings.metrics)
-        server, ending = HttpServer(pages), _Ending(pages)
+        gate = ConnectionGate(_connection_limits(settings))
+        server, ending = HttpServer(pages, gate=gate), _Ending(pages)
         with ending.begun_by_signals():
             # Health can be asked for from now on; a model may take minutes to be fetched.
             await server.open(listener, _tls(settings))
@@ -101,6 +127,8 @@ async def _serve(settings: ServiceSettings) -> int:
                 if service is None:
                     return 0
                 async with service:
+                    service.metrics.connections.read_with(lambda: gate.counts)
+                    service.metrics.connections_closed.read_with(lambda: gate.closed_counts)
                     pages.service = service
                     _spare_collector()
                     _log.info(

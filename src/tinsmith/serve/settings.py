@@ -95,6 +95,22 @@ class Limits(Section, frozen=True, kw_only=True):
     """As it is sent."""
     decoded_bytes: Count = 256 * 1024 * 1024
     """Once it is unpacked, and again once it is read."""
+    bodies_bytes: Count = 1024 * 1024 * 1024
+    """Of all bodies that are being read, as far as they were received; small ones do not count."""
+    tenant_bodies_bytes: Count = 512 * 1024 * 1024
+    """The same of one tenant."""
+    address_bodies_bytes: Count = 768 * 1024 * 1024
+    """The same of one address. Behind a proxy it is that of all tenants."""
+    upload_bytes_per_s: Annotated[int, Meta(ge=0, le=2**62)] = 1024
+    """A body that arrives more slowly is answered 408. 0: it may pause for the window."""
+    upload_window_s: Waited = 30.0
+    """Over which that rate is measured."""
+    connections: Count = 10_000
+    """Fewer where the system allows fewer descriptors."""
+    unauthenticated_connections: Count = 2048
+    """Those that have not shown a valid key; where there are more, the longest idle is closed."""
+    address_connections: Count = 1024
+    """The same of one address."""
     prompt_tokens: Count = 131_072
     batch_tokens: Count = 65_536
     in_flight: Count = 20_000

@@ -28,12 +28,14 @@ from tinsmith.errors import (
     DecodeError,
     LedgerUnavailableError,
     NotFoundError,
+    RateLimitError,
     TinkerError,
 )
 from tinsmith.ledger.records import TenantId
 from tinsmith.observe.log_fields import bind
 from tinsmith.server.bodies import BodyBudget, HeldBody, packed
 from tinsmith.server.call import Answer, Call, StreamedReply
+from tinsmith.server.connections import TooManyConnectionsError, address_group
 from tinsmith.server.exchanges import ExchangeReport, Failures, Observer, log_exchange
 from tinsmith.server.incoming import (
     AsgiRequest,
@@ -99,11 +101,17 @@ class App:
         self._open = routes.open
         self._router = Router(routes.endpoints)
         self._bodies = BodyBudget(service.parts.settings)
+        self.answers = BodyBudget(service.parts.settings)
         self._limits = DecodeLimits(memory_bytes=service.parts.settings.decoded_bytes)
         self._unpacking = asyncio.Semaphore(_MOST_UNPACKING)
         self._prefix = service.parts.settings.path_prefix
         self._failures = Failures()
         self._told_fields: set[tuple[str, str]] = set()
+
+    @property
+    def bodies(self) -> BodyBudget:
+        """What the bodies that are being read take."""
+        return self._bodies
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """`scope`, `receive` and `send` as ASGI has them."""
@@ -124,8 +132,9 @@ class App:
             path=incoming.path,
             started_s=time.perf_counter(),
         )
+        sent = HeldBody(self.answers, _address(incoming))
         try:
-            reply = await self._reply(incoming, report)
+            reply = await self._affordable(await self._reply(incoming, report), sent, report)
             report.status = reply.status
             headers = {**reply.headers, "X-Request-Id": report.call_id}
             if isinstance(reply, StreamedReply):
@@ -139,18 +148,21 @@ class App:
         except ClientLeftError:
             report.client_left = True
         finally:
+            sent.release()
             report.ended_s = time.perf_counter()
             self._observer(report)
 
     async def _reply(self, incoming: Incoming, report: ExchangeReport) -> HttpReply | StreamedReply:
         """What to answer; whatever goes wrong is made a reply here."""
         headers = incoming.headers
-        held = HeldBody(self._bodies)
+        held = HeldBody(self._bodies, _address(incoming))
         try:
             _check_headers(headers)
             endpoint, fields = self._find(incoming)
             report.endpoint = endpoint.name
-            tenant_id = await self._tenant(endpoint, headers, report)
+            tenant_id = held.tenant_id = await self._tenant(endpoint, headers, report)
+            if tenant_id and incoming.connection is not None:
+                incoming.connection.authenticate(tenant_id)
             bind(request=report.call_id, endpoint=endpoint.name, tenant=tenant_id or None)
             raw = await held.read(incoming.receive, headers, incoming.body)
             report.body_bytes = len(raw)
@@ -191,6 +203,33 @@ class App:
             return reply_from_error(exc)
         finally:
             held.release()
+
+    async def _affordable(
+        self, reply: HttpReply | StreamedReply, sent: HeldBody, report: ExchangeReport
+    ) -> HttpReply | StreamedReply:
+        """The reply, or a refusal where the tenant's clients leave too much unread.
+
+        With a 503, after which clients ask for a result again; a 429 could end their wait for it.
+        """
+        if isinstance(reply, StreamedReply):
+            return reply
+        sent.tenant_id = report.tenant_id
+        try:
+            sent.hold(sum(map(len, reply.parts)))
+        except RateLimitError as exc:
+            report.error = exc.with_traceback(None)
+        else:
+            return reply
+        del reply  # which may be large, and is not sent
+        await asyncio.sleep(_UNAVAILABLE_S)  # clients come again at once
+        return _refusal(
+            APIStatusError(
+                "answers that were sent to you and not read yet take too much memory",
+                status_code=503,
+                retry_after_s=_UNAVAILABLE_S,
+                remedy="read answers faster, or ask for fewer at once",
+            )
+        )
 
     def _find(self, incoming: Incoming) -> tuple[Endpoint, dict[str, str]]:
         method, path = incoming.method, incoming.path
@@ -316,9 +355,13 @@ def _refusal(error: TinkerError) -> HttpReply:
     headers = dict(reply.headers)
     if isinstance(error, _WrongMethodError):
         headers["Allow"] = error.allow
-    if reply.status in (408, 413, 431):
+    if reply.status in (408, 413, 431) or isinstance(error, TooManyConnectionsError):
         headers["Connection"] = "close"  # the rest of the body may still be on its way
     return HttpReply(reply.status, headers, reply.parts)
+
+
+def _address(incoming: Incoming) -> str:
+    return address_group(incoming.client[0]) if incoming.client else ""
 
 
 def _check_headers(headers: Mapping[str, str]) -> None:

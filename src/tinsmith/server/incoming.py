@@ -9,8 +9,11 @@ from __future__ import annotations
 import abc
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import quote
+
+if TYPE_CHECKING:
+    from tinsmith.server.connections import Connection
 
 Message: TypeAlias = MutableMapping[str, Any]
 """Of ASGI."""
@@ -32,9 +35,11 @@ class Incoming(abc.ABC):
         headers: Names in lower case; of one that came twice, the last.
         scheme: `http` or `https`.
         body: All of it, if it is here already; else None, and `receive` gives it.
+        client: Host and port of who sent it, as ASGI has them; None if that is not known.
+        connection: What is counted of its connection, where connections are counted.
     """
 
-    __slots__ = ("body", "headers", "method", "path", "query", "scheme")
+    __slots__ = ("body", "client", "connection", "headers", "method", "path", "query", "scheme")
 
     def __init__(
         self, method: str, path: str, query: str, headers: dict[str, str], scheme: str
@@ -45,6 +50,8 @@ class Incoming(abc.ABC):
         self.headers = headers
         self.scheme = scheme
         self.body: bytes | None = None
+        self.client: tuple[str, int] | None = None
+        self.connection: Connection | None = None
 
     @abc.abstractmethod
     async def receive(self) -> Message:
@@ -86,6 +93,8 @@ class AsgiRequest(Incoming):
         super().__init__(
             scope["method"], path.partition("?")[0], query, headers, scope.get("scheme", "http")
         )
+        client = scope.get("client")
+        self.client = None if client is None else (client[0], client[1])
         self._receive = receive
         self._send = send
 

@@ -23,12 +23,18 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The largest body, as it is sent."""
     decoded_bytes: int = 256 * MIB
     """The most that a body may take once it is unpacked, and again once it is read."""
-    bodies_bytes: int = 512 * MIB
+    bodies_bytes: int = 1024 * MIB
     """The most that all bodies which are being read may take together."""
-    body_silence_s: float = 20.0
-    """How long a client may send nothing of a body that it began."""
-    body_s: float = 300.0
-    """How long a whole body may take."""
+    tenant_bodies_bytes: int = 512 * MIB
+    """The same of one tenant: eight of the largest."""
+    address_bodies_bytes: int = 768 * MIB
+    """The same of one address, which many tenants may share."""
+    small_body_bytes: int = 64 * 1024
+    """Bodies up to this size are not counted, so that large ones never keep them out."""
+    upload_bytes_per_s: int = 1024
+    """How fast a body must arrive, on average over a window."""
+    upload_window_s: float = 30.0
+    """The window, which is also how long a body may take to begin."""
     compress_from_bytes: int = 64 * 1024
     """Answers from this size on are packed for clients that accept it; 0: none are."""
 

@@ -113,7 +113,7 @@ def test_a_large_body_is_refused_before_it_is_read() -> None:
 
 def test_a_body_that_does_not_come_is_given_up() -> None:
     """A slow client holds nothing for long."""
-    with RunningServer(body_silence_s=0.1) as server:
+    with RunningServer(upload_window_s=0.1) as server:
         head = f"POST {STEP} HTTP/1.1\r\nHost: [::1]\r\nContent-Length: 100\r\n\r\n"
 
         assert raw(server, head.encode() + b'{"model').startswith(b"HTTP/1.1 408 ")

@@ -53,7 +53,7 @@ def test_a_body_that_came_with_its_head_has_the_same_bounds() -> None:
     """It is not waited for."""
 
     async def work() -> None:
-        budget = BodyBudget(ServerSettings(bodies_bytes=10, body_bytes=8))
+        budget = BodyBudget(ServerSettings(bodies_bytes=20, body_bytes=8, small_body_bytes=0))
         first, second = HeldBody(budget), HeldBody(budget)
         assert await first.read(Pieces(), {"content-length": "3"}, b"abc") == b"abc"
         assert await second.read(Pieces(), CHUNKED, b"1234567") == b"1234567"
@@ -92,14 +92,29 @@ def test_what_cannot_be_read_is_refused(
         read(pieces, headers, body_bytes=10)
 
 
-def test_a_body_that_stops_or_never_ends_is_given_up() -> None:
-    """By its silence, and by its whole time."""
-    with pytest.raises(APIStatusError) as silent:
-        read(Pieces(b"a", ends=False), CHUNKED, body_silence_s=0.01)
-    with pytest.raises(APIStatusError) as slow:
-        read(Pieces(b"a", ends=False), CHUNKED, body_s=0.01, body_silence_s=60.0)
+def test_a_body_that_stops_or_comes_slowly_is_given_up() -> None:
+    """The refusal says the rate."""
+    with pytest.raises(APIStatusError, match=r"0 bytes in 0\.01 s") as silent:
+        read(Pieces(ends=False), CHUNKED, upload_window_s=0.01)
+    with pytest.raises(APIStatusError, match="at least 1000 bytes/s") as slow:
+        read(Pieces(b"a" * 9, ends=False), CHUNKED, upload_window_s=0.01, upload_bytes_per_s=1000)
 
     assert (silent.value.status_code, slow.value.status_code) == (408, 408)
+
+
+def test_a_body_that_keeps_up_the_rate_may_take_any_time() -> None:
+    """Each window begins anew with what is due in one."""
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(0.05)
+        left.pop()
+        return {"type": "http.request", "body": b"a" * 1000, "more_body": bool(left)}
+
+    left = list(range(60))
+    settings = ServerSettings(upload_window_s=1.0, upload_bytes_per_s=1000)
+    body = asyncio.run(HeldBody(BodyBudget(settings)).read(receive, CHUNKED))
+
+    assert len(body) == 60_000
 
 
 def test_a_client_that_leaves_in_the_middle_is_not_answered() -> None:
@@ -112,9 +127,9 @@ def test_all_bodies_together_have_a_bound() -> None:
     """One more than fits is asked to come back; when the first is done with there is room."""
 
     async def work() -> None:
-        budget = BodyBudget(ServerSettings(bodies_bytes=10))
+        budget = BodyBudget(ServerSettings(bodies_bytes=10, small_body_bytes=0))
         first = HeldBody(budget)
-        slow = asyncio.create_task(first.read(Pieces(ends=False), {"content-length": "8"}))
+        slow = asyncio.create_task(first.read(Pieces(b"12345678", ends=False), CHUNKED))
         await asyncio.sleep(0)
         with pytest.raises(RateLimitError) as refused:
             await HeldBody(budget).read(Pieces(b"abc"), {"content-length": "3"})
@@ -127,6 +142,72 @@ def test_all_bodies_together_have_a_bound() -> None:
         assert await HeldBody(budget).read(Pieces(b"abc"), {"content-length": "3"}) == b"abc"
 
     asyncio.run(work())
+
+
+def test_what_is_announced_takes_nothing_of_the_budget() -> None:
+    """Only what has arrived does."""
+
+    async def work() -> None:
+        budget = BodyBudget(ServerSettings(bodies_bytes=10, small_body_bytes=0))
+        announced = HeldBody(budget).read(Pieces(b"1", ends=False), {"content-length": "10"})
+        slow = asyncio.create_task(announced)
+        await asyncio.sleep(0)
+        assert budget.held_bytes == 1
+        assert await HeldBody(budget).read(Pieces(b"abc"), {"content-length": "3"}) == b"abc"
+        slow.cancel()
+        await asyncio.gather(slow, return_exceptions=True)
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "reason"),
+    [
+        (("alice", "a"), ("alice", "b"), "tenant"),
+        (("alice", "a"), ("bob", "a"), "address"),
+        (("alice", "a"), ("bob", "b"), "total"),
+    ],
+)
+def test_tenants_and_addresses_have_budgets_of_their_own(
+    first: tuple[str, str], second: tuple[str, str], reason: str
+) -> None:
+    """And a small body is read whatever the large ones take."""
+    budget = BodyBudget(
+        ServerSettings(
+            tenant_bodies_bytes=10, address_bodies_bytes=20, bodies_bytes=30, small_body_bytes=3
+        )
+    )
+    size = {"tenant": 10, "address": 20, "total": 23}[reason]
+    held = [HeldBody(budget, first[1]), HeldBody(budget, second[1])]
+    held[0].tenant_id, held[1].tenant_id = first[0], second[0]
+    held[0].hold(size)
+
+    with pytest.raises(RateLimitError):
+        held[1].hold(4)
+    assert budget.refused == {reason: 1}
+    held[1].hold(3)
+    held[0].release()
+    held[1].hold(4)
+    held[1].release()
+
+    assert budget.held_bytes == 0
+    assert not budget._held_by
+
+
+def test_a_tenant_takes_no_more_than_it_leaves_free() -> None:
+    """So that tenants that fill the budget together leave room for the next one."""
+    budget = BodyBudget(ServerSettings(bodies_bytes=1000, small_body_bytes=0))
+    taken = []
+    for name in ("alice", "bob", "carol"):
+        taken.append(0)
+        with pytest.raises(RateLimitError):  # noqa: PT012 - as much as there is
+            while True:
+                held = HeldBody(budget, name)
+                held.tenant_id = name
+                held.hold(10)
+                taken[-1] += 10
+
+    assert taken == [500, 250, 120]
 
 
 @pytest.mark.parametrize(
