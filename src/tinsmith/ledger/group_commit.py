@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from tinsmith.errors import LedgerUnavailableError, TinkerError
+from tinsmith.ledger.position import PositionFile
 from tinsmith.ledger.statements import sqlite_queries
 from tinsmith.ledger.steps import Effects, Operation, Row, Values, run_steps
 
@@ -82,8 +83,10 @@ class GroupWriter:
         self,
         connect: Connect,
         on_effects: Callable[[Effects], None],
+        position: PositionFile | None = None,
     ) -> None:
         self._connect = connect
+        self._position = position
         self._on_effects = on_effects
         self._loop = asyncio.get_running_loop()
         self._queue: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
@@ -167,6 +170,8 @@ class GroupWriter:
                     self._commit(late)
                     self._tell(self._deliver, late)
         finally:
+            if self._position is not None:
+                self._position.close()
             self._connection.close()
             self._tell(_set_value, self._ended, None)
 
@@ -188,12 +193,19 @@ class GroupWriter:
         return group
 
     def _wait_first(self) -> _Write | None:
-        while self.writes >= self._moved_at + MOVED_AT_WRITES:
+        position = self._position
+        while True:
+            is_long = self.writes >= self._moved_at + MOVED_AT_WRITES
+            is_behind = position is not None and position.is_behind
+            if not is_long and not is_behind:
+                return self._queue.get()
             try:
                 return self._queue.get(timeout=QUIET_S)
             except queue.Empty:
-                self._tidy()
-        return self._queue.get()
+                if position is not None:
+                    position.catch_up()
+                if is_long:
+                    self._tidy()
 
     def _tidy(self) -> None:
         """Give room back to the disk or, if none is left to give, move the log into the database.
@@ -213,6 +225,8 @@ class GroupWriter:
         free, pages = self._pages()
         if free < max(KEPT_FREE_PAGES, pages // 4) + GIVEN_BACK_PAGES:
             return False
+        if self._position is not None:
+            self._position.advance(self._connection)  # every commit is counted
         # Of a statement that gives no columns `execute` runs one step, which is one page.
         self._connection.executescript(f"PRAGMA incremental_vacuum({GIVEN_BACK_PAGES})")
         return self._pages()[1] < pages
@@ -238,7 +252,8 @@ class GroupWriter:
                 group += alone[1:]  # what stood by for it
 
     def _transaction(self, group: list[_Write]) -> None:
-        self._set_sync(is_soft=all(write.is_soft for write in group))
+        is_soft = all(write.is_soft for write in group)
+        self._set_sync(is_soft=is_soft)
         self._connection.execute("BEGIN IMMEDIATE")
         try:
             for write in self._joined_by_standing(group):
@@ -247,11 +262,15 @@ class GroupWriter:
                     write.value = run_steps(write.operation(write.effects), self._ask)
                 except TinkerError as exc:  # it refused, and has changed nothing
                     write.effects, write.error = Effects(), exc
+            if self._position is not None:
+                self._position.advance(self._connection)
             self._connection.execute("COMMIT")
         except BaseException:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
             raise
+        if self._position is not None and not is_soft:
+            self._position.note_durable()
         self.commits += 1
         self.writes += sum(write.effects.writes for write in group)
 
