@@ -41,6 +41,7 @@ from tinsmith.ledger.statements import migrations as known_migrations
 from tinsmith.ledger.statements import sqlite_queries
 from tinsmith.ledger.steps import Effects, Operation, Row, Steps, Values, run_steps
 from tinsmith.ledger.wakeups import NEW_WORK
+from tinsmith.observe.disk_faults import fault_of
 
 _log = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class SqliteLedger(SqlLedger):
         self._looking: sqlite3.Connection | None = None
         self._opened: list[sqlite3.Connection] = []
         self._position = PositionFile(self._path)
-        self._writer = GroupWriter(self._connect_writer, self._follow, self._position)
+        self._writer = GroupWriter(self._connect_writer, self._follow, self._position, folder)
         self._claimed: Remembered[Command] = Remembered()
         self._is_open = False
         self._is_closed = False
@@ -240,7 +241,7 @@ class SqliteLedger(SqlLedger):
             finally:
                 connection.execute("ROLLBACK")
         except sqlite3.Error as exc:
-            raise unavailable(exc) from exc
+            raise unavailable(exc, self._path.parent) from exc
 
     def _reading_connection(self) -> sqlite3.Connection:
         connection: sqlite3.Connection | None = getattr(self._connections, "mine", None)
@@ -328,7 +329,13 @@ class SqliteLedger(SqlLedger):
             self._take_lock()
             self._files.prepare()
         except OSError as exc:
-            raise LedgerUnavailableError(f"{self._path.parent} cannot be used: {exc}") from exc
+            raise self._disk_error(exc) from exc
+
+    def _disk_error(self, exc: OSError) -> LedgerUnavailableError:
+        fault = fault_of(exc)
+        return LedgerUnavailableError(
+            f"{self._path.parent} cannot be used: {exc}", reason=fault.reason, remedy=fault.remedy
+        )
 
     def _take_lock(self) -> None:
         lock = self._lock_path.open("a+", encoding="utf-8")
@@ -376,8 +383,10 @@ class SqliteLedger(SqlLedger):
             except BaseException:
                 connection.close()
                 raise
+        except OSError as exc:
+            raise self._disk_error(exc) from exc
         except sqlite3.OperationalError as exc:
-            raise unavailable(exc) from exc
+            raise unavailable(exc, self._path.parent) from exc
         except sqlite3.DatabaseError as exc:
             if exc.sqlite_errorname.startswith("SQLITE_CORRUPT"):
                 raise LedgerDamagedError(
