@@ -221,6 +221,17 @@ class LedgerUnavailableError(LedgerError):
     Clients try again by themselves; see that the disk has room and the database answers.
     """
 
+    def __init__(
+        self,
+        *args: object,
+        request_id: str | None = None,
+        remedy: str | None = None,
+        reason: str | None = None,
+    ) -> None:
+        super().__init__(*args, request_id=request_id, remedy=remedy)
+        self.reason = reason
+        """What is wrong, for clients: nothing of the server's inside."""
+
 
 class LedgerVersionError(LedgerError):
     """The ledger's schema is newer than this version, half-changed, or not a ledger's.
@@ -262,6 +273,20 @@ class CheckpointUnavailableError(CheckpointError):
 
     Try again; see that the store answers and may be written to.
     """
+
+    def __init__(
+        self,
+        *args: object,
+        request_id: str | None = None,
+        remedy: str | None = None,
+        reason: str | None = None,
+        is_lasting: bool = False,
+    ) -> None:
+        super().__init__(*args, request_id=request_id, remedy=remedy)
+        self.reason = reason
+        """What is wrong, for clients: nothing of the server's inside."""
+        self.is_lasting = is_lasting
+        """Whether it stays until somebody changes a setting, so that waiting does not help."""
 
 
 class StorageFullError(CheckpointUnavailableError):

@@ -31,19 +31,33 @@ def canonical(name: str) -> str:
 
 def installed_with(package: str) -> set[str]:
     """The package and all that it requires here, through every level, without extras."""
-    found: set[str] = set()
-    waiting = [Requirement(package)]
+    return {canonical(requirement.name) for requirement in asked_for(package)}
+
+
+def asked_for(package: str) -> list[Requirement]:
+    """The package and every requirement that it brings along here, through every level."""
+    seen: set[tuple[str, frozenset[str]]] = set()
+    waiting, found = [Requirement(package)], []
     while waiting:
         requirement = waiting.pop()
-        if canonical(requirement.name) in found:
+        found.append(requirement)
+        key = canonical(requirement.name), frozenset(requirement.extras)
+        if key in seen:
             continue
-        found.add(canonical(requirement.name))
+        seen.add(key)
         for line in metadata.requires(requirement.name) or []:
             wanted = Requirement(line)
-            extras = requirement.extras or {""}
+            extras = {"", *requirement.extras}
             if wanted.marker is None or any(wanted.marker.evaluate({"extra": e}) for e in extras):
                 waiting.append(wanted)
     return found
+
+
+def pins() -> dict[str, str]:
+    """The version of each package in constraints.txt."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    wanted = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    return {canonical(one.name): str(one.specifier).removeprefix("==") for one in wanted}
 
 
 def test_core_install_holds_the_pinned_packages_and_no_others() -> None:
@@ -57,8 +71,21 @@ def test_typed_marker_is_shipped() -> None:
 
 def test_everything_installed_here_is_pinned() -> None:
     """What CI installs is in constraints.txt, so that a release elsewhere cannot break a build."""
-    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    pinned = {canonical(pin.split("==")[0]) for pin in pins if "==" in pin and pin[0] != "#"}
-    not_pinned = installed_with("tinsmith[dev]") - pinned - {"tinsmith"}
+    not_pinned = installed_with("tinsmith[dev]") - pins().keys() - {"tinsmith"}
 
     assert not_pinned == set(), "add these to constraints.txt; see the note at its top"
+
+
+def test_every_extra_can_be_installed_with_the_pins() -> None:
+    """One pin that another package does not allow makes an extra impossible to install."""
+    extras = metadata.metadata("tinsmith").get_all("Provides-Extra") or []
+    pinned = pins()
+    clashes = [
+        f"{one} is asked for, and pinned to {pinned[canonical(one.name)]}"
+        for one in asked_for(f"tinsmith[{','.join(extras)}]")
+        if canonical(one.name) in pinned
+        and not one.specifier.contains(pinned[canonical(one.name)], prereleases=True)
+    ]
+
+    assert "s3" in extras
+    assert clashes == []

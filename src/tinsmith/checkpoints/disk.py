@@ -7,7 +7,6 @@ processes as well as between two holders in one.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import secrets
 import shutil
@@ -15,13 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tinsmith.errors import CheckpointUnavailableError, StorageFullError
+from tinsmith.observe.disk_faults import NO_ROOM, fault_of
 
 try:
     import fcntl
 except ImportError:  # not on Windows: there, one process at a time
     fcntl = None  # type: ignore[assignment]
-
-_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class FolderLock:
@@ -154,10 +152,6 @@ def disk_errors(what: str) -> Iterator[None]:
 
 def disk_error(what: str, error: OSError) -> CheckpointUnavailableError:
     """The error of ours that stands for one of the operating system."""
-    if error.errno in _NO_ROOM:
-        return StorageFullError(
-            f"{what}: no room left: {error}", remedy="make room on the disk and try again"
-        )
-    return CheckpointUnavailableError(
-        f"{what}: {error}", remedy="see that the disk is there and may be written to"
-    )
+    fault = fault_of(error)
+    kind = StorageFullError if error.errno in NO_ROOM else CheckpointUnavailableError
+    return kind(f"{what}: {error}", reason=fault.reason, remedy=fault.remedy)

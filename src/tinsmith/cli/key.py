@@ -77,6 +77,7 @@ def create_key(arguments: argparse.Namespace) -> None:
         return (tenant, *await keys.create_key(ledger, tenant, arguments.name))
 
     tenant, kept, key = _on_ledger(arguments, create)
+    _remember_keys(arguments)
     plain = {"key": key, **_plain(kept), "quotas": tenant.quotas}
     # The key alone on stdout, so that a script can take it.
     _note(arguments, f"A key of tenant {tenant.name}. It is not shown again:")
@@ -167,6 +168,17 @@ def _on_ledger(
         return asyncio.run(run())
     except ValidationError as exc:
         raise UsageError(str(exc.args[0]), remedy=exc.remedy) from exc
+
+
+def _remember_keys(arguments: argparse.Namespace) -> None:
+    """In the data folder, if the ledger is the one in it; any other service notes it itself."""
+    from tinsmith.cli.serve import loaded_settings
+    from tinsmith.serve.key_guard import note_keys
+    from tinsmith.serve.settings import ServiceSettings
+
+    settings = loaded_settings(arguments).settings
+    if settings.database == ServiceSettings(data=settings.data).database:
+        note_keys(settings.data)
 
 
 def _note(arguments: argparse.Namespace, text: str) -> None:

@@ -26,11 +26,14 @@ import queue
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from tinsmith.errors import LedgerUnavailableError, TinkerError
+from tinsmith.ledger.position import PositionFile
 from tinsmith.ledger.statements import sqlite_queries
 from tinsmith.ledger.steps import Effects, Operation, Row, Values, run_steps
+from tinsmith.observe.disk_faults import FULL, DiskFault, probe
 
 T = TypeVar("T")
 
@@ -82,8 +85,12 @@ class GroupWriter:
         self,
         connect: Connect,
         on_effects: Callable[[Effects], None],
+        position: PositionFile | None = None,
+        folder: Path | None = None,
     ) -> None:
         self._connect = connect
+        self._folder = folder
+        self._position = position
         self._on_effects = on_effects
         self._loop = asyncio.get_running_loop()
         self._queue: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
@@ -167,6 +174,8 @@ class GroupWriter:
                     self._commit(late)
                     self._tell(self._deliver, late)
         finally:
+            if self._position is not None:
+                self._position.close()
             self._connection.close()
             self._tell(_set_value, self._ended, None)
 
@@ -188,12 +197,19 @@ class GroupWriter:
         return group
 
     def _wait_first(self) -> _Write | None:
-        while self.writes >= self._moved_at + MOVED_AT_WRITES:
+        position = self._position
+        while True:
+            is_long = self.writes >= self._moved_at + MOVED_AT_WRITES
+            is_behind = position is not None and position.is_behind
+            if not is_long and not is_behind:
+                return self._queue.get()
             try:
                 return self._queue.get(timeout=QUIET_S)
             except queue.Empty:
-                self._tidy()
-        return self._queue.get()
+                if position is not None:
+                    position.catch_up()
+                if is_long:
+                    self._tidy()
 
     def _tidy(self) -> None:
         """Give room back to the disk or, if none is left to give, move the log into the database.
@@ -213,6 +229,8 @@ class GroupWriter:
         free, pages = self._pages()
         if free < max(KEPT_FREE_PAGES, pages // 4) + GIVEN_BACK_PAGES:
             return False
+        if self._position is not None:
+            self._position.advance(self._connection)  # every commit is counted
         # Of a statement that gives no columns `execute` runs one step, which is one page.
         self._connection.executescript(f"PRAGMA incremental_vacuum({GIVEN_BACK_PAGES})")
         return self._pages()[1] < pages
@@ -230,7 +248,9 @@ class GroupWriter:
             if len(group) == 1:
                 group[0].value = None
                 group[0].effects = Effects()
-                group[0].error = unavailable(exc) if isinstance(exc, sqlite3.Error) else exc
+                group[0].error = (
+                    unavailable(exc, self._folder) if isinstance(exc, sqlite3.Error) else exc
+                )
                 return
             for write in list(group):
                 alone = [write]
@@ -238,7 +258,8 @@ class GroupWriter:
                 group += alone[1:]  # what stood by for it
 
     def _transaction(self, group: list[_Write]) -> None:
-        self._set_sync(is_soft=all(write.is_soft for write in group))
+        is_soft = all(write.is_soft for write in group)
+        self._set_sync(is_soft=is_soft)
         self._connection.execute("BEGIN IMMEDIATE")
         try:
             for write in self._joined_by_standing(group):
@@ -247,11 +268,15 @@ class GroupWriter:
                     write.value = run_steps(write.operation(write.effects), self._ask)
                 except TinkerError as exc:  # it refused, and has changed nothing
                     write.effects, write.error = Effects(), exc
+            if self._position is not None:
+                self._position.advance(self._connection)
             self._connection.execute("COMMIT")
         except BaseException:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
             raise
+        if self._position is not None and not is_soft:
+            self._position.note_durable()
         self.commits += 1
         self.writes += sum(write.effects.writes for write in group)
 
@@ -307,20 +332,50 @@ class GroupWriter:
 _SQL = sqlite_queries()
 
 
-def unavailable(exc: sqlite3.Error) -> LedgerUnavailableError:
-    """SQLite's failure as ours."""
-    text = str(exc)
-    if "locked" in text or "busy" in text:
-        remedy = "another program holds the database file; end it and try again"
-    elif "full" in text or "disk I/O" in text:
-        remedy = "make room on the disk and try again"
+def unavailable(exc: sqlite3.Error, folder: Path | None) -> LedgerUnavailableError:
+    """SQLite's failure as ours.
+
+    Args:
+        exc: What it raised. It does not pass on what the system said.
+        folder: Where the database is, to look what is wrong there.
+    """
+    kind = _primary_code(exc)
+    if kind in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        fault = _LOCKED
+    elif kind == sqlite3.SQLITE_FULL:
+        fault = FULL
+    elif kind in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        fault = _DAMAGED
+    elif kind in _OF_THE_DISK:
+        # A disk without room for much may have some for a small file.
+        fault = (None if folder is None else probe(folder)) or _NO_ROOM_PERHAPS
     else:
-        remedy = "see the cause; nothing was written"
+        fault = _UNKNOWN
     error = LedgerUnavailableError(
-        f"the ledger could not be written or read: {text}", remedy=remedy
+        f"the ledger could not be written or read: {exc}", reason=fault.reason, remedy=fault.remedy
     )
     error.__cause__ = exc
     return error
+
+
+def _primary_code(exc: sqlite3.Error) -> int:
+    # One that Python raised itself, such as for a closed connection, has no code.
+    return int(getattr(exc, "sqlite_errorcode", 0)) & 0xFF
+
+
+_OF_THE_DISK = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN)
+_LOCKED = DiskFault(
+    "its database is locked", "another program holds the database file; end it and try again"
+)
+_DAMAGED = DiskFault(
+    "its database is damaged",
+    "stop the service and restore its data folder from a backup; see that the disk is sound",
+)
+_NO_ROOM_PERHAPS = DiskFault(
+    "its disk refuses to write",
+    "make room on the disk and try again; if there is room, look into the system's log (dmesg)",
+)
+_UNKNOWN = DiskFault("its database fails", "see the cause; nothing was written")
 
 
 def _set_value(future: asyncio.Future[None], value: None) -> None:

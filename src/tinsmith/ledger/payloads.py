@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from tinsmith.errors import LedgerDamagedError, LedgerUnavailableError
+from tinsmith.observe.disk_faults import fault_of
 
 INLINE_BYTES = 64 * 1024
 """Up to here a payload is in the database."""
@@ -74,9 +75,11 @@ class PayloadFiles:
         except OSError as exc:
             self.delete([name, f"{name}{_PARTIAL}"])
             self.written(name)
+            fault = fault_of(exc)
             raise LedgerUnavailableError(
                 f"a payload of {len(payload)} bytes could not be written to {self._folder}: {exc}",
-                remedy="make room on the disk and try again",
+                reason=fault.reason,
+                remedy=fault.remedy,
             ) from exc
         return Kept(len(payload), file=name, digest=hashlib.sha256(payload).digest())
 

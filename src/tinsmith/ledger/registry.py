@@ -17,8 +17,15 @@ from tinsmith.ledger.base import Ledger
 from tinsmith.ledger.records import Retention
 
 
-async def open_ledger(address: str, *, retention: Retention | None = None) -> Ledger:
+async def open_ledger(
+    address: str, *, retention: Retention | None = None, accept_loss: bool = False
+) -> Ledger:
     """Open a ledger, or make it where there is none.
+
+    Args:
+        address: Where it is.
+        retention: How long it keeps what.
+        accept_loss: Whether to go on from a SQLite file that has lost commits.
 
     Raises:
         ValidationError: The address names no ledger that is known.
@@ -32,7 +39,9 @@ async def open_ledger(address: str, *, retention: Retention | None = None) -> Le
     if scheme == "sqlite":
         from tinsmith.ledger.sqlite import SqliteLedger
 
-        return await SqliteLedger.open(_folder(address), retention=retention)
+        return await SqliteLedger.open(
+            _folder(address), retention=retention, accept_loss=accept_loss
+        )
     if scheme in ("postgres", "postgresql"):
         return await _open_postgres(address, retention)
     raise ValidationError(

@@ -7,6 +7,7 @@ entries, such as a command that makes a key, may open the same file meanwhile (`
 
     <folder>/ledger.sqlite3     commands, results, entries, usage
     <folder>/ledger.lock        held while the ledger is open
+    <folder>/ledger.position    which commit is known to be durable (`position.py`)
     <folder>/payloads/          large payloads and results, one file each
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import logging
 import os
 import sqlite3
 import threading
@@ -26,11 +28,12 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Self, TypeVar
 
-from tinsmith.errors import LedgerUnavailableError, LedgerVersionError
+from tinsmith.errors import LedgerDamagedError, LedgerUnavailableError, LedgerVersionError
 from tinsmith.ledger import command_steps, keeping_steps, migrations
 from tinsmith.ledger.clock import SteadyClock
 from tinsmith.ledger.group_commit import GroupWriter, unavailable
 from tinsmith.ledger.payloads import INLINE_BYTES, Kept, PayloadFiles
+from tinsmith.ledger.position import PositionFile
 from tinsmith.ledger.records import Command, Retention, Swept
 from tinsmith.ledger.remembered import Remembered
 from tinsmith.ledger.sql_ledger import SqlLedger
@@ -38,6 +41,9 @@ from tinsmith.ledger.statements import migrations as known_migrations
 from tinsmith.ledger.statements import sqlite_queries
 from tinsmith.ledger.steps import Effects, Operation, Row, Steps, Values, run_steps
 from tinsmith.ledger.wakeups import NEW_WORK
+from tinsmith.observe.disk_faults import fault_of
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -79,11 +85,13 @@ class SqliteLedger(SqlLedger):
         self._connections = threading.local()
         self._looking: sqlite3.Connection | None = None
         self._opened: list[sqlite3.Connection] = []
-        self._writer = GroupWriter(self._connect_writer, self._follow)
+        self._position = PositionFile(self._path)
+        self._writer = GroupWriter(self._connect_writer, self._follow, self._position, folder)
         self._claimed: Remembered[Command] = Remembered()
         self._is_open = False
         self._is_closed = False
         self._is_beside = False
+        self._accepts_loss = False
 
     @classmethod
     async def open(
@@ -93,14 +101,21 @@ class SqliteLedger(SqlLedger):
         retention: Retention | None = None,
         clock: SteadyClock | None = None,
         inline_bytes: int = INLINE_BYTES,
+        accept_loss: bool = False,
     ) -> Self:
         """Open the ledger in a folder, or make one there.
+
+        Args:
+            accept_loss: Whether to go on from what is there if commits are missing. The log then
+                says what was lost.
 
         Raises:
             LedgerUnavailableError: Another process has it open, or the folder cannot be written.
             LedgerVersionError: The file is no ledger, or not one that this version can use.
+            LedgerDamagedError: Commits that were durable are missing, or the file is damaged.
         """
         ledger = cls(folder, retention or Retention(), clock or SteadyClock(), inline_bytes)
+        ledger._accepts_loss = accept_loss
         await ledger._open()
         return ledger
 
@@ -115,6 +130,7 @@ class SqliteLedger(SqlLedger):
         Raises:
             LedgerUnavailableError: The folder cannot be used.
             LedgerVersionError: The file is no ledger, or not one that this version can use.
+            LedgerDamagedError: Commits that were durable are missing, or the file is damaged.
         """
         tries = MAKING_TRIES
         while True:
@@ -225,7 +241,7 @@ class SqliteLedger(SqlLedger):
             finally:
                 connection.execute("ROLLBACK")
         except sqlite3.Error as exc:
-            raise unavailable(exc) from exc
+            raise unavailable(exc, self._path.parent) from exc
 
     def _reading_connection(self) -> sqlite3.Connection:
         connection: sqlite3.Connection | None = getattr(self._connections, "mine", None)
@@ -313,7 +329,13 @@ class SqliteLedger(SqlLedger):
             self._take_lock()
             self._files.prepare()
         except OSError as exc:
-            raise LedgerUnavailableError(f"{self._path.parent} cannot be used: {exc}") from exc
+            raise self._disk_error(exc) from exc
+
+    def _disk_error(self, exc: OSError) -> LedgerUnavailableError:
+        fault = fault_of(exc)
+        return LedgerUnavailableError(
+            f"{self._path.parent} cannot be used: {exc}", reason=fault.reason, remedy=fault.remedy
+        )
 
     def _take_lock(self) -> None:
         lock = self._lock_path.open("a+", encoding="utf-8")
@@ -351,6 +373,7 @@ class SqliteLedger(SqlLedger):
         return not migrations.missing(known_migrations("sqlite"), applied, str(self._path))
 
     def _connect_writer(self) -> sqlite3.Connection:
+        self._check_position()
         try:
             connection = sqlite3.connect(
                 self._path, isolation_level=None, timeout=BUSY_S, cached_statements=256
@@ -360,14 +383,30 @@ class SqliteLedger(SqlLedger):
             except BaseException:
                 connection.close()
                 raise
+        except OSError as exc:
+            raise self._disk_error(exc) from exc
         except sqlite3.OperationalError as exc:
-            raise unavailable(exc) from exc
+            raise unavailable(exc, self._path.parent) from exc
         except sqlite3.DatabaseError as exc:
+            if exc.sqlite_errorname.startswith("SQLITE_CORRUPT"):
+                raise LedgerDamagedError(
+                    f"{self._path} is damaged: {exc}",
+                    remedy="restore it from a backup, or start with a new data folder",
+                ) from exc
             raise LedgerVersionError(
                 f"{self._path} is not a ledger: {exc}",
                 remedy="restore it from a backup, or start with a new data folder",
             ) from exc
         return connection
+
+    def _check_position(self) -> None:
+        if self._accepts_loss:
+            lost = self._position.accept_loss()
+            if lost is not None:
+                _log.warning("the loss is accepted: %s", lost)
+        self._position.check()
+        if not self._is_beside:
+            self._position.check_structure()
 
     def _bring_up(self, connection: sqlite3.Connection) -> None:
         """Check the file before anything of it is changed, then bring its schema up to date."""
@@ -403,6 +442,7 @@ class SqliteLedger(SqlLedger):
                 (migration.number, migration.name, migration.digest),
             )
             connection.execute("COMMIT")
+        self._position.begin(connection)
 
 
 _SQL = sqlite_queries()

@@ -70,7 +70,9 @@ class PatientLedger:
         if self._troubled == 1:
             self.outages += 1
             _log.warning("the ledger is unavailable, results are held until it is back: %s", error)
-            self._board.hold(QueueReport("paused_capacity", "the service cannot write to its disk"))
+            why = error.reason or "it does not answer"
+            told = f"the service cannot use its ledger: {why}"
+            self._board.hold(QueueReport("paused_capacity", told))
 
     def _end_trouble(self) -> None:
         self._troubled -= 1

@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import secrets
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +23,7 @@ from tinsmith.engines.base import BaseModel, Engine
 from tinsmith.engines.registry import check_device, make_engine
 from tinsmith.errors import EngineLostError, ValidationError
 from tinsmith.ledger.base import Ledger
+from tinsmith.ledger.records import Session
 from tinsmith.ledger.recovery import names_files
 from tinsmith.ledger.registry import open_ledger
 from tinsmith.observe.metrics import ServiceMetrics
@@ -33,7 +32,9 @@ from tinsmith.scheduler.loop import Scheduler
 from tinsmith.scheduler.settings import SchedulerSettings
 from tinsmith.serve.fetching import fetched_models, loading
 from tinsmith.serve.free_space import FreeSpace
+from tinsmith.serve.key_guard import check_keys_lost, note_keys
 from tinsmith.serve.measuring import Measuring
+from tinsmith.serve.secret import read_secret
 from tinsmith.serve.settings import Limits, ServiceSettings
 from tinsmith.serve.working import Working
 from tinsmith.server.app import App, make_app
@@ -50,7 +51,6 @@ REAP_S = 5.0
 """How often silent sessions are looked for."""
 SWEEP_S = 60.0
 """How often what nobody needs any more is taken away."""
-SECRET_BYTES = 32
 IO_THREADS = 64
 """More than the scheduler's commands that may be at the store at once: bodies and payloads are
 written and read on these threads too, and do not wait behind a slow store."""
@@ -79,6 +79,7 @@ class Service:
         store: CheckpointStore,
         engine: Engine,
         spans: Spans,
+        secret: bytes,
         *,
         is_private: bool = False,
     ) -> None:
@@ -88,6 +89,7 @@ class Service:
         self.metrics = ServiceMetrics()
         self._settings = settings
         self._engine = engine
+        self._keys = KeyRing(ledger)
         scheduling = _scheduler_settings(settings)
         self._working = Working(
             engine,
@@ -103,7 +105,7 @@ class Service:
                     model.name: _held_to(settings.limits, model) for model in engine.base_models()
                 },
                 settings=_server_settings(settings, is_private),
-                secret=_secret(settings.data),
+                secret=secret,
             ),
             observer=self._measuring.tell_exchange,
         )
@@ -151,12 +153,17 @@ class Service:
         make_folder(settings.data)
         async with contextlib.AsyncExitStack() as opened:
             ledger = await opened.enter_async_context(
-                await open_ledger(settings.database, retention=settings.retention)
+                await open_ledger(
+                    settings.database,
+                    retention=settings.retention,
+                    accept_loss=settings.accept_loss,
+                )
             )
             if not is_record_only:
                 await ledger.take_work()
-            if not is_private:
-                await _check_reach(settings, ledger)
+            if not await _has_keys(settings, KeyRing(ledger)) and not is_private:
+                _check_reach(settings)
+            secret = read_secret(settings.data, was_used=await ledger.entries(Session).count() > 0)
             store = await asyncio.to_thread(
                 open_store,
                 settings.checkpoints,
@@ -178,7 +185,7 @@ class Service:
                     )
                     await opened.enter_async_context(engine)
             spans = open_spans(settings.otel_endpoint)
-            service = cls(settings, ledger, store, engine, spans, is_private=is_private)
+            service = cls(settings, ledger, store, engine, spans, secret, is_private=is_private)
             await service.free_space.look()
             opened.pop_all()
         if not is_record_only:
@@ -191,9 +198,14 @@ class Service:
         self._start("scheduler", self._work)
         self._start("endings", sessions.finish_endings)
         self._start("silent sessions", _every(REAP_S, sessions.end_silent))
+        self._start("keys", _every(REAP_S, self._note_keys))
         self._start("sweeping", _every(SWEEP_S, Sweeper(self.ledger, self.store).sweep))
         self._start("free space", _every(SPACE_S, self.free_space.look))
         self._start("measuring", self._measuring.run)
+
+    async def _note_keys(self) -> None:
+        """The first key may be made while the service runs."""
+        await _has_keys(self._settings, self._keys)
 
     async def _work(self) -> None:
         try:
@@ -256,9 +268,18 @@ class Service:
         await self.close()
 
 
-async def _check_reach(settings: ServiceSettings, ledger: Ledger) -> None:
-    """Before models are fetched and loaded: nobody should wait for a refusal."""
-    if settings.is_loopback or await KeyRing(ledger).has_keys():
+async def _has_keys(settings: ServiceSettings, keys: KeyRing) -> bool:
+    """Whether there is a key; that there was one is remembered outside the ledger."""
+    has_keys = await keys.has_keys()
+    if has_keys:
+        await asyncio.to_thread(note_keys, settings.data)
+    return has_keys
+
+
+def _check_reach(settings: ServiceSettings) -> None:
+    """Of a service without keys. Before models are loaded: nobody should wait for a refusal."""
+    check_keys_lost(settings.data)
+    if settings.is_loopback:
         return
     raise ValidationError(
         f"{settings.host} can be reached by others, and there is no key: anybody could use it",
@@ -334,22 +355,3 @@ def make_folder(data: Path) -> None:
             f"{data} cannot be the data folder: {exc.strerror or exc}",
             remedy="name a folder that can be written to, with --data or TINSMITH_HOME",
         ) from exc
-
-
-def _secret(data: Path) -> bytes:
-    """What tokens and addresses are signed with: made once, so that they outlive a restart."""
-    path = data / "secret"
-    try:
-        kept = path.read_bytes()
-        if len(kept) == SECRET_BYTES:
-            return kept
-    except FileNotFoundError:
-        pass
-    made = secrets.token_bytes(SECRET_BYTES)
-    written = path.with_suffix(f".{os.getpid()}")
-    with os.fdopen(os.open(written, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(made)
-        file.flush()
-        os.fsync(file.fileno())
-    written.replace(path)
-    return made

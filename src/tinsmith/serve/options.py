@@ -93,6 +93,12 @@ OPTIONS = (
         is_address=True,
     ),
     Option(
+        "accept_loss",
+        "",
+        "false",
+        "start from a ledger that has lost commits, and log what was lost; for one start",
+    ),
+    Option(
         "checkpoints",
         "ADDRESS",
         "the folder checkpoints in the data folder",

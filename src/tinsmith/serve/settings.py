@@ -155,6 +155,8 @@ class ServiceSettings(Section, frozen=True, kw_only=True):
     data: Path = msgspec.field(default_factory=lambda: default_data(os.environ))
     database: str = ""
     """As `ledger.registry.open_ledger` takes it; empty becomes a folder in the data folder."""
+    accept_loss: bool = False
+    """Whether to go on from a ledger that has lost commits; for one start."""
     checkpoints: str = ""
     """A folder or an fsspec URL; empty becomes a folder in the data folder."""
     engine: Literal["embedded", "fake"] = "embedded"

@@ -203,8 +203,14 @@ def _told(error: BaseException) -> str:
             "the saved weights are damaged; load another checkpoint, or have this one restored by "
             "the service's operator"
         )
+    if isinstance(error, e.CheckpointUnavailableError):
+        why = error.reason or "it does not answer"
+        return f"the checkpoint store is unavailable: {why}; retry later"
     if isinstance(error, e.CheckpointError) and status_of(error) >= 500:
         return "saved weights cannot be read or written now"
+    if isinstance(error, e.LedgerUnavailableError):
+        why = error.reason or "it does not answer"
+        return f"the service cannot use its ledger: {why}; retry later"
     return str(error)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.embedded.programs import ENDS_WITHIN_S, MODEL, environment, run, running
+from tests.e2e.service.positions import wait_caught_up
 from tinsmith.checkpoints.format import read_adapter
 
 TRAIN_AND_SAVE = """
@@ -496,3 +497,35 @@ assert eval(ended.stdout) == tokens, ended
 """,
         tmp_path,
     )
+
+
+def test_a_damaged_ledger_is_told_with_the_way_out(tmp_path: Path) -> None:
+    with running(
+        "client = tinsmith.ServiceClient()\n"
+        "client.create_lora_training_client(MODEL, rank=8)\n"
+        "say('made')\n"
+        "input()\n",
+        tmp_path,
+    ) as program:
+        assert program.hears() == "made"
+        wait_caught_up(tmp_path / ".tinsmith", 5)
+    (tmp_path / ".tinsmith" / "ledger" / "ledger.sqlite3-wal").unlink()
+
+    refused = run(
+        """
+try:
+    tinsmith.ServiceClient().get_server_capabilities()
+except tinsmith.LedgerDamagedError as exc:
+    say(exc)
+""",
+        tmp_path,
+    )
+    assert "TINSMITH_SERVE_ACCEPT_LOSS=true" in refused.stdout
+
+    accepted = run(
+        "say(len(tinsmith.ServiceClient().get_server_capabilities().supported_models))",
+        tmp_path,
+        TINSMITH_SERVE_ACCEPT_LOSS="true",
+    )
+    assert "are lost" in accepted.stderr
+    run("tinsmith.ServiceClient().get_server_capabilities()", tmp_path)

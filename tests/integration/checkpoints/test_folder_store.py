@@ -284,7 +284,7 @@ def test_what_is_on_a_disk_that_is_away_is_not_gone(store: FolderStore) -> None:
     for make in (Path.mkdir, Path.rmdir):
         make(store.root)
         for use in (store.info, store.open, store.delete, store.begin):
-            with pytest.raises(CheckpointUnavailableError, match="see that the disk is there"):
+            with pytest.raises(CheckpointUnavailableError, match="see that the disk is mounted"):
                 use(PATH)
     away.rename(store.root)
 
