@@ -21,8 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from crash_points import OPERATIONS, check_tidy, found
-
+from tests.integration.checkpoints.crash_points import OPERATIONS, check_tidy, found
 from tinsmith.checkpoints.folder_store import FolderStore
 
 _STEPS = {"os.mkdir", "os.rename", "os.link", "os.remove", "os.rmdir", "open"}
@@ -44,7 +43,7 @@ class SimulatedDisk:
         self._is_folder: dict[int, bool] = {}
         self._pinned: set[int] = set()
         self._is_paused = False
-        os.fsync = self._fsync
+        os.fsync = self._fsync  # type: ignore[assignment]
         sys.addaudithook(self._hook)
 
     @contextlib.contextmanager

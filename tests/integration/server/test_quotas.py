@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import pytest
@@ -175,7 +176,7 @@ class _GatedLedger(MemoryLedger):
     ids=["commands", "bytes"],
 )
 def test_commands_that_are_still_being_appended_count(
-    limits: dict[str, int], admitted: int
+    limits: dict[str, Any], admitted: int
 ) -> None:
     """Else a burst that arrives while the disk is busy passes every limit."""
     count = 8
