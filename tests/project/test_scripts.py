@@ -18,9 +18,9 @@ COMMANDS = [
     *sorted(p for p in ROOT.glob("scripts/*") if p.is_file() and not p.suffix),
 ]
 
-# Answers what the scripts ask of a Python: its version, where it is, a venv, a pip, and tests, which
-# fail. The venv's interpreter is a copy of it; what pip does is decided by the file "pip" beside
-# pyproject.toml.
+# Answers what the scripts ask of a Python: its version, where it is, a venv, a pip, and tests,
+# which fail. The venv's interpreter is a copy of it; what pip does is decided by the file "pip"
+# beside pyproject.toml.
 STAND_IN = """\
 #!/usr/bin/env bash
 case "$*" in

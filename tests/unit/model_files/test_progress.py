@@ -11,7 +11,7 @@ import pytest
 
 from tinsmith.model_files.base import telling_growth
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 def test_progress_goes_on_when_a_folder_vanishes_while_it_is_looked_at(
