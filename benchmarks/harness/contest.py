@@ -25,6 +25,8 @@ LONG_ENOUGH_S = 1.5
 """Where turns take longer than planned, two for each and this much time are enough."""
 LONG_TURNS_S = 6.0
 """Where they take seconds by nature, one for each and this much time are."""
+EXIT_S = 30.0
+"""How long a contestant that has said everything may take to end by itself."""
 
 Found: TypeAlias = dict[str, float]
 
@@ -136,7 +138,12 @@ class Worker:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        # How it ends is not asked: what it has said was measured, even if it crashes at its exit.
         if kind is not None:
             self._process.kill()
-        self._process.communicate()
+        try:
+            self._process.communicate(timeout=EXIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
         self._said.close()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -52,6 +54,12 @@ def large_body(size: int) -> Work:
 def packages(count: str) -> dict[str, float]:
     """Figures that need no measuring."""
     return {"packages": int(count)}
+
+
+def packages_and_abort(count: str) -> dict[str, float]:
+    """The same, by a process that does not survive its exit."""
+    atexit.register(os.abort)
+    return packages(count)
 
 
 def token_turns(cpu_s: str) -> Callable[[], dict[str, float]]:
@@ -223,6 +231,15 @@ def test_a_failing_contestant_is_named_with_what_it_said() -> None:
 
     with pytest.raises(RuntimeError, match=r"(?s)small_body failed.*unexpected keyword"):
         rounds.run_rounds([benchmark], PYTHON, QUICK, lambda _: None)
+
+
+def test_a_contestant_that_crashes_at_its_exit_has_measured_what_it_said() -> None:
+    crashing = Figures(f"{HERE}:packages_and_abort", {"count": "3"})
+    benchmark = replace(OTHERS[-1], contestants=contestants(crashing, crashing))
+
+    (found,) = rounds.run_rounds([benchmark], PYTHON, QUICK, lambda _: None)
+
+    assert found.samples["ours"][0] == {"packages": 3.0}
 
 
 def test_ratios_are_taken_round_by_round() -> None:

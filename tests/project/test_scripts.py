@@ -18,8 +18,9 @@ COMMANDS = [
     *sorted(p for p in ROOT.glob("scripts/*") if p.is_file() and not p.suffix),
 ]
 
-# Answers what the scripts ask of a Python: its version, where it is, a venv, a pip. The venv's
-# interpreter is a copy of it; what pip does is decided by the file "pip" beside pyproject.toml.
+# Answers what the scripts ask of a Python: its version, where it is, a venv, a pip, and tests,
+# which fail. The venv's interpreter is a copy of it; what pip does is decided by the file "pip"
+# beside pyproject.toml.
 STAND_IN = """\
 #!/usr/bin/env bash
 case "$*" in
@@ -27,6 +28,7 @@ case "$*" in
   *python_version*) echo "CPython VERSION" ;;
   "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ; echo venv >>calls ;;
   "-m pip "*) echo pip >>calls ; exec bash ./pip ;;
+  "-m pytest "*) echo pytest >>calls ; exit 1 ;;
   *) exit 9 ;;
 esac
 """
@@ -193,6 +195,27 @@ def test_second_of_two_runs_waits_and_finds_the_work_done(checkout: Checkout) ->
     _, rest = second.communicate(timeout=TIME_LIMIT_S)
     assert [first.returncode, second.returncode] == [0, 0], rest
     assert checkout.new_calls() == ["venv", "pip"]
+
+
+def test_a_failing_test_fails_the_run_and_is_not_run_again(checkout: Checkout) -> None:
+    """What passes the second time is a fault all the same."""
+    shutil.copy(ROOT / "scripts/test", checkout.root / "scripts")
+    check = checkout.root / "scripts/check"
+    check.write_text("#!/usr/bin/env bash\n")
+    check.chmod(0o755)
+
+    done = subprocess.run(
+        [checkout.root / "scripts/test"],
+        env={**os.environ, "PYTHON": str(checkout.python)},
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=TIME_LIMIT_S,
+        check=False,
+    )
+
+    assert done.returncode == 1, done.stderr
+    assert checkout.new_calls() == ["venv", "pip", "pytest"]
+    assert "all good" not in done.stderr
 
 
 def test_unusable_python_is_named(checkout: Checkout) -> None:

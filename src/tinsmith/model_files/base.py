@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -120,8 +121,10 @@ def is_full(error: OSError) -> bool:
 
 
 def _size_bytes(folder: Path) -> int:
+    """The size of all files below a folder; those that vanish meanwhile do not count."""
     size = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # it was renamed or removed meanwhile
-            size += path.stat().st_size if path.is_file() else 0
+    for inner, _, names in os.walk(folder):  # unlike rglob it passes over folders that vanish
+        for name in names:
+            with contextlib.suppress(OSError):
+                size += Path(inner, name).stat().st_size
     return size

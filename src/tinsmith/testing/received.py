@@ -16,7 +16,7 @@ from tinsmith.errors import ValidationError
 from tinsmith.testing.downloads import DOWNLOAD
 from tinsmith.wire.endpoints import ENDPOINTS
 
-WAIT_TIMEOUT_S = 10.0
+WAIT_TIMEOUT_S = 60.0
 
 
 class ReceivedRequest(msgspec.Struct, kw_only=True, eq=False):

@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.e2e.service.served import BASE_MODEL
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 CHUNK = 1024
 """How many data a client puts into one chunk."""
 

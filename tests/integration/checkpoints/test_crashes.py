@@ -39,6 +39,19 @@ def test_a_crash_or_a_full_disk_at_any_step_leaves_the_old_or_the_new(
         assert steps["delete"] == 0, "a full disk must not keep anybody from making room"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="files are held open by O_PATH and /proc")
+def test_a_power_cut_at_any_step_leaves_the_old_or_the_new(tmp_path: Path) -> None:
+    """On a disk that keeps what was synced, and of the rest what is worst."""
+    command = [sys.executable, str(HERE / "power_cuts.py"), str(tmp_path)]
+
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False)
+
+    assert done.returncode == 0, done.stderr
+    cuts = {name: int(count) for name, count in map(str.split, done.stdout.splitlines())}
+    assert cuts.keys() == {"save", "overwrite", "delete", "copy"}
+    assert all(count > 20 for count in cuts.values()), "too little of the disk is looked at"
+
+
 def write_until_killed(folder: Path, first: int, lines: int) -> list[int]:
     """The numbers that a writer said were saved before it was killed, at any moment."""
     command = [sys.executable, str(HERE / "writer.py"), str(folder), str(first)]

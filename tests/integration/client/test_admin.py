@@ -15,7 +15,7 @@ from tinsmith.errors import APIError, PermissionDeniedError, ValidationError
 from tinsmith.testing import ScriptedService, running_service
 from tinsmith.types import Datum, ModelInput
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 DATUM = Datum(ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3], "weights": [1.0, 1.0]})
 
 

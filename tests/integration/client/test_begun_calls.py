@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tinsmith.client.calls import EMPTY_400_BUDGET
 from tinsmith.client.retry import RetryBudget
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.service import ServiceClient
@@ -37,7 +38,7 @@ def service() -> Iterator[ScriptedService]:
 
 @pytest.fixture
 def client(service: ScriptedService) -> Iterator[ServiceClient]:
-    retry = RetryBudget(delay_base_s=0.01)
+    retry = RetryBudget(delay_base_s=0.01, delay_max_s=0.1)
     with ServiceClient(base_url=service.base_url, api_key=service.api_key, retry=retry) as client:
         yield client
 
@@ -96,6 +97,15 @@ def test_a_fetch_that_failed_is_made_again(
 
     assert len(result.sequences) == 1
     assert len(service.requests("retrieve_future")) == 2
+
+
+def test_samples_that_succeed_make_room_for_empty_400s_again(
+    sampler: SamplingClient, service: ScriptedService
+) -> None:
+    for _ in range(2):
+        service.faults.add("asample", times=EMPTY_400_BUDGET, empty_400=True)
+        for _ in range(EMPTY_400_BUDGET):
+            sampler.sample(PROMPT, 1, PARAMS).result(WAIT_S)
 
 
 def test_a_429_pauses_and_leaves_the_sample_its_number(

@@ -147,7 +147,7 @@ def test_whoever_fails_on_being_told_harms_no_other(is_answered: bool) -> None:
             lambda _, context: complaints.append(context["exception"])
         )
         begin(transport, b"first", on_over=fail)
-        second, over = begin(transport, b"second", timeout_s=5.0)
+        second, over = begin(transport, b"second", timeout_s=60.0)
         await over.wait()
         reply = second.whole_reply()
         assert reply is not None

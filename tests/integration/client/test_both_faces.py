@@ -15,7 +15,7 @@ from tinsmith.client.training import TrainingClient
 from tinsmith.testing import ScriptedService
 from tinsmith.types import SessionSearchRequest
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 MONTH = ("2026-01-01T00:00:00Z", "2026-02-01T00:00:00Z")
 INTRODUCTIONS = {"client_config", "client_dynamic_config"}
 

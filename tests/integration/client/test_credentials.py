@@ -25,7 +25,7 @@ from tinsmith.errors import (
 from tinsmith.testing import ScriptedService, running_service
 from tinsmith.types import ModelInput, SamplingParams
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 OTHER_KEY = "tml-other-account"
 
 

@@ -28,7 +28,7 @@ from tinsmith.types import (
     PromptProvenanceSpan,
 )
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 TRAINING = ("forward_backward", "optim_step")
 
 
@@ -240,13 +240,10 @@ def test_the_call_returns_before_anything_has_come(
 ) -> None:
     held = service.faults.hold("forward_backward", times=1)
 
-    began = time.monotonic()
     output = training.forward_backward_custom([a_datum()], cubes)
-    took_s = time.monotonic() - began
 
     held.wait_held(1)
     assert not output.done()
-    assert took_s < 1.0
     held.release()
     output.result(WAIT_S)
 
@@ -297,10 +294,11 @@ def test_w8_results_and_heartbeats_go_on_while_a_loss_runs(
 
 def test_the_async_face_leaves_the_callers_loop_free(training: TrainingClient) -> None:
     threads = []
+    may_end = threading.Event()
 
     def slow(data: Any, logprobs: Any) -> Any:
         threads.append(threading.current_thread())
-        time.sleep(0.3)
+        assert may_end.wait(WAIT_S)
         return cubes(data, logprobs)
 
     async def scenario() -> tuple[ForwardBackwardOutput, int]:
@@ -310,6 +308,8 @@ def test_the_async_face_leaves_the_callers_loop_free(training: TrainingClient) -
         while not output.done():
             await asyncio.sleep(0.01)
             ticks += 1
+            if threads and ticks > 10:
+                may_end.set()
         await step
         return await output, ticks
 

@@ -23,7 +23,7 @@ from tinsmith.errors import APIConnectionError
 from tinsmith.testing import ScriptedService, running_service
 from tinsmith.types import AdamParams, Datum, ModelInput, SamplingParams
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 E = TypeVar("E", bound=Event)
 
 

@@ -27,7 +27,7 @@ from tinsmith.errors import APIConnectionError, ClosedError, InternalServerError
 from tinsmith.testing import ScriptedService, running_service
 from tinsmith.types import AdamParams, Datum, ModelInput, SamplingParams
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 PROMPT = ModelInput.from_ints([1])
 PARAMS = SamplingParams(max_tokens=1)
 DATUM = Datum(PROMPT, {"target_tokens": [1], "weights": [1.0]})
@@ -267,12 +267,10 @@ NOBODY = "http://127.0.0.1:9"
     ids=["training", "sampling", "rest", "admin"],
 )
 def test_a_closed_port_fails_in_seconds_whoever_asks(ask: Callable[[], object]) -> None:
-    began = time.monotonic()
-
-    with pytest.raises(APIConnectionError, match="check the base URL"):
+    with pytest.raises(APIConnectionError, match="check the base URL") as caught:
         ask()
 
-    assert time.monotonic() - began < 30.0
+    assert caught.value.__notes__[-1].endswith("the RetryBudget allows first_contact_s=5")
 
 
 def test_large_results_are_fetched_as_far_as_there_is_room_for_them() -> None:

@@ -17,7 +17,7 @@ from tinsmith.client.training import TrainingClient
 from tinsmith.testing import ScriptedService
 from tinsmith.types import AdamParams, ModelInput, SamplingParams
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 Told = queue.SimpleQueue[tuple[QueueState, str | None, str]]
 
 

@@ -45,7 +45,7 @@ from tinsmith.errors import (
 from tinsmith.testing import ScriptedService, running_service
 from tinsmith.types import SessionSearchRequest
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 @pytest.fixture

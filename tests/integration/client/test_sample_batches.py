@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -96,8 +97,11 @@ def test_a_burst_leaves_in_few_requests_and_comes_back_in_few(
     sampler: SamplingClient, service: ScriptedService
 ) -> None:
     held = service.faults.hold_commands("asample")
+    all_made = threading.Event()
+    background().call_soon(lambda: all_made.wait(WAIT_S))  # none leaves before all are made
     futures = [sampler.sample(prompt, 1, PARAMS) for prompt in prompts(400)]
-    deadline = time.monotonic() + 20
+    all_made.set()
+    deadline = time.monotonic() + 60
     while len(sent_numbers(service)) < 400 and time.monotonic() < deadline:
         time.sleep(0.005)
     held.release()
@@ -108,7 +112,6 @@ def test_a_burst_leaves_in_few_requests_and_comes_back_in_few(
     # Requests on several connections may overtake each other.
     assert sorted(sent_numbers(service)) == list(range(400))
     assert service.requests("retrieve_future") == []
-    # As many as there were turns of the loop while they were made, and that is far below 400.
     assert len(service.requests("asample_many")) + len(service.requests("asample")) < 200
     assert len(service.requests("retrieve_results")) < 200
 
@@ -210,7 +213,7 @@ def test_s3_a_429_of_one_item_pauses_all_samples_of_the_key(
 ) -> None:
     service.faults.add("asample", when=has_seq_id(0), status=429, headers={"retry-after-ms": "800"})
     futures = [sampler.sample(prompt, 1, PARAMS) for prompt in prompts(2)]
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while sampler.limiter.pause().state == "open" and time.monotonic() < deadline:
         time.sleep(0.002)
 
@@ -298,7 +301,7 @@ def test_results_that_are_too_large_for_the_poll_are_fetched_together(
     service.account.flags["tinsmith_inline_bytes"] = 1
     held = service.faults.hold_commands("asample")
     futures = [sampler.sample(prompt, 1, PARAMS) for prompt in prompts(50)]
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while len(sent_numbers(service)) < 50 and time.monotonic() < deadline:
         time.sleep(0.005)
     held.release()
@@ -314,7 +317,7 @@ def test_results_that_were_read_are_reported_once_and_then_dropped(
     futures = [sampler.sample(prompt, 1, PARAMS) for prompt in prompts(10)]
     for future in futures:
         future.result(WAIT_S)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while len(reported(service)) < 10 and time.monotonic() < deadline:
         time.sleep(0.005)
 
@@ -387,7 +390,7 @@ def test_cancelled_samples_are_cancelled_on_the_server_and_the_rest_come_back(
 ) -> None:
     held = service.faults.hold_commands("asample")
     futures = [sampler.sample(prompt, 1, PARAMS) for prompt in prompts(200)]
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while len(sent_numbers(service)) < 200 and time.monotonic() < deadline:
         time.sleep(0.005)
     service.wait_requests("retrieve_results", 1)
@@ -425,7 +428,7 @@ def test_cancels_take_few_connections_at_once() -> None:
         held = service.faults.hold("cancel_future")
         futures = [sampler.sample(prompt, 1, PARAMS) for prompt in prompts(50)]
         service.wait_requests("retrieve_results", 1)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while len(sent_numbers(service)) < 50 and time.monotonic() < deadline:
             time.sleep(0.005)
         for future in futures:
@@ -441,10 +444,10 @@ def test_a_timeout_ends_one_sample_and_no_other(
     sampler: SamplingClient, service: ScriptedService
 ) -> None:
     held = service.faults.hold_commands("asample")
-    late = sampler.sample(PROMPT, 1, PARAMS, timeout=0.3)
+    late = sampler.sample(PROMPT, 1, PARAMS, timeout=2.0)
     patient = sampler.sample(PROMPT, 1, PARAMS)
 
-    with pytest.raises(APITimeoutError, match=r"not done within 0\.3 s"):
+    with pytest.raises(APITimeoutError, match=r"not done within 2 s"):
         late.result(WAIT_S)
 
     assert len(service.wait_requests("cancel_future", 1)) == 1
@@ -492,7 +495,7 @@ def test_s8_a_paused_queue_that_the_poll_tells_of_holds_back_new_samples(
 ) -> None:
     paused = service.faults.pause("asample", reason="no room", retry_after_ms=60_000, times=1)
     first = sampler.sample(PROMPT, 1, PARAMS)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while sampler.limiter.pause().state == "open" and time.monotonic() < deadline:
         time.sleep(0.005)
 
@@ -511,7 +514,7 @@ def test_s8_a_paused_queue_holds_back_no_longer_than_any_server_may_ask_for(
     """Who gave up all samples hears of no end of the pause."""
     service.faults.pause("asample", retry_after_ms=1e15, times=1)
     sample = sampler.sample(PROMPT, 1, PARAMS)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while sampler.limiter.pause().state == "open" and time.monotonic() < deadline:
         time.sleep(0.005)
 

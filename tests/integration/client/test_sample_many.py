@@ -133,8 +133,8 @@ def test_a_timeout_cancels_what_is_under_way(
 ) -> None:
     service.faults.hold_commands("asample")
 
-    with pytest.raises(APITimeoutError, match=r"within 0\.4 s"):
-        sampler.sample_many(prompts(3), PARAMS, timeout=0.4)
+    with pytest.raises(APITimeoutError, match=r"within 2 s"):
+        sampler.sample_many(prompts(3), PARAMS, timeout=2.0)
 
     assert len(service.wait_requests("cancel_future", 3)) == 3
 
@@ -172,7 +172,7 @@ def test_leaving_the_loop_cancels_what_is_under_way(
     with_first = sampler.sample_as_completed(prompts(4), PARAMS, timeout=WAIT_S)
 
     index, response = next(with_first)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while len(held_ids(service)) < 4 and time.monotonic() < deadline:
         time.sleep(0.005)
     with_first.close()

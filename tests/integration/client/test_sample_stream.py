@@ -179,7 +179,7 @@ def test_s8_a_stream_that_is_held_back_holds_back_new_samples(
     stream = sampler.sample_stream(PROMPT, 1, PARAMS, timeout=WAIT_S)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         reading = pool.submit(stream.result)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while sampler.limiter.pause().state == "open" and time.monotonic() < deadline:
             time.sleep(0.01)
 
@@ -267,7 +267,7 @@ def test_a_stream_that_takes_too_long_fails_and_is_cancelled(
     sampler: SamplingClient, service: ScriptedService
 ) -> None:
     service.faults.hold_stream(after_tokens=1)
-    stream = sampler.sample_stream(PROMPT, 1, PARAMS, timeout=0.5)
+    stream = sampler.sample_stream(PROMPT, 1, PARAMS, timeout=2.0)
 
     with pytest.raises(APITimeoutError, match="not done within"):
         list(stream)
@@ -475,7 +475,7 @@ def test_s41_a_stream_that_is_not_read_takes_little_memory(
     stream = sampler.sample_stream(PROMPT, 1, PARAMS)
     assert next(stream).tokens == [7]
 
-    deadline, before = time.monotonic() + 20, -1
+    deadline, before = time.monotonic() + 60, -1
     while before != sent and time.monotonic() < deadline:  # until the server is held up
         before = sent
         time.sleep(0.3)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,10 +17,11 @@ from tinsmith.errors import APITimeoutError, ValidationError
 from tinsmith.testing import ReceivedRequest, ScriptedService, running_service
 from tinsmith.types import AdamParams, Datum, ModelInput
 
-WAIT_S = 30.0
-GAP_WAIT_S = 60.0
+WAIT_S = 60.0
+GAP_WAIT_S = 3600.0
 """How long the service would wait for a number that is missing: a test that sees it has failed."""
-SHORT_S = 0.2
+SHORT_S = 1.0
+"""Enough for a call to be sent, on a busy machine too."""
 TRAINING = ("forward_backward", "optim_step", "save_weights", "save_weights_for_sampler")
 
 NO_WORK = {"on_queue_state_change", "get_console_url", "get_telemetry"}
@@ -64,12 +64,10 @@ def is_training_pass(received: ReceivedRequest) -> bool:
 
 def assert_usable(training: TrainingClient, service: ScriptedService) -> None:
     """The next calls are answered at once, and the service has every number up to theirs."""
-    began = time.monotonic()
     output = training.forward_backward([a_datum(7)], "cross_entropy")
     training.optim_step(AdamParams(learning_rate=1e-3)).result(WAIT_S)
 
     assert output.result(WAIT_S).loss > 0
-    assert time.monotonic() - began < GAP_WAIT_S / 4
     numbers = {number_of(one) for one in service.requests() if one.endpoint in TRAINING}
     assert numbers == set(range(1, max(numbers) + 1))
 
@@ -159,9 +157,7 @@ def test_s17_a_custom_loss_given_up_while_it_runs_gives_both_places_up(
     training: TrainingClient, service: ScriptedService, how: str
 ) -> None:
     loss = _SlowLoss()
-    custom = training.forward_backward_custom(
-        [a_datum()], loss, timeout=1.0 if how == "timeout" else None
-    )
+    custom = training.forward_backward_custom([a_datum()], loss, timeout=timeout_of(how))
     assert loss.begun.wait(WAIT_S)
 
     give_up(custom, how)
@@ -177,9 +173,7 @@ def test_s17_a_custom_loss_given_up_in_its_second_half_leaves_no_number_missing(
     loss = _SlowLoss()
     loss.may_end.set()
     held = service.faults.hold("forward_backward", times=1, when=is_training_pass)
-    custom = training.forward_backward_custom(
-        [a_datum()], loss, timeout=1.0 if how == "timeout" else None
-    )
+    custom = training.forward_backward_custom([a_datum()], loss, timeout=timeout_of(how))
     held.wait_held(1)
 
     give_up(custom, how)

@@ -269,7 +269,7 @@ def test_a_cancelled_call_closes_its_connection(run: Run) -> None:
         await server.wait_received(1)
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
-        await asyncio.wait_for(gone.wait(), timeout=10)
+        await asyncio.wait_for(gone.wait(), timeout=60)
 
     run(watch, scenario)
 

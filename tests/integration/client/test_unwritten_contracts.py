@@ -19,7 +19,7 @@ from tinsmith.client.training import TrainingClient
 from tinsmith.testing import ScriptedService
 from tinsmith.types import AdamParams, Datum, ModelInput, SamplingParams
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 PROMPT = ModelInput.from_ints([1, 2])
 PARAMS = SamplingParams(max_tokens=2)
 

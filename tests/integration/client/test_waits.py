@@ -21,7 +21,7 @@ from tinsmith.types import AdamParams, Datum, ModelInput, SamplingParams
 PROMPT = ModelInput.from_ints([1])
 PARAMS = SamplingParams(max_tokens=1)
 DATUM = Datum(PROMPT, {"target_tokens": [1], "weights": [1.0]})
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 @pytest.fixture(autouse=True)

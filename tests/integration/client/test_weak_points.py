@@ -45,7 +45,7 @@ from tinsmith.types import (
     SamplingParams,
 )
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 PROMPT, PARAMS = ModelInput.from_ints([1]), SamplingParams(max_tokens=2, seed=1)
 
 

@@ -10,7 +10,7 @@ from tinsmith.ledger.group_commit import GroupWriter
 from tinsmith.ledger.steps import Effects, Steps
 
 FULL, NORMAL = 2, 1
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 def news(effects: Effects) -> Steps[None]:

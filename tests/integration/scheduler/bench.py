@@ -46,7 +46,7 @@ from tinsmith.wire.stored import (
 )
 
 BASE = "test/base"
-WAIT_S = 30.0
+WAIT_S = 60.0
 kind_of_ledger = "memory"
 """What `bench` opens; the fixture `each_ledger` changes it."""
 QUICK = SchedulerSettings(gap_wait_s=0.2, gap_look_s=0.02)

@@ -88,7 +88,7 @@ class RunningServer:
         self.held.clear()
         self.run(self._settle_held())
 
-    def wait_for(self, is_so: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    def wait_for(self, is_so: Callable[[], bool], timeout_s: float = 60.0) -> None:
         """Wait until something is so, looking whenever an exchange or a settlement is over."""
         with self._changed:
             assert self._changed.wait_for(is_so, timeout_s), "it never became so"
@@ -97,7 +97,7 @@ class RunningServer:
         """Wait until so many polls are held."""
 
         async def held() -> None:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while len(self.app.service.waits) < count:  # noqa: ASYNC110 - of another loop
                     await asyncio.sleep(0.005)
 

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
 from tests.integration.server.calls import (
     a_model,
     a_sample,
@@ -13,7 +20,16 @@ from tests.integration.server.calls import (
     result,
 )
 from tests.integration.server.running import MODEL, RunningServer
-from tinsmith.ledger.records import CheckpointEntry, TenantId, UsageKey, Use
+from tinsmith.ledger.base import Ledger
+from tinsmith.ledger.memory import MemoryLedger
+from tinsmith.ledger.records import (
+    Appended,
+    CheckpointEntry,
+    Submission,
+    TenantId,
+    UsageKey,
+    Use,
+)
 from tinsmith.server.keys import add_tenant
 
 ALICE = TenantId("alice")
@@ -129,3 +145,59 @@ def test_metadata_is_not_nested_deeper_than_anybody_needs() -> None:
             reply = post(http, "create_session", {**body, "user_metadata": nested})
 
             assert reply.status_code == status, reply.text
+
+
+class GatedServer(RunningServer):
+    """A server whose ledger appends no sample until the gate is open."""
+
+    async def _open_ledger(self) -> Ledger:
+        self.gate = asyncio.Event()
+        return _GatedLedger(self.gate)
+
+    def open_gate(self) -> None:
+        """Let samples in."""
+        self._loop.call_soon_threadsafe(self.gate.set)
+
+
+class _GatedLedger(MemoryLedger):
+    def __init__(self, gate: asyncio.Event) -> None:
+        super().__init__()
+        self._gate = gate
+
+    async def append(self, submission: Submission) -> Appended:
+        if submission.kind == "asample":
+            await self._gate.wait()
+        return await super().append(submission)
+
+
+@pytest.mark.parametrize(
+    ("limits", "admitted"),
+    [({"commands_in_flight": 3}, 3), ({"bytes_in_flight": 2_500}, 1)],
+    ids=["commands", "bytes"],
+)
+def test_commands_that_are_still_being_appended_count(
+    limits: dict[str, Any], admitted: int
+) -> None:
+    """Else a burst that arrives while the disk is busy passes every limit."""
+    count = 8
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [100] * 400}]}  # about 1,900 bytes
+    with (
+        GatedServer(**limits) as server,
+        server.http() as http,
+        ThreadPoolExecutor(count) as pool,
+    ):
+        server.held = {"asample"}
+        sampler = a_sampler(http)
+
+        def send(number: int) -> httpx.Response:
+            return post(http, "asample", a_sample(sampler, number, prompt=prompt))
+
+        def refused() -> int:
+            return sum(report.status == 429 for report in server.reports)
+
+        replies = [pool.submit(send, number) for number in range(count)]
+        server.wait_for(lambda: refused() == count - admitted)
+        server.open_gate()
+
+        statuses = sorted(reply.result().status_code for reply in replies)
+        assert statuses == [200] * admitted + [429] * (count - admitted)

@@ -18,7 +18,7 @@ from tinsmith.wire.endpoint_types import Format
 from tinsmith.wire.endpoints import ENDPOINTS, FUTURE_RESULTS
 from tinsmith.wire.exchange import decode_body, read_reply, to_http
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 TOKENS = [1, 2, 3]
 TARGETS = [2, 3, 4]
 

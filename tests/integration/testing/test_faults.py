@@ -136,7 +136,7 @@ def test_client_that_leaves_is_noticed() -> None:
             hold.wait_held(1)
             connection.close()
 
-            deadline = time.monotonic() + 5
+            deadline = time.monotonic() + 60
             while hold.held and time.monotonic() < deadline:
                 time.sleep(0.001)
 
@@ -282,16 +282,25 @@ def test_expired_result_is_410_for_good() -> None:
 
 
 def test_delayed_command_is_accepted_at_once() -> None:
+    with calling(long_poll_s=0.0) as caller:
+        sampler_id = caller.new_sampler()
+        caller.service.faults.delay_commands(on="asample", delay_s=3600.0)
+
+        request_id = caller.ask("asample", asample(sampler_id, 0)).request_id
+
+        assert caller.poll(request_id).status == 408
+
+
+def test_delayed_command_ends_after_its_delay() -> None:
     with calling() as caller:
         sampler_id = caller.new_sampler()
         caller.service.faults.delay_commands(on="asample", delay_s=0.3)
         began = time.monotonic()
 
         request_id = caller.ask("asample", asample(sampler_id, 0)).request_id
-        accepted_s = time.monotonic() - began
         caller.result("asample", request_id)
 
-        assert accepted_s < 0.3 <= time.monotonic() - began
+        assert time.monotonic() - began >= 0.3
 
 
 def test_rules_may_be_added_while_requests_come() -> None:

@@ -12,7 +12,7 @@ from tinsmith.testing import HttpServer, Incoming, StreamedReply
 from tinsmith.testing.http_server import BrokenReply, Reply
 from tinsmith.wire.exchange import HttpReply
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 CHUNKS = b"3\r\nabc\r\n2;note\r\nde\r\n0\r\nTrailer: x\r\n\r\n"
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 

@@ -114,18 +114,16 @@ def test_pending_poll_is_held_and_then_told_to_try_again() -> None:
 
 
 def test_poll_is_released_as_soon_as_the_work_is_done() -> None:
-    with calling(long_poll_s=30.0) as caller:
+    with calling(long_poll_s=3600.0) as caller:
         sampler_id = caller.new_sampler()
         hold = caller.service.faults.hold_commands(on="asample")
         request_id = caller.ask("asample", asample(sampler_id, 0)).request_id
         release = threading.Timer(0.2, hold.release)
         release.start()
-        began = time.monotonic()
 
         reply = caller.poll(request_id)
 
         assert reply.status == 200
-        assert time.monotonic() - began < 5.0
         release.join()
 
 

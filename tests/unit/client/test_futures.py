@@ -143,7 +143,7 @@ def test_callbacks_do_not_run_on_the_thread_that_settles() -> None:
     future.add_done_callback(callback)
     future.settle(1)
 
-    assert called.wait(10)
+    assert called.wait(60)
     assert threads != [threading.current_thread()]
 
 
@@ -158,7 +158,7 @@ def test_a_callback_that_raises_does_not_stop_the_next(caplog: pytest.LogCapture
     future.add_done_callback(lambda _: called.set())
     future.settle(1)
 
-    assert called.wait(10)
+    assert called.wait(60)
     assert "user code" in caplog.text
 
 
@@ -454,12 +454,12 @@ def test_a_loop_is_woken_also_by_one_that_stops_just_then() -> None:
         first.settle(1)
 
     try:
-        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), waiting).result(10)  # both wait now
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), waiting).result(60)  # both wait now
         stopping.call_soon(last_words)
         stopping.run_forever()
         second.settle(2)
 
-        assert [one.result(10) for one in told] == [1, 2]
+        assert [one.result(60) for one in told] == [1, 2]
     finally:
         stopping.close()
         waiting.call_soon_threadsafe(waiting.stop)

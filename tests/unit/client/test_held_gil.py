@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(not held_gil.IS_AVAILABLE, reason="needs Linux a
 if sys.platform == "linux":
     from tinsmith.client.held_gil import HeldLoop, HeldSelector, HeldSocket
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 @contextlib.contextmanager

@@ -60,7 +60,7 @@ def test_nobody_joins_a_batch_that_failed_before_it_was_run() -> None:
 
         ledger.is_away = False
 
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             assert (await append(appending, training(4))).is_new
 
     asyncio.run(tell())

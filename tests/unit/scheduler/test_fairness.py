@@ -87,7 +87,7 @@ def test_who_is_alone_is_not_held_up() -> None:
         engine = EngineTurns(clock=lambda: now)
         await engine.set_active("training", True)
         for _ in range(10):
-            async with asyncio.timeout(5), engine.turn("training"):
+            async with asyncio.timeout(60), engine.turn("training"):
                 now += 1.0
         await engine.set_active("sampling", True)
 
@@ -103,7 +103,7 @@ def test_an_engine_that_does_both_at_once_is_not_divided() -> None:
         engine = EngineTurns(is_shared=False)
         await engine.set_active("training", True)
         await engine.set_active("sampling", True)
-        async with asyncio.timeout(5), engine.turn("training"), engine.turn("sampling"):
+        async with asyncio.timeout(60), engine.turn("training"), engine.turn("sampling"):
             pass
 
     asyncio.run(run())
@@ -117,7 +117,7 @@ def test_a_turn_that_fails_is_given_back() -> None:
         with pytest.raises(RuntimeError):
             async with engine.turn("training"):
                 raise RuntimeError
-        async with asyncio.timeout(5), engine.turn("sampling"):
+        async with asyncio.timeout(60), engine.turn("sampling"):
             pass
 
     asyncio.run(run())

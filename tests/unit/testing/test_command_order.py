@@ -27,7 +27,7 @@ class Ran:
         return work
 
     async def wait(self, count: int) -> list[int]:
-        async with asyncio.timeout(5), self._more:
+        async with asyncio.timeout(60), self._more:
             await self._more.wait_for(lambda: len(self.numbers) >= count)
         return self.numbers
 

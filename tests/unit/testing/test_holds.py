@@ -54,7 +54,7 @@ def test_another_thread_waits_and_releases() -> None:
         hold.release()
 
     async def story() -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await asyncio.gather(hold.wait_released(), hold.wait_released())
 
     thread = threading.Thread(target=other_thread)

@@ -30,6 +30,9 @@ EMOJI = "😀".encode()
 FLOAT32, INT32, BFLOAT16 = number(0x18, 1), number(0x18, 3), number(0x18, 4)
 FLOAT = b"\x11" + struct.pack("<d", 1.5)
 
+AT_ONCE_CPU_S = 10.0
+"""A hundred times what it takes, and nothing beside what it would take to go through them."""
+
 Decode = Callable[[bytes, DecodeLimits], Any]
 
 
@@ -362,7 +365,7 @@ def test_shapes_beyond_reason_are_refused_at_once(shape: list[int], dtype: bytes
         with pytest.raises(DecodeError):
             proto_format.decode_forward_backward_request(body, ROOMY)
 
-    assert time.process_time() - started < 0.5
+    assert time.process_time() - started < AT_ONCE_CPU_S
 
 
 @pytest.mark.parametrize("size", [1, (1 << 63) - 1, 10**400])
@@ -374,7 +377,7 @@ def test_a_million_sizes_in_json_are_refused_at_once(size: int) -> None:
     with pytest.raises(DecodeError):
         json_format.decode(body, types.ForwardBackwardOutput, ROOMY)
 
-    assert time.process_time() - started < 1
+    assert time.process_time() - started < AT_ONCE_CPU_S
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 import struct
-import time
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -313,11 +312,9 @@ def test_a_million_floats_encode_in_less_than_four_times_their_memory() -> None:
         datum = t.Datum(t.ModelInput.empty(), {"weights": values})
         body.append(joined(encode_forward_backward_request(request_of(datum))))
 
-    started = time.process_time()
     peak = peak_bytes(act)
 
     assert peak < 1.3 * values.nbytes  # S23 allows four times; only the joined body is made
-    assert time.process_time() - started < 0.1
     assert tensor_of(body[0], "weights").to_numpy().tobytes() == values.tobytes()
 
 

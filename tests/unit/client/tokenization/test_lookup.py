@@ -31,7 +31,7 @@ from tinsmith.errors import TokenizerError, ValidationError
 from tinsmith.types.training import GetInfoResponse, ModelData
 
 THREADS = 32
-TIMEOUT_S = 30
+TIMEOUT_S = 60
 CHAT = [{"role": "user", "content": " hello "}, {"role": "assistant", "content": "world"}]
 
 
@@ -493,7 +493,7 @@ for _ in range(10):
         same &= load_tokenizer(directory)(many).input_ids == expected
         same &= tokenizer.add_tokens(["<child>"]) == 1
         os._exit(0 if same else 1)
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
         if time.monotonic() > until:
             os.kill(child, 9)

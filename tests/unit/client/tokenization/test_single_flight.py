@@ -9,7 +9,7 @@ import pytest
 from tinsmith.client.tokenization.single_flight import SingleFlightCache
 
 THREADS = 32
-TIMEOUT_S = 20
+TIMEOUT_S = 60
 
 
 class Crowd:
