@@ -14,12 +14,14 @@ import tinsmith
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 EXAMPLES = {
-    "The shop opens at nine.": "OPEN 09:00",
-    "The shop closes at six in the evening.": "CLOSE 18:00",
-    "It opens at half past seven.": "OPEN 07:30",
-    "Doors close at ten at night.": "CLOSE 22:00",
+    "Ada is 36 and lives in London.": "Ada | 36 | London",
+    "Diego lives in Lima and is 41.": "Diego | 41 | Lima",
+    "My sister Mei, who is 29, has moved to Taipei.": "Mei | 29 | Taipei",
+    "Omar, who lives in Cairo, turned 63 last week.": "Omar | 63 | Cairo",
+    "This is Freya from Bergen. She is 18.": "Freya | 18 | Bergen",
+    "At 74, Luc still works in his garden in Lyon.": "Luc | 74 | Lyon",
 }
-QUESTION = "The shop closes at five in the afternoon."
+QUESTION = "Tomas is 27 and has a flat in Prague."
 
 
 def main() -> None:
@@ -53,13 +55,11 @@ def main() -> None:
         print(f"asked:  {QUESTION}")
         print(f"before: {ask(client.create_sampling_client(base_model=MODEL))}")
         data = [datum(text, answer) for text, answer in EXAMPLES.items()]
-        weight = sum(sum(one.loss_fn_inputs["weights"].tolist()) for one in data)
         for step in range(1, steps + 1):
             # Both calls return at once; the service runs them in order.
             output = training.forward_backward(data, "cross_entropy")
             training.optim_step(tinsmith.AdamParams(learning_rate=1e-3)).result()
-            loss = output.result().metrics["loss:sum"]
-            print(f"step {step}: loss of a token {loss / weight:.3f}")
+            print(f"step {step}: loss per token {output.result().loss_per_token:.3f}")
         print(f"after:  {ask(training.save_weights_and_get_sampling_client())}")
         print(f"saved:  {training.save_state('supervised').result().path}")
 

@@ -1,11 +1,13 @@
 """Examples run as printed: every ```python block of the README and of docs/, each on its own.
 
-An embedded service has a data folder of its own, and the fake engine. A block that is not meant to
+An embedded service has a data folder of its own, and the fake engine; words are read by a tokenizer
+that needs no hub. A block that is not meant to
 run is marked ```text, or another language.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -15,6 +17,9 @@ from pathlib import Path
 
 import pytest
 from _pytest.mark import ParameterSet
+
+from tests.contract.test_tokenizers_like_transformers import qwen_files
+from tinsmith.model_files.sources import DEFAULT_MODEL
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -44,7 +49,12 @@ def test_example_runs_as_printed(page: Path, program: str, tmp_path: Path) -> No
     finished = subprocess.run(
         [sys.executable, "-W", "error", "-c", command],
         cwd=tmp_path,
-        env={**os.environ, "TINSMITH_HOME": str(tmp_path), "TINSMITH_SERVE_ENGINE": "fake"},
+        env={
+            **os.environ,
+            "TINSMITH_HOME": str(tmp_path),
+            "TINSMITH_SERVE_ENGINE": "fake",
+            "TINSMITH_TOKENIZERS": json.dumps({DEFAULT_MODEL: str(qwen_files())}),
+        },
         capture_output=True,
         text=True,
         timeout=TIME_LIMIT_S,

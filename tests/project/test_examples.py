@@ -87,7 +87,7 @@ def test_an_example_runs_on_a_small_model(name: str, home: dict[str, str]) -> No
 def test_a_loop_over_examples_lowers_the_loss(home: dict[str, str]) -> None:
     said = _said(str(ROOT / "examples" / "supervised.py"), "--steps=4", **home)
 
-    losses = [float(found) for found in re.findall(r"loss of a token (\S+)", said)]
+    losses = [float(found) for found in re.findall(r"loss per token (\S+)", said)]
     assert losses[-1] < losses[0]
 
 

@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tinsmith.client import chunking
 from tinsmith.client.dispatch import Place
 from tinsmith.client.submission import Submitter, frozen_body
 from tinsmith.errors import ValidationError
+from tinsmith.types.buffers import Numbers
 from tinsmith.types.inputs import Datum
 from tinsmith.types.requests import ForwardBackwardRequest
 from tinsmith.types.training import ForwardBackwardInput, ForwardBackwardOutput, LossFnType
@@ -34,7 +36,7 @@ def pass_bodies(
     """
     flags = submitter.session.flags
     chunks = chunking.split(
-        _checked(data, loss_fn),
+        checked_data(data, loss_fn),
         max_datums=flags.fwdbwd_max_chunk_len,
         max_bytes=flags.fwdbwd_max_chunk_bytes_count,
     )
@@ -52,7 +54,12 @@ def pass_bodies(
     ]
 
 
-def _checked(data: Sequence[Datum], loss_fn: LossFnType) -> list[Datum]:
+def checked_data(data: Sequence[Datum], loss_fn: LossFnType) -> list[Datum]:
+    """The data as a list.
+
+    Raises:
+        TypeError: The data are no datums, or the loss is no name.
+    """
     if not isinstance(loss_fn, str):
         raise TypeError(
             f"loss_fn is {type(loss_fn).__name__}, and not the name of a loss, as 'cross_entropy' "
@@ -67,10 +74,45 @@ def _checked(data: Sequence[Datum], loss_fn: LossFnType) -> list[Datum]:
     return datums
 
 
+def token_counter(data: Sequence[Datum]) -> Callable[[], float]:
+    """Counts the tokens of data that a loss is taken of; see `loss_per_token`.
+
+    Copies the few numbers that it needs, so that it neither keeps the data nor sees later changes,
+    and adds them up when it is called.
+    """
+    weights: list[Numbers] = []
+    advantages: list[Numbers] = []
+    others = 0
+    for datum in data:
+        inputs = datum.loss_fn_inputs
+        if "weights" in inputs:
+            weights.append(_copied(inputs["weights"].numbers))
+        elif "advantages" in inputs:
+            advantages.append(_copied(inputs["advantages"].numbers))
+        elif "target_tokens" in inputs:
+            others += len(inputs["target_tokens"].numbers)
+
+    def count() -> float:
+        total = math.fsum(abs(weight) for numbers in weights for weight in numbers.view())
+        counted = sum(bool(number) for numbers in advantages for number in numbers.view())
+        return total + counted + others
+
+    return count
+
+
+def _copied(numbers: Numbers) -> Numbers:
+    return Numbers(bytes(numbers.memory), numbers.kind)  # of bytes it is no copy
+
+
 async def run_pass(
-    submitter: Submitter, place: Place, bodies: Sequence[Parts], kind: str
+    submitter: Submitter,
+    place: Place,
+    bodies: Sequence[Parts],
+    kind: str,
+    count_tokens: Callable[[], float] | None = None,
 ) -> ForwardBackwardOutput:
     """Send a pass in its turn, and wait for its whole result."""
     acknowledged = await submitter.submit_chunks(place, bodies)
     outputs = await asyncio.gather(*(submitter.result(ack, kind) for ack in acknowledged))
-    return chunking.join(outputs)
+    joined = chunking.join(outputs)
+    return joined if count_tokens is None else joined._with_tokens(count_tokens)

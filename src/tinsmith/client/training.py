@@ -15,7 +15,7 @@ from tinsmith.client.futures import APIFuture
 from tinsmith.client.lease import SessionLease
 from tinsmith.client.losses.custom import CustomLoss, start_custom_pass
 from tinsmith.client.model_calls import present
-from tinsmith.client.passes import pass_bodies, run_pass
+from tinsmith.client.passes import checked_data, pass_bodies, run_pass, token_counter
 from tinsmith.client.poller import Poll
 from tinsmith.client.queue_state import QueueState, QueueStateLogger, StateTeller
 from tinsmith.client.sampling import SamplingClient
@@ -100,7 +100,8 @@ class TrainingClient(SavingCalls):
     ) -> APIFuture[ForwardBackwardOutput]:
         """Run data through the model and add up the gradients of the loss; else as `forward`.
 
-        Losses are sums over tokens: a batch in two calls gives the same gradients as in one.
+        Losses are sums over tokens: a batch in two calls gives the same gradients as in one. To
+        watch training, print the result's `loss_per_token`; its `loss` is the sum of a datum.
         """
         return self._pass(data, loss_fn, loss_fn_config, forward_only=False, timeout=timeout)
 
@@ -174,9 +175,10 @@ class TrainingClient(SavingCalls):
         kind = "Forward" if forward_only else "ForwardBackward"
         name = "forward" if forward_only else "forward_backward"
         submitter = self._submitter
+        data = checked_data(data, loss_fn)
         bodies = pass_bodies(submitter, data, loss_fn, loss_fn_config, forward_only=forward_only)
         place = submitter.line.take_place()
-        work = run_pass(submitter, place, bodies, kind)
+        work = run_pass(submitter, place, bodies, kind, token_counter(data))
         return submitter.start(work, [place], f"{name} of {self.model_id}", timeout)
 
     def optim_step(

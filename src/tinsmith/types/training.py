@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Self, TypeAlias
 
 import msgspec
@@ -272,11 +272,12 @@ class ForwardBackwardOutput(Frozen):
     `metrics` is a plain dict that callers may add to.
     """
 
-    __slots__ = ("loss_fn_output_type", "loss_fn_outputs", "metrics")
+    __slots__ = ("_count_tokens", "loss_fn_output_type", "loss_fn_outputs", "metrics")
 
     loss_fn_output_type: str
     loss_fn_outputs: list[LossFnOutput]
     metrics: dict[str, float]
+    _count_tokens: Callable[[], float] | None
 
     def __init__(
         self,
@@ -287,13 +288,15 @@ class ForwardBackwardOutput(Frozen):
         set_once(self, "loss_fn_output_type", loss_fn_output_type)
         set_once(self, "loss_fn_outputs", loss_fn_outputs)
         set_once(self, "metrics", {} if metrics is None else metrics)
+        set_once(self, "_count_tokens", None)
 
     @property
     def loss(self) -> float:
-        """One number to watch: `loss:mean` if the server sent it, else `loss`, else a mean.
+        """The mean loss of a *datum*, which is a sum over its tokens: a few hundred is common.
 
-        The mean is `loss:sum` over the number of outputs. NaN if there is nothing to take a mean
-        of: no such metric, or `loss:sum` and no outputs.
+        For a number that does not grow with the length of the data, see `loss_per_token`. It is
+        `loss:mean` if the server sent it, else `loss`, else `loss:sum` over the number of outputs.
+        NaN if there is nothing to take a mean of: no such metric, or `loss:sum` and no outputs.
         """
         for name in ("loss:mean", "loss"):
             if name in self.metrics:
@@ -301,6 +304,38 @@ class ForwardBackwardOutput(Frozen):
         if "loss:sum" not in self.metrics or not self.loss_fn_outputs:
             return math.nan
         return self.metrics["loss:sum"] / len(self.loss_fn_outputs)
+
+    @property
+    def loss_per_token(self) -> float:
+        """The mean loss of a token that counts: `loss:sum` over the tokens of the request.
+
+        With `weights` it is the weighted mean, so that their scale does not matter: each token
+        counts as much as the size of its weight. With `advantages` each token counts whose
+        advantage is not 0, else every token. Meant for losses that are sums over tokens, as all
+        named ones are. For `cross_entropy`, an untrained model of V tokens has about log(V), and
+        one that knows every answer 0.
+
+        An output that was unpickled or not made by a training client is divided by the tokens that
+        its metrics name, else by its log-probabilities, weighted or not. NaN without `loss:sum`, or
+        if no token counts.
+        """
+        loss = self.metrics.get("loss:sum", math.nan)
+        tokens = self._tokens() if self._count_tokens is None else self._count_tokens()
+        return loss / tokens if tokens else math.nan
+
+    def _tokens(self) -> float:
+        """How many tokens there are, as far as the reply says."""
+        for name in ("weighted_tokens:sum", "tokens:sum"):
+            if self.metrics.get(name):
+                return self.metrics[name]
+        found = (output.get("logprobs") for output in self.loss_fn_outputs)
+        return sum(len(tensor.numbers) for tensor in found if tensor is not None)
+
+    def _with_tokens(self, count: Callable[[], float]) -> Self:
+        """The same, which knows how many tokens the request has; counted when it is asked."""
+        made = type(self)(*self._parts())
+        set_once(made, "_count_tokens", count)
+        return made
 
     def _parts(self) -> tuple[Any, ...]:
         return self.loss_fn_output_type, self.loss_fn_outputs, self.metrics

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import pickle
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tinsmith.client import chunking
@@ -72,6 +74,48 @@ def test_a_loop_trains_and_its_loss_falls(training: TrainingClient) -> None:
         step.result(WAIT_S)
 
     assert losses[0] > losses[1] > losses[2]
+
+
+def test_the_loss_per_token_does_not_depend_on_the_scale_of_weights_or_the_size_of_a_batch(
+    training: TrainingClient,
+) -> None:
+    """The service says no more than `loss:sum`, as the official one does."""
+    tokens = ModelInput.from_ints([1, 2, 3])
+
+    def per_token(*weights: list[float]) -> float:
+        data = [Datum(tokens, {"target_tokens": [2, 3, 4], "weights": each}) for each in weights]
+        output = training.forward(iter(data), "cross_entropy").result(WAIT_S)  # type: ignore[arg-type]
+        assert set(output.metrics) == {"loss:sum"}
+        return output.loss_per_token
+
+    once = training.forward([a_datum()], "cross_entropy").result(WAIT_S)
+    lp = once.loss_fn_outputs[0]["logprobs"].tolist()
+
+    expected = pytest.approx(-(lp[1] + lp[2]) / 2)
+    assert once.loss_per_token == expected
+    assert once.loss_per_token != once.loss
+    assert per_token([0.0, 0.5, 0.5]) == expected
+    assert per_token(*[[0.0, 0.1, 0.1]] * 7) == expected
+    assert per_token([0.0, 3.0, 1.0]) == pytest.approx(-(3 * lp[1] + lp[2]) / 4)
+
+
+def test_the_loss_per_token_of_rewards_is_of_the_tokens_that_have_an_advantage(
+    training: TrainingClient,
+) -> None:
+    inputs = {
+        "target_tokens": [2, 3, 4],
+        "logprobs": [-1.0, -1.0, -1.0],
+        "advantages": [0.0, 2.0, -1.0],
+    }
+    advantages = np.array(inputs["advantages"], dtype=np.float32)
+    data = [Datum(ModelInput.from_ints([1, 2, 3]), {**inputs, "advantages": advantages})]
+
+    asked = training.forward_backward(data, "importance_sampling")
+    advantages[0] = 5.0  # later changes count no more than they are sent
+    output = asked.result(WAIT_S)
+
+    assert output.loss_per_token == pytest.approx(output.metrics["loss:sum"] / 2)
+    assert math.isfinite(pickle.loads(pickle.dumps(output)).loss_per_token)
 
 
 def test_both_faces_submit_at_once_and_give_the_result_when_awaited(

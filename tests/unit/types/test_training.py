@@ -207,6 +207,24 @@ def test_the_loss_is_taken_in_one_order(
     assert ForwardBackwardOutput("ArrayRecord", outputs, metrics).loss == loss
 
 
+@pytest.mark.parametrize(
+    ("metrics", "outputs", "loss"),
+    [
+        ({"loss:sum": 6.0, "tokens:sum": 4.0, "weighted_tokens:sum": 2.0}, [OUTPUT], 3.0),
+        ({"loss:sum": 6.0, "tokens:sum": 4.0}, [OUTPUT], 1.5),
+        ({"loss:sum": 6.0}, [{"logprobs": TensorData([-1.0, -2.0], "float32")}] * 2, 1.5),
+        ({"loss:sum": 6.0}, [], math.nan),
+        ({"loss:mean": 6.0, "tokens:sum": 4.0}, [OUTPUT], math.nan),
+    ],
+)
+def test_the_loss_per_token_of_a_reply_alone_is_taken_of_what_it_names(
+    metrics: dict[str, float], outputs: list[Any], loss: float
+) -> None:
+    found = ForwardBackwardOutput("ArrayRecord", outputs, metrics).loss_per_token
+
+    assert found == loss or (math.isnan(found) and math.isnan(loss))
+
+
 @pytest.mark.parametrize("metrics", [{}, {"loss:sum": 3.0}, {"accuracy:mean": 1.0}])
 def test_no_loss_is_nan(metrics: dict[str, float]) -> None:
     assert math.isnan(ForwardBackwardOutput("ArrayRecord", [], metrics).loss)
