@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.numerics.small_models import make_model
@@ -161,7 +163,7 @@ async def _saved(
 def _work(work_id: str = "w", weights: str | None = None, **fields: Any) -> SampleWork:
     names = SamplingParams.__struct_fields__
     params = {name: fields.pop(name) for name in names if name in fields}
-    is_streamed = fields.pop("is_streamed", False)
+    is_streamed, owner = fields.pop("is_streamed", False), fields.pop("owner", "")
     request = SampleRequest(
         prompt=ModelInput.from_ints(fields.pop("prompt", [1, 2, 3])),
         sampling_params=SamplingParams(**{"max_tokens": 8, "seed": 7, "stop": [], **params}),
@@ -173,6 +175,7 @@ def _work(work_id: str = "w", weights: str | None = None, **fields: Any) -> Samp
         weights_id=None if weights is None else WeightsId(weights),
         request=request,
         is_streamed=is_streamed,
+        owner=owner,
     )
 
 
@@ -777,6 +780,43 @@ def test_streamed_tokens_are_those_of_the_result(run: Callable[[Test], None]) ->
 
         assert steps > 1
         assert [told[0], told[1]] == [one.tokens for one in ended["it"].sequences]
+
+    run(test)
+
+
+def test_an_owners_only_sample_does_not_wait_for_those_of_another(
+    run: Callable[[Test], None],
+) -> None:
+    """Its tokens come within a few steps, which a sample of the other one counts."""
+
+    async def test(engine: Engine, _: Path) -> None:
+        many = [_work(f"a{n}", max_tokens=400, owner="a", seed=n) for n in range(700)]
+        engine.admit(msgspec.structs.replace(many[0], is_streamed=True))
+        for work in many[1:]:
+            engine.admit(work)
+        steps: Counter[str] = Counter()
+        while steps["a0"] < 3:
+            steps.update(event.work_id for event in await engine.step_sampler())
+        engine.admit(_work("b", max_tokens=16, owner="b", is_streamed=True))
+        steps.clear()
+        before_first: int | None = None
+        result: SampleResponse | None = None
+        while result is None:
+            for event in await engine.step_sampler():
+                steps[event.work_id] += 1
+                if event.work_id == "b" and before_first is None:
+                    before_first = steps["a0"]
+                if event.work_id == "b" and isinstance(event, SampleOutcome):
+                    result = event.result
+                    assert result is not None, event.error
+        for work in many:
+            engine.cancel(work.work_id)
+
+        # Some more than it takes: what the engine told of meanwhile is on its way here.
+        assert before_first is not None and before_first <= 30
+        assert steps["a0"] <= 60
+        alone = await _sample(engine, _work("b", max_tokens=16, owner="b"))
+        assert alone["b"].sequences == result.sequences
 
     run(test)
 

@@ -49,7 +49,7 @@ def work(
 ) -> SampleWork:
     names = SamplingParams.__struct_fields__
     params = {name: fields.pop(name) for name in names if name in fields}
-    is_streamed = fields.pop("is_streamed", False)
+    is_streamed, owner = fields.pop("is_streamed", False), fields.pop("owner", "")
     request = SampleRequest(
         prompt=ModelInput.from_ints(prompt or prompt_of(5)),
         sampling_params=SamplingParams(**{"max_tokens": 8, "seed": 7, "stop": [], **params}),
@@ -61,6 +61,7 @@ def work(
         weights_id=None if weights is None else WeightsId(weights),
         request=request,
         is_streamed=is_streamed,
+        owner=owner,
     )
 
 

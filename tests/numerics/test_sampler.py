@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -248,19 +249,24 @@ def test_a_sample_is_the_same_with_a_warm_cache(
         assert again.prompt_cache_hit_tokens == len(prompt)
 
 
+@pytest.mark.parametrize("owners", [1, 3])
 @pytest.mark.parametrize("seed", range(3))
 def test_any_course_of_events_gives_the_same_samples(
-    llama: Transformer, adapters: dict[str, FusedLora], seed: int
+    llama: Transformer, adapters: dict[str, FusedLora], seed: int, owners: int
 ) -> None:
     """Samples that come, are cancelled and wait for memory, in an order that chance makes."""
     chance = random.Random(seed)
-    works = {one.work_id: one for one in _crowd(14, seed)}
+    works = {
+        one.work_id: msgspec.structs.replace(one, owner=str(place % owners))
+        for place, one in enumerate(_crowd(14, seed))
+    }
     limit = 900 * 512  # a token takes 512 bytes; the largest needs about 300
     sampler = _sampler(
         llama,
         adapters,
         kv_bytes=limit,
         most_sequences=9,
+        shared_rows=2,
         prefill_tokens=chance.choice([1, 300]),
         busy_prefill_tokens=chance.choice([1, 300]),
     )

@@ -140,6 +140,8 @@ class SampleWork(msgspec.Struct, frozen=True, kw_only=True):
     request: SampleRequest
     is_streamed: bool = False
     """Whether tokens are wanted as they come."""
+    owner: str = ""
+    """Whose it is: owners share the engine equally, see `Engine.step_sampler`."""
 
 
 class SampleTokens(msgspec.Struct, frozen=True, kw_only=True):
@@ -318,4 +320,8 @@ class Engine(abc.ABC):
         Returns at once with nothing if none is admitted. An engine whose samples run beside this
         call waits here until there is something to tell. Each work has one outcome; its result
         holds all tokens, also those told before.
+
+        A step may leave out samples of an owner that has many, in favour of owners that have few:
+        the first token of an owner's only sample comes after a bounded number of steps, however
+        many samples of others were admitted before it.
         """

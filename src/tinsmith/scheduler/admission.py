@@ -4,12 +4,16 @@ Samples of one tenant are admitted in the order in which they came, tenants by f
 (`fairness.py`). What one takes is guessed from its size and how much it may draw is not known
 before it is read, so that a sample counts as so many bytes and a fixed part.
 
+No tenant may fill the engine. Each may hold `SLOTS_PER_FREE` times as many of its slots as stay
+free, and the last free one goes to a tenant that holds none. So a tenant alone has eight ninths of
+them, the more tenants there are the fewer each has, and one that comes finds a slot.
+
 Knows nothing of engines or the database.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 from tinsmith.ledger.records import Command, LineId, RequestId, TenantId
 from tinsmith.scheduler.fairness import Shares
@@ -18,6 +22,8 @@ SAMPLE_TOKENS = 256
 """What a sample counts beside its prompt, whatever it draws."""
 BYTES_PER_TOKEN = 5
 """Of a prompt that is written as JSON."""
+SLOTS_PER_FREE = 8
+"""How many slots of the engine a tenant may hold for each that is free."""
 
 
 class SampleQueue:
@@ -46,13 +52,24 @@ class SampleQueue:
         self._take(tenant, request_id)
         return True
 
-    def take(self, most: int) -> list[Command]:
-        """The next samples, at most so many."""
+    def take(self, most: int, *, slots: int, held: Counter[TenantId]) -> list[Command]:
+        """The next samples, at most so many.
+
+        Args:
+            most: How many.
+            slots: How many samples the engine takes.
+            held: How many of them each tenant has there.
+        """
         chosen: list[Command] = []
-        while self._tenants and len(chosen) < most:
-            tenant = self._shares.next(self._tenants)
+        held = held.copy()
+        while len(chosen) < most and (free := slots - held.total()) > 0:
+            waiting = [one for one in self._tenants if held[one] <= SLOTS_PER_FREE * (free - 1)]
+            if not waiting:
+                break
+            tenant = self._shares.next(waiting)
             command = self._take(tenant, next(iter(self._tenants[tenant])))
             self._shares.give(tenant, SAMPLE_TOKENS + command.payload_bytes / BYTES_PER_TOKEN)
+            held[tenant] += 1
             chosen.append(command)
         return chosen
 

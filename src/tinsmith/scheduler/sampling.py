@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 
 import msgspec
 
 from tinsmith.engines.base import SampleEvent, SampleOutcome, SampleTokens, SampleWork
 from tinsmith.errors import ClosedError, TinkerError
 from tinsmith.ledger.board import TokenPiece
-from tinsmith.ledger.records import Command, RequestId, Use
+from tinsmith.ledger.records import Command, RequestId, TenantId, Use
 from tinsmith.scheduler.parts import Parts, about, use
 from tinsmith.scheduler.samplers import Samplers, Source
 from tinsmith.scheduler.settling import failure, success
@@ -25,6 +26,13 @@ _log = logging.getLogger(__name__)
 
 MOST_PREPARING = 32
 """How many samples are read at a time, so that a burst does not hold up the event loop."""
+
+
+class Preparing(msgspec.Struct, frozen=True):
+    """A sample that is on its way to the engine."""
+
+    command: Command
+    task: asyncio.Task[None]
 
 
 class Admitted(msgspec.Struct, frozen=True):
@@ -42,7 +50,7 @@ class Sampling:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._samplers = Samplers(parts)
-        self._preparing: dict[RequestId, asyncio.Task[None]] = {}
+        self._preparing: dict[RequestId, Preparing] = {}
         self._admitted: dict[RequestId, Admitted] = {}
         self._has_admitted = asyncio.Event()
         self._changed = parts.listen()
@@ -59,13 +67,19 @@ class Sampling:
         while not parts.is_closing:
             self._changed.clear()
             await parts.settler.wait_room()
-            places = parts.engine.capacity().most_samples - self.under_way
-            room = min(places, MOST_PREPARING - len(self._reading))
-            for command in parts.samples.take(room):
-                task = asyncio.create_task(self._prepare(command))
-                self._preparing[command.request_id] = task
-                self._reading.add(command.request_id)
+            slots, room = parts.engine.capacity().most_samples, MOST_PREPARING - len(self._reading)
+            if room and len(parts.samples):
+                for command in parts.samples.take(room, slots=slots, held=self._held()):
+                    task = asyncio.create_task(self._prepare(command))
+                    self._preparing[command.request_id] = Preparing(command, task)
+                    self._reading.add(command.request_id)
             await self._changed.wait()
+
+    def _held(self) -> Counter[TenantId]:
+        """How many samples each tenant has under way."""
+        held = Counter(one.command.tenant_id for one in self._preparing.values())
+        held.update(one.command.tenant_id for one in self._admitted.values())
+        return held
 
     async def step(self) -> None:
         """Step the engine's sampler for as long as there is something in it."""
@@ -89,19 +103,19 @@ class Sampling:
 
     def cancel(self, request_id: RequestId) -> bool:
         """Drop a sample that its client gave up, wherever it is; False if it is not here."""
-        task = self._preparing.pop(request_id, None)
-        if task is not None:
-            task.cancel()
+        preparing = self._preparing.pop(request_id, None)
+        if preparing is not None:
+            preparing.task.cancel()
             self._reading.discard(request_id)  # it may not have begun, and then does not itself
         admitted = self._admitted.pop(request_id, None)
         if admitted is not None:
             self._parts.engine.cancel(request_id)
             self._samplers.release(admitted.source)
-        return task is not None or admitted is not None
+        return preparing is not None or admitted is not None
 
     async def stop(self) -> None:
         """Give up all samples; they were not settled and will be drawn again."""
-        tasks = list(self._preparing.values())
+        tasks = [one.task for one in self._preparing.values()]
         for request_id in [*self._preparing, *self._admitted]:
             self.cancel(request_id)
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -148,6 +162,7 @@ class Sampling:
             weights_id=source.weights_id,
             request=request,
             is_streamed=is_watched,
+            owner=command.tenant_id,
         )
         try:
             self._parts.engine.admit(work)

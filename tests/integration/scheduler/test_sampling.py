@@ -142,6 +142,27 @@ def test_a_tenants_one_sample_is_not_behind_anothers_thousand(tmp_path: Path) ->
     asyncio.run(run())
 
 
+def test_a_tenant_finds_a_slot_beside_anothers_samples_that_never_end(tmp_path: Path) -> None:
+    """No tenant fills the engine, so nobody has to wait for the end of another's sample."""
+
+    async def run() -> None:
+        slow = FakeSettings(step_s=0.001, tokens_per_step=1, most_samples=8)
+        async with bench(tmp_path, fake=slow) as b:
+            await b.add_sampler(SAMPLER, tenant="many")
+            await b.add_sampler("session-2:sample:0", tenant="one")
+            endless = [
+                await b.sample(SAMPLER, n, tenant="many", max_tokens=100_000) for n in range(30)
+            ]
+            await until(lambda: b.engine.capacity().samples >= 6)
+            for number in range(3):
+                drawn = await b.result(await b.sample("session-2:sample:0", number, tenant="one"))
+                assert len(drawn.sequences[0].tokens) == 5
+            for request_id in endless:
+                await _cancel(b, request_id)
+
+    asyncio.run(run())
+
+
 def test_training_goes_on_beside_samples_that_never_end(tmp_path: Path) -> None:
     """They share the engine's time, though a batch takes as long as twenty steps."""
 

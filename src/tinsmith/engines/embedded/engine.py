@@ -111,9 +111,14 @@ class EmbeddedEngine(Engine):
         """One for each model, under all of its names; the memory for keys is shared out."""
         made: dict[int, Sampler] = {}
         folders = {id(self._transformers[one.name]): one.folder for one in self._given}
-        settings = SamplerSettings(kv_bytes=self._settings.kv_bytes // max(1, len(folders)))
+        kv_bytes = self._settings.kv_bytes // max(1, len(folders))
         for model in self._transformers.values():
             if id(model) not in made:
+                settings = SamplerSettings(kv_bytes=kv_bytes)
+                if model.device.type != "cpu":  # where many rows take little longer than few
+                    settings = SamplerSettings(
+                        kv_bytes=kv_bytes, most_sequences=512, shared_rows=256
+                    )
                 made[id(model)] = Sampler(
                     model, tokenizer_folder=folders[id(model)], settings=settings
                 )

@@ -4,15 +4,17 @@
     no memory   prompt by chunks,   prompt is read,   a token in
     yet         taking turns        room is awaited   every step
 
-Samples begin in the order in which they came. A prompt that begins as one that is being read waits
-for it, and one that was read before is taken from the cache.
+Samples of one owner begin in the order in which they came. Owners are served beside each other: an
+owner's first sample comes before the second one of any other. A prompt that begins as one that the
+same owner is reading waits for it, and one that was read before is taken from the cache.
 
 Sequences take memory as they grow, since nobody knows how long they become. When there is none
-left, the youngest gives way: it is *paused*, without keys, and goes on later. The oldest of all is
-never paused, and no sample is admitted that does not fit alone: so every sample ends, the oldest
-first. A sequence that goes on reads the tokens that it has, each as when it was drawn, and draws
-no other than it would have. That is work done twice; so nothing begins or goes on before those
-that run have room to become half as long again.
+left, the last in that order gives way: it is *paused*, without keys, and goes on later. The first
+of all is never paused, and no sample is admitted that does not fit alone: so every sample ends, the
+first one first. A sequence that goes on reads the tokens that it has, each as when it was drawn,
+and draws no other than it would have. That is work done twice; so nothing begins or goes on before
+those that run have room to become half as long again, unless it comes before others' samples in the
+order: these give way to it.
 
 Used by one thread. Knows nothing of the model.
 """
@@ -23,8 +25,8 @@ from __future__ import annotations
 
 import itertools
 from bisect import insort
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -62,7 +64,7 @@ class PromptLine:
         """Samples that there was no memory for after all. They are released."""
         self.pauses = 0
         """How often a sequence gave way."""
-        self._numbers = itertools.count()
+        self._arrivals = itertools.count()
         # In the order of their numbers, but for those that take turns
         self._waiting: list[Sample] = []
         self._reading: deque[Sample] = deque()
@@ -71,8 +73,8 @@ class PromptLine:
         """All that have memory: those of the two above, and those whose sequences run."""
         self._resumed: deque[RunningSequence] = deque()
         """Sequences that go on, and read what they have drawn before."""
-        self._lacking: Sample | None = None
-        """Who was to begin a sequence in the last step, and found no memory."""
+        self._lacking: dict[str, Sample] = {}
+        """The sample of an owner that was to begin a sequence in the last step without memory."""
 
     @property
     def waiting(self) -> int:
@@ -85,34 +87,53 @@ class PromptLine:
         return len(self._reading)
 
     def add(self, samples: list[Sample]) -> None:
-        """Let samples wait behind those that do."""
+        """Let samples wait.
+
+        One stands behind the sequences that its owner has here, counted from the first of all: so
+        owners alternate, whoever came earlier. The first of all stays the first.
+        """
+        if not samples:
+            return
+        here = [*self._waiting, *self._begun]
+        first = min((one.number[0] for one in here), default=0)
+        held = Counter[str]()
+        for one in here:
+            held[one.owner] += one.work.request.num_samples
         for sample in samples:
-            sample.number = next(self._numbers)
-        self._waiting += samples
+            sample.number = first + held[sample.owner], next(self._arrivals)
+            held[sample.owner] += sample.work.request.num_samples
+            insort(self._waiting, sample, key=_number)
 
     # Reading
 
-    def begin(self, budget: int) -> None:
+    def begin(self, budget: int, held_back: Collection[str] = ()) -> None:
         """Let waiting samples begin to be read.
 
         Args:
             budget: How many tokens a step reads.
+            held_back: Owners whose samples do not begin now.
         """
-        for sample in list(itertools.islice(self._waiting, MOST_LOOKED_AT)):
-            if self._lacking is not None and self._lacking.number < sample.number:
-                break  # they would take the memory away before its turn
-            if not self._takes_more(sample, budget):
+        candidates = [one for one in self._waiting if one.owner not in held_back]
+        without_memory: set[str] = set()
+        for sample in candidates[:MOST_LOOKED_AT]:
+            if sample.owner in without_memory or not self._takes_more(sample, budget):
                 continue
+            lacking = self._lacking.get(sample.owner)
+            if lacking is not None and lacking.number < sample.number:
+                continue  # it would take the memory away before its turn
             source = self._find_source(sample)
             if source is None:  # another sample reads what it begins with
                 continue
             try:
-                is_begun = self._try_begin(sample, source)
+                is_begun = self._try_begin(sample, source, self._headroom())
+                while not is_begun and self._try_displace(sample):
+                    is_begun = self._try_begin(sample, source)
                 if not is_begun and not self._begun:
                     # What it would reuse takes the room that it needs; nothing else can leave.
                     is_begun = self._try_begin(sample, _Source(0))
                 if not is_begun:
-                    break
+                    without_memory.add(sample.owner)
+                    continue
             except Exception as exc:  # noqa: BLE001 - out of memory, of this sample
                 self.failed.append((sample, exc))
                 self.release(sample)
@@ -120,11 +141,12 @@ class PromptLine:
                 self._waiting.remove(sample)
 
     def _takes_more(self, sample: Sample, budget: int) -> bool:
+        reading = [one for one in self._reading if one.owner == sample.owner]
         if _is_short(sample):
-            return sum(len(one.prompt) for one in self._reading if _is_short(one)) < budget
-        if len(self._reading) < MOST_READING:
+            return sum(len(one.prompt) for one in reading if _is_short(one)) < budget
+        if len(reading) < MOST_READING:
             return True
-        return sum(_chunk_of(one).end - one.read for one in self._reading) < budget
+        return sum(_chunk_of(one).end - one.read for one in reading) < budget
 
     def _find_source(self, sample: Sample) -> _Source | None:
         """What is known of the prompt; None to wait until another sample has read more of it."""
@@ -133,7 +155,7 @@ class PromptLine:
         found = self._memory.cache.find(sample.prompt_keys, most)
         best = _Source(0) if found is None else _Source(found[1], found[0].run, found[0])
         for other in self._reading:
-            if other.weights is sample.weights:
+            if other.weights is sample.weights and other.owner == sample.owner:
                 tokens = shared_tokens(sample.prompt, other.prompt, most)
                 if tokens <= best.tokens:
                     continue
@@ -142,7 +164,7 @@ class PromptLine:
                 best = _Source(tokens, other.run)
         return best
 
-    def _try_begin(self, sample: Sample, source: _Source) -> bool:
+    def _try_begin(self, sample: Sample, source: _Source, spare: int = 0) -> bool:
         """Take the memory that it needs and begin; False if there is not enough now."""
         length, memory, prompt = len(sample.prompt), self._memory, source.prompt
         is_read = source.tokens == length
@@ -157,7 +179,7 @@ class PromptLine:
         try:
             if prompt is not None and shares:
                 self._fit(prompt)
-            if not memory.try_take(needed, self._headroom()):
+            if not memory.try_take(needed, spare):
                 return False
             sample.taken_bytes = needed
             sample.run = prompt.run if shares and prompt else self._first_run(source, room)
@@ -192,22 +214,29 @@ class PromptLine:
         run.reserve(room)
         return run
 
-    def next_chunks(self, budget: int) -> list[Chunk]:
+    def next_chunks(self, budget: int, held_back: Collection[str] = ()) -> list[Chunk]:
         """A chunk of each prompt and sequence whose turn it is, up to the budget but one at least.
 
-        Sequences that go on come first: they came before the prompts.
+        Owners take turns. Of one owner, sequences that go on come first: they came before the
+        prompts.
         """
         chunks: list[Chunk] = []
-        for chunk in itertools.chain(
-            map(_drawn_chunk_of, self._resumed), map(_chunk_of, self._reading)
+        for chunk in _by_turns(
+            [*map(_drawn_chunk_of, self._resumed), *map(_chunk_of, self._reading)]
         ):
+            if chunk.sample.owner in held_back:
+                continue
             budget -= chunk.end - chunk.start
             if chunks and budget < 0:
                 break
             chunks.append(chunk)
-        # The others are first in the next step.
-        self._resumed.rotate(-sum(chunk.sequence is not None for chunk in chunks))
-        self._reading.rotate(-sum(chunk.sequence is None for chunk in chunks))
+        for chunk in chunks:  # the others are first in the next step
+            if chunk.sequence is not None:
+                self._resumed.remove(chunk.sequence)
+                self._resumed.append(chunk.sequence)
+            else:
+                self._reading.remove(chunk.sample)
+                self._reading.append(chunk.sample)
         return sorted(chunks, key=lambda chunk: chunk.sample.weights.number)
 
     def read(self, chunk: Chunk, hidden_TD: Tensor) -> None:
@@ -238,29 +267,37 @@ class PromptLine:
 
     # Sequences
 
-    def start_sequences(self, places: int, *, is_idle: bool) -> list[RunningSequence]:
+    def start_sequences(
+        self, most: int, running: Sequence[RunningSequence], held_back: Collection[str] = ()
+    ) -> list[RunningSequence]:
         """Begin sequences of prompts that are read, and let paused ones go on, as there is room.
 
         Args:
-            places: For so many at most.
-            is_idle: No sequence runs.
+            most: How many sequences of one owner may run.
+            running: Those that do.
+            held_back: Owners whose sequences do not begin now.
         """
         started: list[RunningSequence] = []
-        places -= len(self._resumed)
-        spare, self._lacking = self._headroom() if self._starting else 0, None
-        for sample in list(self._starting):
-            while places > 0 and sample.run is not None and (sample.paused or sample.unstarted):
+        starting = [one for one in self._starting if one.owner not in held_back]
+        counts = Counter(one.sample.owner for one in [*running, *self._resumed])
+        spare, self._lacking = self._headroom() if starting else 0, {}
+        for sample in starting:
+            while (
+                counts[sample.owner] < most
+                and sample.run is not None
+                and (sample.paused or sample.unstarted)
+            ):
                 size = self._bytes_to_start(sample)
-                # Only the first may ask for memory: others would take it away before its turn.
-                if size and (self._lacking or not self._memory.try_take(size, spare)):
-                    is_first = self._lacking is None
-                    self._lacking = self._lacking or sample
-                    is_forced = is_idle and is_first and not started and not self._resumed
-                    if not (is_forced and self._try_force(sample, size)):
+                # Only an owner's first may ask for memory: others would take it before its turn.
+                is_first = sample.owner not in self._lacking
+                if size and not (is_first and self._memory.try_take(size, spare)):
+                    self._lacking.setdefault(sample.owner, sample)
+                    is_idle = not (running or started or self._resumed)
+                    if not (is_first and self._try_make_room(sample, size, is_idle=is_idle)):
                         break
                 started += self._start(sample, size)
                 spare += PAGE_TOKENS * self._memory.token_bytes
-                places -= 1
+                counts[sample.owner] += 1
             if sample in self._starting and not sample.paused and not sample.unstarted:
                 self._starting.remove(sample)
         return [one for one in started if one.keys is not None]  # their sample may have failed
@@ -271,12 +308,22 @@ class PromptLine:
             return 0
         return self._memory.pages(len(sample.paused[0].tokens) if sample.paused else 1)
 
-    def _try_force(self, sample: Sample, size: int) -> bool:
-        """Take memory for the oldest, when nothing runs that could make room by ending."""
+    def _try_make_room(self, sample: Sample, size: int, *, is_idle: bool) -> bool:
+        """Take memory from those behind it: others' samples, or any if nothing runs."""
         while not self._memory.try_take(size):
-            if self._begun[-1] is sample:
+            if self._try_displace(sample):
+                continue
+            if not is_idle or self._begun[-1] is sample:
                 return False  # one that came before it has not read its prompt yet
             self._pause_youngest()
+        return True
+
+    def _try_displace(self, sample: Sample) -> bool:
+        """Let the last of all give way, if it is another owner's and behind this one."""
+        last = self._begun[-1] if self._begun else sample
+        if last.owner == sample.owner or last.number < sample.number:
+            return False
+        self._pause_youngest()
         return True
 
     def _start(self, sample: Sample, size: int) -> list[RunningSequence]:
@@ -382,8 +429,8 @@ class PromptLine:
         for queue in (self._reading, self._starting, self._begun):
             if sample in queue:
                 queue.remove(sample)
-        if self._lacking is sample:
-            self._lacking = None
+        if self._lacking.get(sample.owner) is sample:
+            del self._lacking[sample.owner]
         self._give_back(sample, sample.taken_bytes)
         prompt, run = sample.read_prompt, sample.run
         sample.read_prompt = sample.run = sample.last_1D = None
@@ -430,5 +477,15 @@ def _drawn_chunk_of(sequence: RunningSequence) -> Chunk:
     return Chunk(sequence.sample, start, min(start + CHUNK_TOKENS, last), sequence)
 
 
-def _number(sample: Sample) -> int:
+def _by_turns(chunks: Iterable[Chunk]) -> list[Chunk]:
+    """The first chunk of each owner, then the second of each, and so on."""
+    seen = Counter[str]()
+    turns: list[tuple[int, Chunk]] = []
+    for chunk in chunks:
+        turns.append((seen[chunk.sample.owner], chunk))
+        seen[chunk.sample.owner] += 1
+    return [chunk for _, chunk in sorted(turns, key=lambda one: one[0])]
+
+
+def _number(sample: Sample) -> tuple[int, int]:
     return sample.number

@@ -5,6 +5,10 @@ that a long prompt holds nobody up for longer than a few chunks take. Sequences 
 prompt is read (`prompt_line.py`), and leave when they stop, at any step. Sequences of all weights
 share the pack (`packs.py`); rows of the same weights lie beside each other.
 
+While samples of several owners are here, a step is kept short for the sake of those that have few:
+of an owner that has many sequences only the first ones take part (`SamplerSettings.shared_rows`).
+The others keep their KV cache and go on when there is room for them.
+
 What is drawn for a sample depends on its request alone, to the last bit: chunks are cut at fixed
 places (`prefix_cache.py`), rows do not depend on rows beside them (`model/`), chance is counted
 (`model/sample_tokens.py`), and how a prompt's keys are shared follows from the number of sequences.
@@ -18,7 +22,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -56,8 +61,11 @@ class SamplerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How many tokens of prompts a step reads when no sequence is running."""
     busy_prefill_tokens: int = 2 * CHUNK_TOKENS
     """The same when some are, and wait for their next token meanwhile; more if many are."""
-    most_sequences: int = 512
-    """How many sequences run at a time; others wait."""
+    most_sequences: int = 128
+    """How many sequences take part in a step, and how many of one owner run; others wait. A CPU
+    gains nothing from more, and whoever comes waits for the end of a step."""
+    shared_rows: int = 16
+    """How many sequences of one owner take part in a step while other owners have fewer."""
 
 
 class SamplerStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +104,8 @@ class Sampler:
         self._lock = threading.Lock()
         # Under the lock
         self._samples: dict[str, Sample] = {}
+        self._owners = Counter[str]()
+        """How many of them each has."""
         self._arrived: list[Sample] = []
         self._cancelled: list[Sample] = []
         self._base = Weights(0, None)
@@ -118,6 +128,12 @@ class Sampler:
         """How many were admitted and have not ended."""
         return len(self._samples)
 
+    @property
+    def owners(self) -> set[str]:
+        """Whose samples are here."""
+        with self._lock:
+            return set(self._owners)
+
     def admit(self, work: SampleWork) -> None:
         """Let a sample join at the next step; one whose id is here already is not admitted twice.
 
@@ -139,6 +155,7 @@ class Sampler:
                 weights = self._weights[work.weights_id]
             sample = Sample(work, weights, stops, most, self._shape.vocabulary)
             self._samples[work.work_id] = sample
+            self._owners[work.owner] += 1
             self._arrived.append(sample)
 
     def _most_tokens(self, work: SampleWork) -> int:
@@ -167,10 +184,18 @@ class Sampler:
     def cancel(self, work_id: str) -> None:
         """Drop a sample at the next step; nothing more is told of it. Unknown ids are ignored."""
         with self._lock:
-            sample = self._samples.pop(work_id, None)
+            sample = self._forget(work_id)
             if sample is not None:
                 sample.is_cancelled = True
                 self._cancelled.append(sample)
+
+    def _forget(self, work_id: str) -> Sample | None:
+        sample = self._samples.pop(work_id, None)
+        if sample is not None:
+            self._owners[sample.owner] -= 1
+            if not self._owners[sample.owner]:
+                del self._owners[sample.owner]
+        return sample
 
     def add_weights(self, weights_id: WeightsId, lora: FusedLora) -> None:
         """Have weights to sample from; under a known id they take the place of the old ones."""
@@ -212,21 +237,30 @@ class Sampler:
     # By the thread that computes
 
     @torch.inference_mode()
-    def step(self) -> list[SampleEvent]:
-        """Read the next chunks and draw the next tokens; tell what came and what ended."""
+    def step(self, others: Collection[str] = ()) -> list[SampleEvent]:
+        """Read the next chunks and draw the next tokens; tell what came and what ended.
+
+        Args:
+            others: Owners that wait for the end of this step elsewhere.
+        """
         self._take_messages()
-        running = self._line.grow(_by_weights([*self._running, *self._line.resumed()]))
-        rows = read_pack(self._transformer, running, self._next_chunks(len(running)))
+        held = _by_weights([*self._running, *self._line.resumed()])
+        running, held_back = self._share(held, self.owners.union(others))
+        running = self._line.grow(running)
+        chunks = self._next_chunks(len(running), held_back)
+        running = [one for one in running if one.keys is not None]  # some may have given way
+        rows = read_pack(self._transformer, running, chunks)
         self._fail_some(rows.failed)
         for chunk, hidden_TD in rows.chunks:
             self._take_chunk(chunk, hidden_TD)
         running, hidden_SD = rows.sequences, rows.hidden
-        places = self._settings.most_sequences - len(running)
-        started = _by_weights(self._line.start_sequences(places, is_idle=not running))
+        held = [one for one in held if one.keys is not None]
+        most = self._settings.most_sequences
+        started = _by_weights(self._line.start_sequences(most, held, held_back))
         if started:
             hidden_SD = torch.cat([hidden_SD, *(_last_row(one.sample) for one in started)])
         self._draw([*running, *started], hidden_SD)
-        self._running = [one for one in [*running, *started] if one.keys is not None]
+        self._running = [one for one in [*held, *started] if one.keys is not None]
         self._fail_some(self._line.failed)
         self._steps += 1
         return self._events()
@@ -261,16 +295,41 @@ class Sampler:
             told = [(sample, event) for sample, event in self._told if not sample.is_cancelled]
             for sample, event in told:
                 if isinstance(event, SampleOutcome):
-                    self._samples.pop(sample.work.work_id, None)
+                    self._forget(sample.work.work_id)
         self._told = []
         return [event for _, event in told]
 
-    def _next_chunks(self, running: int) -> list[Chunk]:
+    def _share(
+        self, held: list[RunningSequence], owners: Collection[str]
+    ) -> tuple[list[RunningSequence], set[str]]:
+        """Who takes part in a step, and the owners that have more than may take part.
+
+        Of an owner those that came first do: they end, and others take their place.
+        """
+        if len(owners) < 2:
+            return held, set()
+        of_owner: dict[str, list[RunningSequence]] = {owner: [] for owner in owners}
+        for one in sorted(held, key=lambda one: (one.sample.number, one.index)):
+            of_owner.setdefault(one.sample.owner, []).append(one)
+        most = max(self._settings.shared_rows, 2 * min(map(len, of_owner.values())))
+        left = self._settings.most_sequences
+        chosen: list[RunningSequence] = []
+        held_back: set[str] = set()
+        by_size = sorted(of_owner.items(), key=lambda item: len(item[1]))
+        for place, (owner, own) in enumerate(by_size):
+            rows = max(1, min(most, left // (len(by_size) - place)))
+            chosen += own[:rows]
+            left -= len(own[:rows])
+            if len(own) >= rows:
+                held_back.add(owner)
+        return _by_weights(chosen), held_back
+
+    def _next_chunks(self, running: int, held_back: Collection[str]) -> list[Chunk]:
         budget = self._settings.prefill_tokens
         if running:
             budget = max(self._settings.busy_prefill_tokens, PROMPT_TOKENS_FOR_EACH * running)
-        self._line.begin(budget)
-        return self._line.next_chunks(budget)
+        self._line.begin(budget, held_back)
+        return self._line.next_chunks(budget, held_back)
 
     def _take_chunk(self, chunk: Chunk, hidden_TD: Tensor) -> None:
         head, sample = self._transformer.head, chunk.sample

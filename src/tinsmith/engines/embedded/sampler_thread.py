@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 
 import torch
@@ -22,6 +23,8 @@ _log = logging.getLogger(__name__)
 
 LONGEST_WAIT_S = 0.25
 """After so long without news `events` returns with nothing, so that its caller can look around."""
+STAY_S = 1.0
+"""So long after its last sample an owner still counts as one that others share with."""
 
 
 class SamplerThread:
@@ -44,6 +47,8 @@ class SamplerThread:
         """The number of the admission that each sample is of, and who draws it; for the thread."""
         self._admitted: dict[str, int] = {}
         """The numbers as the event loop knows them. What does not agree was cancelled."""
+        self._seen: dict[str, float] = {}
+        """When each owner last had a sample; for the thread."""
         self._admissions = 0
         self._events: list[tuple[int, SampleEvent]] = []
         self._news = asyncio.Event()
@@ -118,13 +123,22 @@ class SamplerThread:
                     return
             for do in asked:
                 do()
+            owners = self._recent_owners()
             for sampler in self._stepped.values():
                 if sampler.samples:
-                    self._tell(self._step(sampler))
+                    self._tell(self._step(sampler, owners))
 
-    def _step(self, sampler: Sampler) -> list[SampleEvent]:
+    def _recent_owners(self) -> set[str]:
+        """Who has samples, or had some a moment ago: its next ones find short steps."""
+        now = time.monotonic()
+        for sampler in self._stepped.values():
+            self._seen.update(dict.fromkeys(sampler.owners, now))
+        self._seen = {owner: at for owner, at in self._seen.items() if now - at < STAY_S}
+        return set(self._seen)
+
+    def _step(self, sampler: Sampler, owners: set[str]) -> list[SampleEvent]:
         try:
-            return sampler.step()
+            return sampler.step(owners)
         except Exception as exc:  # noqa: BLE001 - told as the outcome of all
             # Which sample it was cannot be told: none of them would ever end.
             _log.exception("a step of the sampler failed with %d samples", sampler.samples)

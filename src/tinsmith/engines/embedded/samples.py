@@ -59,8 +59,9 @@ class Sample:
         self.seed = work.work_id if params.seed is None else str(params.seed)
         self.answers = PromptAnswers(request, self.prompt, self.seed, vocabulary)
         self.is_cancelled = False
-        self.number = 0
-        """Samples have theirs in the order in which they came."""
+        self.owner = work.owner
+        self.number = (0, 0)
+        """Samples are served in the order of these; `PromptLine.add` has the rule."""
         self.run: Run | None = None
         """Of its prompt."""
         self.read = 0

@@ -1,0 +1,143 @@
+"""Samples of several owners in one sampler: who has few does not wait for who has many."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.numerics.sample_works import prompt_of, run, work
+from tests.numerics.small_models import make_model
+from tinsmith.engines.base import SampleOutcome, SampleWork
+from tinsmith.engines.embedded.prefix_cache import CHUNK_TOKENS
+from tinsmith.engines.embedded.sampler import Sampler, SamplerSettings
+from tinsmith.model.load_weights import load_transformer
+from tinsmith.model.transformer import Transformer
+from tinsmith.types import SampleResponse
+
+CONTEXT = 2000
+MANY_STEPS = 2_000
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
+    folder = tmp_path_factory.mktemp("model")
+    make_model(folder, max_position_embeddings=CONTEXT)
+    return load_transformer(folder, dtype=torch.float32)
+
+
+def _many(count: int, **fields: Any) -> list[SampleWork]:
+    options = {"prompt": 9, "max_tokens": 300, **fields}
+    length = options.pop("prompt")
+    return [work(f"a{n}", prompt_of(length, n), owner="a", seed=n, **options) for n in range(count)]
+
+
+def _steps_of(sampler: Sampler, asked: SampleWork) -> tuple[int, SampleResponse]:
+    """How many steps it takes from when it is admitted, and what is drawn."""
+    sampler.admit(asked)
+    for step in range(1, MANY_STEPS):
+        for event in sampler.step():
+            if event.work_id == asked.work_id and isinstance(event, SampleOutcome):
+                assert event.result is not None, event.error
+                return step, event.result
+    raise AssertionError("it does not end")
+
+
+def _step(sampler: Sampler, steps: int) -> None:
+    for _ in range(steps):
+        sampler.step()
+
+
+TOKENS = 16
+FEW: dict[str, dict[str, Any]] = {
+    "one": {"prompt": prompt_of(20)},
+    "a group": {"prompt": prompt_of(20), "num_samples": 4},
+    "more than a chunk": {"prompt": prompt_of(3 * CHUNK_TOKENS + 9)},
+}
+
+
+@pytest.mark.parametrize("kind", FEW)
+def test_an_owners_only_sample_begins_at_once_beside_many(model: Transformer, kind: str) -> None:
+    """All places are taken, and more samples wait for one."""
+    asked = work("b", owner="b", max_tokens=TOKENS, **FEW[kind])
+    expected = run(Sampler(model), asked)["b"]
+    sampler = Sampler(model, settings=SamplerSettings(most_sequences=32, shared_rows=8))
+    for one in _many(100):
+        sampler.admit(one)
+    _step(sampler, 5)
+
+    steps, found = _steps_of(sampler, asked)
+
+    assert steps <= TOKENS + 10
+    assert found.sequences == expected.sequences
+
+
+@pytest.mark.parametrize("kind", FEW)
+def test_others_give_way_to_an_owners_only_sample_when_memory_is_short(
+    model: Transformer, kind: str
+) -> None:
+    """They are paused, and draw in the end what they would have drawn."""
+    asked = work("b", owner="b", max_tokens=TOKENS, **FEW[kind])
+    many = _many(12, max_tokens=200)
+    expected = run(Sampler(model), asked, *many)
+    sampler = Sampler(model, settings=SamplerSettings(kv_bytes=1200 * 512))
+    for one in many:
+        sampler.admit(one)
+    while not sampler.statistics().pauses:  # memory is full
+        sampler.step()
+
+    steps, found = _steps_of(sampler, asked)
+
+    assert steps <= TOKENS + 20
+    assert found.sequences == expected["b"].sequences
+    rest = run(sampler)
+    assert rest.keys() == {one.work_id for one in many}
+    for name, response in rest.items():
+        assert response.sequences == expected[name].sequences
+
+
+def test_a_long_prompt_is_read_in_turns_with_those_of_another_owner(model: Transformer) -> None:
+    """However many the other one is reading."""
+    long = 10 * CHUNK_TOKENS
+    asked = work("b", prompt_of(long, 99), owner="b", max_tokens=1)
+    sampler = Sampler(model)
+    for one in _many(20, prompt=CONTEXT - 10, max_tokens=2):
+        sampler.admit(one)
+    _step(sampler, 2)
+
+    steps, _ = _steps_of(sampler, asked)
+
+    assert steps <= 12
+
+
+def test_the_owner_of_many_goes_on_beside_one_that_always_has_another(model: Transformer) -> None:
+    """Its samples end, in the order in which they came."""
+    sampler = Sampler(model, settings=SamplerSettings(most_sequences=32, shared_rows=8))
+    for one in _many(60, max_tokens=10):
+        sampler.admit(one)
+    ended: list[str] = []
+    for number in range(MANY_STEPS):
+        sampler.admit(work(f"b{number}", prompt_of(9, number), owner="b", max_tokens=4))
+        events = sampler.step()
+        ended += [one.work_id for one in events if one.work_id.startswith("a")]
+        if len(ended) == 60:
+            break
+
+    assert sorted(ended, key=lambda name: int(name[1:])) == ended
+    assert len(ended) == 60
+
+
+def test_a_prompt_that_another_owner_is_reading_is_not_waited_for(model: Transformer) -> None:
+    """The other one may be held back meanwhile."""
+    prompt = prompt_of(10 * CHUNK_TOKENS)
+    sampler = Sampler(model, settings=SamplerSettings(most_sequences=8, shared_rows=2))
+    for one in _many(8):
+        sampler.admit(one)
+    _step(sampler, 5)
+    sampler.admit(work("a", prompt, owner="a"))
+    _step(sampler, 1)
+
+    steps, _ = _steps_of(sampler, work("b", prompt, owner="b", max_tokens=1))
+
+    assert steps <= 15
