@@ -9,6 +9,7 @@ from typing import Any, Literal, Self, TypeAlias
 import msgspec
 
 from tinsmith.errors import ValidationError, shown
+from tinsmith.observe.training_metrics import TOKENS, WEIGHTED_TOKENS
 from tinsmith.types.checkpoints import ParsedCheckpointTinkerPath
 from tinsmith.types.inputs import Datum, LossFnOutput
 from tinsmith.types.record import (
@@ -325,7 +326,7 @@ class ForwardBackwardOutput(Frozen):
 
     def _tokens(self) -> float:
         """How many tokens there are, as far as the reply says."""
-        for name in ("weighted_tokens:sum", "tokens:sum"):
+        for name in (WEIGHTED_TOKENS, TOKENS):
             if self.metrics.get(name):
                 return self.metrics[name]
         found = (output.get("logprobs") for output in self.loss_fn_outputs)

@@ -210,11 +210,15 @@ def test_the_loss_is_taken_in_one_order(
 @pytest.mark.parametrize(
     ("metrics", "outputs", "loss"),
     [
-        ({"loss:sum": 6.0, "tokens:sum": 4.0, "weighted_tokens:sum": 2.0}, [OUTPUT], 3.0),
-        ({"loss:sum": 6.0, "tokens:sum": 4.0}, [OUTPUT], 1.5),
+        (
+            {"loss:sum": 6.0, "tinsmith/tokens:sum": 4.0, "tinsmith/weighted_tokens:sum": 2.0},
+            [OUTPUT],
+            3.0,
+        ),
+        ({"loss:sum": 6.0, "tinsmith/tokens:sum": 4.0}, [OUTPUT], 1.5),
         ({"loss:sum": 6.0}, [{"logprobs": TensorData([-1.0, -2.0], "float32")}] * 2, 1.5),
         ({"loss:sum": 6.0}, [], math.nan),
-        ({"loss:mean": 6.0, "tokens:sum": 4.0}, [OUTPUT], math.nan),
+        ({"loss:mean": 6.0, "tinsmith/tokens:sum": 4.0}, [OUTPUT], math.nan),
     ],
 )
 def test_the_loss_per_token_of_a_reply_alone_is_taken_of_what_it_names(
