@@ -175,7 +175,7 @@ async def command_output(command: Secret, timeout_s: float = COMMAND_TIMEOUT_S) 
         )
     except OSError as exc:
         raise TinkerError("the command in TINKER_CREDENTIAL_CMD could not be run") from exc
-    say("the command in TINKER_CREDENTIAL_CMD")
+    say("the command in TINKER_CREDENTIAL_CMD runs")
     try:
         async with asyncio.timeout(timeout_s):
             output, _ = await process.communicate()

@@ -441,7 +441,7 @@ def _own_headers(endpoint_name: str, timeout_s: float, is_management: bool) -> M
     return headers
 
 
-_AFTER_CLOSE = frozenset({"finish_session"})
+_AFTER_CLOSE = frozenset({"finish_session", "list_checkpoints"})
 _SAMPLES = frozenset({"asample", "asample_many"})
 
 

@@ -75,7 +75,8 @@ class Line:
         """Return when all before this ticket have left."""
         if self._serving == ticket:
             return
-        say("the calls before it")
+        ahead = ticket - self._serving
+        say(f"queued behind {ahead} call{'s' if ahead > 1 else ''}")
         turn = self._waiting[ticket] = asyncio.get_running_loop().create_future()
         try:
             await turn

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import msgspec
 
+from tinsmith.client import autosaves
 from tinsmith.client.auth import address_of_login, has_credential
 from tinsmith.client.settings import EMBEDDED
 from tinsmith.errors import ClosedError, ValidationError
@@ -157,8 +159,16 @@ async def find_place(lost: Place | None = None) -> Place:
         is_record_only=_choices.is_record_only,
     )
     # Shielded: others wait for it too, and one that gives up must not end it for them.
-    place: Place = await asyncio.shield(asyncio.wrap_future(found))
+    finding = asyncio.wrap_future(found)
+    finding.add_done_callback(_look_at)
+    place: Place = await asyncio.shield(finding)
     return place
+
+
+def _look_at(finding: asyncio.Future[Any]) -> None:
+    """Take note of an error that nobody waits for any more: asyncio would complain of it."""
+    if not finding.cancelled():
+        finding.exception()
 
 
 def _end_with_interpreter() -> None:
@@ -184,7 +194,9 @@ def _at_exit() -> None:
     _wait_for_threads()
     provider: Provider | None = sys.modules.get(PROVIDER)
     if provider is not None:
-        provider.at_exit()
+        with contextlib.suppress(KeyboardInterrupt):  # another one: the next start does the rest
+            provider.at_exit()
+    autosaves.tell()
 
 
 def _wait_for_threads() -> None:

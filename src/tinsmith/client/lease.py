@@ -14,10 +14,11 @@ import weakref
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from tinsmith.client import autosaves
 from tinsmith.client.background import background, is_running
 from tinsmith.client.forking import in_child
 from tinsmith.client.futures import APIFuture
-from tinsmith.client.session import Session
+from tinsmith.client.session import SAVE_TIMEOUT_S, Session
 from tinsmith.types.extensions import ServiceFlags
 from tinsmith.types.runs import (
     ClientSessionFinishErrored,
@@ -85,13 +86,40 @@ def _keep_inherited() -> None:
 in_child(_keep_inherited)
 
 
-def finish_all() -> None:
-    """At the interpreter's exit, tell the service how it went; but do not keep the user waiting."""
+def finish_all() -> bool:
+    """At the interpreter's exit, tell the service how it went; but do not keep the user waiting.
+
+    Returns:
+        Whether all that was to be saved is saved: False after another Ctrl-C.
+    """
     if not is_running():
-        return
-    reason = _reason_of_exit()
-    closing = [background().start(s.close(reason), "close") for s in list(_open_sessions)]
-    concurrent.futures.wait(closing, timeout=EXIT_TIMEOUT_S)
+        return True
+    reason, sessions = _reason_of_exit(), list(_open_sessions)
+    closing = [background().start(s.close(reason), "close") for s in sessions]
+    is_skipped = _exit.is_save_skipped
+    try:
+        concurrent.futures.wait(closing, timeout=0.0 if is_skipped else EXIT_TIMEOUT_S)
+        if not is_skipped and any(session.is_saving for session in sessions):
+            concurrent.futures.wait(closing, timeout=SAVE_TIMEOUT_S)
+    except KeyboardInterrupt:
+        is_skipped = True
+    if is_skipped:
+        for session in sessions:
+            if session.is_saving:
+                autosaves.note_unsaved(session.model_ids)
+    return not is_skipped
+
+
+class _Exit:
+    is_save_skipped = False
+
+
+_exit = _Exit()
+
+
+def skip_save() -> None:
+    """Have the interpreter's exit not wait for models to be saved: Ctrl-C came again."""
+    _exit.is_save_skipped = True
 
 
 def _reason_of_exit() -> ClientSessionFinishReason:

@@ -68,6 +68,7 @@ async def create_model(
     )
     submitted: UntypedAPIFuture = await session.call("create_model", request)
     made: CreateModelResponse = await Poll(session, submitted.request_id, "CreateModel").result()
+    session.model_ids.append(made.model_id)
     return TrainingClient(lease, made.model_id)
 
 
@@ -113,8 +114,9 @@ async def _create_by_loading(lease: SessionLease, source: Source) -> TrainingCli
     submitted: UntypedAPIFuture = await session.call("load_weights", request)
     room = Budget(session.flags.inflight_response_bytes_semaphore_size)
     await Poll(session, submitted.request_id, "LoadWeights", room=room).result()
-    # The service makes the id in this form and need not tell it.
-    return TrainingClient(lease, f"{session_id}:train:{number}")
+    model_id = f"{session_id}:train:{number}"  # the service makes it so and need not tell it
+    session.model_ids.append(model_id)
+    return TrainingClient(lease, model_id)
 
 
 async def _weights_info(session: Session, source: Source) -> WeightsInfoResponse:

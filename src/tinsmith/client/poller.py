@@ -139,7 +139,7 @@ class Poll:
         )
 
     async def _ask_until_settled(self) -> Any:
-        say("its result")
+        say("")
         while True:
             asked_at = self._clock()
             try:
@@ -216,7 +216,8 @@ class Poll:
             limiter.queue_active(asked_at)
         if self._observer is not None and pending.is_stated:
             self._observer.tell(pending.queue_state, pending.reason)
-        say(f"its result; {in_words(pending.queue_state, pending.reason)}")
+        is_untold = pending.is_paused and self._observer is None
+        say(in_words(pending.queue_state, pending.reason), is_stalled=is_untold)
         self._tell(pending)
         await self._keep_distance(self._clock() - asked_at)
 

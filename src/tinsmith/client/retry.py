@@ -276,7 +276,7 @@ class Retrier:
         return logging.WARNING
 
     async def _watched(self, attempt: Callable[[int], Awaitable[T]], number: int, what: str) -> T:
-        with saying(f"an answer from the service to {what}") as is_told:
+        with saying(f"no answer to {what} yet", is_stalled=True) as is_told:
             if is_told:
                 return await attempt(number)
             awaited = self._unanswered.begin(what)
@@ -316,7 +316,7 @@ class Retrier:
         delay_s: float,
         elapsed_s: float,
     ) -> None:
-        say(f"another try, as {what} failed with {events.named(error)}")
+        say(f"retrying {what}, which failed with {events.named(error)}")
         _log.log(
             self.level_for(error, what, elapsed_s + delay_s),
             "%s: attempt %d failed after %.1f s (%s); next in %.1f s",

@@ -16,7 +16,7 @@ from tinsmith.client.background import background
 from tinsmith.client.console import session_page
 from tinsmith.client.embedding import chosen_url
 from tinsmith.client.futures import APIFuture
-from tinsmith.client.lease import SessionLease
+from tinsmith.client.lease import SessionLease, skip_save
 from tinsmith.client.losses.traced_losses import TracedLosses
 from tinsmith.client.retry import DEFAULT_BUDGET, RetryBudget
 from tinsmith.client.sampling import SamplingClient
@@ -491,6 +491,9 @@ class ServiceClient:
             self.close("errored" if issubclass(kind, Exception) else "interrupted").result()
         except TinkerError as failure:  # the block's own error is the one to raise
             _log.warning("the session could not be finished: %s", failure)
+        except KeyboardInterrupt:  # another one, while the service saved what was trained
+            skip_save()
+            raise
 
     @property
     def holder(self) -> SessionLease:

@@ -13,13 +13,13 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeAlias, TypeVar
 
-from tinsmith.client import events
+from tinsmith.client import autosaves, events
 from tinsmith.client.calls import SDK_VERSION, Calls
 from tinsmith.client.dynamic_flags import keep_fresh
 from tinsmith.client.forking import in_child
 from tinsmith.client.heartbeat import keep_alive
 from tinsmith.client.limits import Limiter, shared_limiter
-from tinsmith.client.settings import ClientSettings, Secret
+from tinsmith.client.settings import EMBEDDED, ClientSettings, Secret
 from tinsmith.client.transports.base import (
     Transport,
 )
@@ -34,8 +34,10 @@ from tinsmith.errors import (
 )
 from tinsmith.types import requests as r
 from tinsmith.types.extensions import ServiceFlags
+from tinsmith.types.checkpoints import CheckpointsListResponse
 from tinsmith.types.runs import (
     ClientSessionFinishReason,
+    ClientSessionFinishSuccess,
     CreateSessionResponse,
 )
 from tinsmith.types.service import (
@@ -50,6 +52,10 @@ _log = logging.getLogger(__name__)
 
 FINISH_TIMEOUT_S = 10.0
 """How long closing tries to tell the service that the session is over."""
+SAVE_TIMEOUT_S = 30.0
+"""How long it waits for an embedded service to save the models of a program that was stopped."""
+SLOW_S = 1.0
+"""After so much of that the user is told why the program does not end."""
 
 
 TaskEnded: TypeAlias = Callable[[asyncio.Task[None]], object]
@@ -84,6 +90,10 @@ class Session(Calls):
         self._counters: dict[str, itertools.count[int]] = {}
         self._adopted_id: str | None = None
         self._has_dynamic_flags = asyncio.Event()
+        self.model_ids: list[str] = []
+        """The models that it made."""
+        self.is_saving = False
+        """Whether the service is saving its models, as the program was stopped."""
         self._forks = _forks.count
 
     def adopt(
@@ -337,17 +347,44 @@ class Session(Calls):
         self, session_id: str, reason: ClientSessionFinishReason, detail: str | None
     ) -> None:
         request = r.FinishSessionRequest(session_id=session_id, reason=reason, detail=detail)
-        limit = asyncio.timeout(FINISH_TIMEOUT_S)
+        is_success = isinstance(reason, ClientSessionFinishSuccess)
+        self.is_saving = self.is_embedded and not is_success and bool(self.model_ids)
+        limit = asyncio.timeout(SAVE_TIMEOUT_S if self.is_saving else FINISH_TIMEOUT_S)
+        slow = asyncio.get_running_loop().call_later(SLOW_S, self._tell_slow)
         try:
             async with limit:
                 await self.call("finish_session", request)
+                await self._note_saved()
         except TimeoutError as exc:
             if not limit.expired():
                 raise
+            if self.is_saving:
+                autosaves.note_unsaved(self.model_ids)
+                return
             raise APITimeoutError(
                 f"the service was not told within {FINISH_TIMEOUT_S:g} s that session "
                 f"{session_id} is over; it will expire"
             ) from exc
+        finally:
+            slow.cancel()
+            self.is_saving = False
+
+    @property
+    def is_embedded(self) -> bool:
+        """Whether the service may run in this process."""
+        return self.settings.base_url == EMBEDDED
+
+    async def _note_saved(self) -> None:
+        if not self.is_saving:
+            return
+        for model_id in self.model_ids:
+            request = r.ListCheckpointsRequest(training_run_id=model_id)
+            listed: CheckpointsListResponse = await self.call("list_checkpoints", request)
+            autosaves.note_saved(listed.checkpoints)
+
+    def _tell_slow(self) -> None:
+        if self.is_saving:
+            autosaves.tell_slow()
 
 
 def _once(task: asyncio.Task[T] | None, work: Callable[[], Any]) -> asyncio.Task[T]:

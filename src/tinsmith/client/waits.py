@@ -1,13 +1,16 @@
-"""What is waited for, told in the log, so that no wait is silent.
+"""What is waited for, told in the log: a warning once where a wait is unusual.
 
-A user waits for a future that is not settled: it may be in a line, held back by a pause, between
-two tries, on the server, in a download or in a loss of the user's own. That may be as it should be,
-and is told every ten seconds (`FUTURES`). A request that nobody answers is a fault: it is told as
-the reason of the call that waits for it, and by itself, every minute, if none does (`ANSWERS`).
+A user waits for a future that is not settled: it may be queued, held back by a pause, between two
+attempts, on the server, in a download or in a loss of the user's own. That is normal work, however
+long it takes: a training step may well last a minute. It is *unusual* when it has lasted several
+times as long as calls of its kind did lately (`FUTURES`), or when a request has no answer or the
+service asked for a pause. Of unusual waits one warning tells, and no other until a call of that
+kind has ended in its usual time. Retries and paused queues are told by those who know of them
+(`retry.py`, `queue_state.py`).
 
 One look per second serves all waits of a kind; of those with one name one line tells, with the
-reasons that were last given by `say`. It is a warning once a minute, for programs that have set up
-no logging: Python shows them warnings alone. The other lines are for those who asked for INFO.
+reasons that were last given by `say`. Programs that ask for INFO get a line every ten seconds for
+whatever takes longer than that.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ import asyncio
 import contextlib
 import contextvars
 import logging
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -25,8 +30,12 @@ import msgspec
 _log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
-WARN_EVERY_S = 60.0
-"""Of waits with one name, from call to call: a loop of long steps is no reason for a line each."""
+UNUSUAL_FACTOR = 5.0
+"""A wait is unusual beyond so many times the median of its kind."""
+LEAST_KNOWN = 3
+"""Of so many calls of a kind on their median says what is usual."""
+REMEMBERED = 31
+"""So many of the latest of a kind count."""
 
 Later = Callable[[float, Callable[[], None]], Any]
 """Has something called after so many seconds."""
@@ -37,12 +46,14 @@ class Telling(msgspec.Struct, frozen=True, kw_only=True):
 
     after_s: float
     every_s: float
+    unknown_s: float
+    """From when on a wait is unusual where nothing is known of its kind."""
     text: str
 
 
-FUTURES = Telling(after_s=9.0, every_s=9.0, text="waiting")
+FUTURES = Telling(after_s=9.0, every_s=9.0, unknown_s=60.0, text="still running")
 """With the time between two looks, within ten seconds."""
-ANSWERS = Telling(after_s=10.0, every_s=60.0, text="no answer from the service")
+ANSWERS = Telling(after_s=10.0, every_s=60.0, unknown_s=0.0, text="no answer from the service")
 
 
 class Wait(msgspec.Struct):
@@ -51,32 +62,40 @@ class Wait(msgspec.Struct):
     what: str
     began: float
     reason: str = ""
+    is_stalled: bool = False
+    """Whether it is held up: by a pause, or by an answer that should be there at once."""
     is_over: bool = False
+
+    @property
+    def kind(self) -> str:
+        """The call, without what it is made on."""
+        return self.what.partition(" of ")[0]
 
 
 _current: contextvars.ContextVar[Wait | None] = contextvars.ContextVar("wait", default=None)
 
 
-def say(reason: str) -> None:
+def say(reason: str, *, is_stalled: bool = False) -> None:
     """Say what the work that runs here is waiting for, from now on."""
     wait = _current.get()
     if wait is not None:
-        wait.reason = reason
+        wait.reason, wait.is_stalled = reason, is_stalled
 
 
 @contextlib.contextmanager
-def saying(reason: str) -> Iterator[bool]:
+def saying(reason: str, *, is_stalled: bool = False) -> Iterator[bool]:
     """As `say`, until the block ends; gives whether there is a wait that will tell it."""
     wait = _current.get()
     # A connection, or whatever else outlives the wait that it was made in, keeps its context.
     if wait is None or wait.is_over:
         yield False
         return
-    before, wait.reason = wait.reason, reason
+    before = wait.reason, wait.is_stalled
+    wait.reason, wait.is_stalled = reason, is_stalled
     try:
         yield True
     finally:
-        wait.reason = before
+        wait.reason, wait.is_stalled = before
 
 
 def unattended() -> contextvars.Context:
@@ -106,7 +125,12 @@ class Waits:
         self._waits: dict[int, Wait] = {}
         self.sources: set[Callable[[], Iterable[Wait]]] = set()
         self._told_at: dict[str, float] = {}
-        self._warned_at: dict[str, float] = {}
+        self._lasted: dict[str, deque[float]] = {}
+        """How long the latest waits of each kind took."""
+        self._oldest: dict[str, Wait] = {}
+        """The oldest waits of the sources, at the last look."""
+        self._warned: set[str] = set()
+        """Kinds of which a warning has told, and that were not back to normal since."""
         self._is_looking = False
 
     def begin(self, what: str) -> Wait:
@@ -125,7 +149,8 @@ class Waits:
     def end(self, wait: Wait) -> None:
         """Note that it is not waited for any more."""
         wait.is_over = True
-        self._waits.pop(id(wait), None)
+        if self._waits.pop(id(wait), None) is not None:
+            self._note_end(wait)
 
     def look_on(self) -> None:
         """See to it that whoever waits is looked at."""
@@ -140,6 +165,7 @@ class Waits:
     def _look(self) -> None:
         now = self._clock()
         others = [wait for source in list(self.sources) for wait in source()]
+        self._note_ends_of_sources(others)
         waits = [*self._waits.values(), *others]
         long: dict[str, list[Wait]] = {}
         for wait in waits:
@@ -147,31 +173,55 @@ class Waits:
                 long.setdefault(wait.what, []).append(wait)
         self._told_at = {what: self._told_at.get(what, float("-inf")) for what in long}
         for what, group in long.items():
-            if now - self._told_at[what] >= self._telling.every_s:
+            is_new = self._is_unusual(group, now)
+            if is_new or now - self._told_at[what] >= self._telling.every_s:
                 self._told_at[what] = now
-                _tell(self._telling, what, group, now, self._level(what, now))
+                level = logging.WARNING if is_new else logging.INFO
+                _log.log(level, "%s", self._text(what, group, now))
         self._is_looking = bool(waits)
         if waits:
             self._look_later()
 
-    def _level(self, what: str, now: float) -> int:
-        recent = {name: at for name, at in self._warned_at.items() if now - at < WARN_EVERY_S}
-        self._warned_at = {what: now, **recent}
-        return logging.INFO if what in recent else logging.WARNING
+    def _is_unusual(self, group: list[Wait], now: float) -> bool:
+        """Whether one of them is unusual, and no warning has told of its kind yet."""
+        kind = group[0].kind
+        if kind in self._warned:
+            return False
+        limit_s = self._usual_limit_s(kind)
+        is_unusual = any(wait.is_stalled or now - wait.began >= limit_s for wait in group)
+        if is_unusual:
+            self._warned.add(kind)
+        return is_unusual
 
+    def _usual_limit_s(self, kind: str) -> float:
+        usual_s = self._usual_s(kind)
+        return self._telling.unknown_s if usual_s is None else UNUSUAL_FACTOR * usual_s
 
-def _tell(telling: Telling, what: str, group: list[Wait], now: float, level: int) -> None:
-    oldest = min(group, key=lambda wait: wait.began)
-    waited_s = now - oldest.began
-    since = time.strftime("%H:%M:%S", time.localtime(time.time() - waited_s))
-    reasons = sorted({wait.reason for wait in group if wait.reason})
-    _log.log(
-        level,
-        "%s%s: %s for %.0f s, since %s%s",
-        what,
-        f" ({len(group)} of them)" if len(group) > 1 else "",
-        telling.text,
-        waited_s,
-        since,
-        f", for {'; '.join(reasons)}" if reasons else "",
-    )
+    def _usual_s(self, kind: str) -> float | None:
+        lasted = self._lasted.get(kind, ())
+        return statistics.median(lasted) if len(lasted) >= LEAST_KNOWN else None
+
+    def _note_end(self, wait: Wait) -> None:
+        kind, lasted_s = wait.kind, self._clock() - wait.began
+        if kind in self._warned:
+            if lasted_s >= max(self._telling.after_s, self._usual_limit_s(kind)):
+                return  # it says nothing of what is usual
+            self._warned.discard(kind)
+        self._lasted.setdefault(kind, deque(maxlen=REMEMBERED)).append(lasted_s)
+
+    def _note_ends_of_sources(self, waits: list[Wait]) -> None:
+        oldest = {wait.what: wait for wait in sorted(waits, key=lambda one: -one.began)}
+        for what, before in self._oldest.items():
+            after = oldest.get(what)
+            if after is None or after.began > before.began:
+                self._note_end(before)
+        self._oldest = oldest
+
+    def _text(self, what: str, group: list[Wait], now: float) -> str:
+        waited_s = now - min(wait.began for wait in group)
+        count = f" ({len(group)} of them)" if len(group) > 1 else ""
+        usual_s = self._usual_s(group[0].kind)
+        usual = "" if usual_s is None else f", usually {usual_s:.0f} s"
+        reasons = "; ".join(sorted({wait.reason for wait in group if wait.reason}))
+        because = f" ({reasons})" if reasons else ""
+        return f"{what}{count}: {self._telling.text} after {waited_s:.0f} s{usual}{because}"

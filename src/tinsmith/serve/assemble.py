@@ -337,6 +337,7 @@ def _server_settings(settings: ServiceSettings, is_private: bool) -> ServerSetti
         most_models=limits.models,
         long_poll_s=settings.long_poll_s,
         session_timeout_s=settings.session_timeout_s,
+        is_embedded=is_private,
         offers_tokens=not is_private,  # there may be no key to give one for
         trusts_keyless=is_private,
     )

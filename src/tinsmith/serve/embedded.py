@@ -96,9 +96,10 @@ class _Host:
             stay.end()
 
     def exit(self) -> None:
-        finish_all()
+        is_saved = finish_all()
         self._is_exiting = True
-        self.close()
+        if is_saved:  # else the user is in a hurry; the next start does the rest
+            self.close()
 
     def forget(self) -> None:
         """Begin anew in a forked child, which has none of its parent's threads."""

@@ -8,6 +8,7 @@ not there, stood still, or could not write down what it heard.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ from tinsmith.types.runs import SessionCancelled
 _log = logging.getLogger(__name__)
 
 RELEASE = "release_model"
+RELEASE_LOOK_S = 0.02
+"""Between two looks whether the models of a session are released."""
 _PAGE = 500
 
 
@@ -71,6 +74,26 @@ class Sessions:
         if session.ended_at is not None:
             # Again if it had ended before: that may have broken off before all were released.
             await self._release_models(session, is_first=is_first)
+
+    async def wait_released(self, session_id: str) -> None:
+        """Wait until all models of an ended session are released.
+
+        One that is saved because its session ended is listed by then.
+        """
+        while not await self._are_released(session_id):  # noqa: ASYNC110 - told by the ledger
+            await asyncio.sleep(RELEASE_LOOK_S)
+
+    async def _are_released(self, session_id: str) -> bool:
+        offset = 0
+        while True:
+            page = await self._ledger.entries(Model).of_parent(
+                session_id, limit=_PAGE, offset=offset
+            )
+            if any(model.released_at is None for model in page):
+                return False
+            if len(page) < _PAGE:
+                return True
+            offset += len(page)
 
     async def end_silent(self) -> int:
         """End the sessions that were silent for too long; returns how many.

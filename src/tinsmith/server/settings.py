@@ -43,6 +43,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How long a poll is held; clients give up after 45."""
     inline_bytes: int = MIB
     """Results above this are announced by size first, to clients that ask for that."""
+    is_embedded: bool = False
+    """Whether the service ends with the program that uses it: if that is stopped, finishing its
+    session waits until its models are saved."""
     session_timeout_s: float = 300.0
     """How long a session may be silent before it is ended."""
 

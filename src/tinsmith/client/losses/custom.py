@@ -148,7 +148,7 @@ def _start_two_passes(
             await check_session(loss_fn, submitter.session)
         forward = await run_pass(submitter, places[0], bodies, "Forward")
         with submitter.session.work.under_way():
-            say("the loss function, which runs here")
+            say("the loss function runs here")
             found, backward = await _in_own_thread(lambda: answer(forward.loss_fn_outputs))
         output = await run_pass(submitter, places[1], backward, "ForwardBackward")
         return _with_loss(output, found)

@@ -171,18 +171,14 @@ class SampleSender:
         waits: list[Wait] = []
         if self._line:
             pause = self._session.limiter.pause()
-            reason = (
-                f"the end of a pause, {pause.reason}" if pause.reason else "its turn to be sent"
-            )
-            waits.append(_wait_of(self._line, reason))
+            reason = f"paused by the service: {pause.reason}" if pause.reason else "not sent yet"
+            waits.append(_wait_of(self._line, reason, bool(pause.reason)))
         accepted = [call for call in self._in_flight if call.request_id is not None]
         if len(accepted) < len(self._in_flight):
-            waits.append(
-                _wait_of(self._in_flight.difference(accepted), "the service to accept them")
-            )
+            waits.append(_wait_of(self._in_flight.difference(accepted), "not accepted yet", True))
         if accepted:
             state = self._queue.latest if self._queue is not None else ""
-            waits.append(_wait_of(accepted, f"results; {state}" if state else "results"))
+            waits.append(_wait_of(accepted, state))
         if not waits:
             background().waits.sources.discard(self._waits)
         return waits
@@ -441,10 +437,11 @@ class SampleSender:
         self._session.spawn(_sleep(delay_s), ended)
 
 
-def _wait_of(calls: Collection[SampleCall], reason: str) -> Wait:
+def _wait_of(calls: Collection[SampleCall], reason: str, is_stalled: bool = False) -> Wait:
     oldest = min(calls, key=lambda call: call.began)
-    others = f" (one of {len(calls)})" if len(calls) > 1 else ""
-    return Wait(oldest.future.what, oldest.began, reason + others)
+    others = f"the oldest of {len(calls)}" if len(calls) > 1 else ""
+    reasons = ", ".join(text for text in (others, reason) if text)
+    return Wait(oldest.future.what, oldest.began, reasons, is_stalled)
 
 
 async def _sleep(delay_s: float) -> None:

@@ -354,7 +354,7 @@ class StreamReader:
     def _take_queue_state(self, told: x.StreamedQueueState) -> None:
         limiter = self._session.limiter
         reason = told.queue_state_reason or ""
-        say(f"its tokens; {in_words(told.queue_state, reason)}")
+        say(in_words(told.queue_state, reason))
         if told.queue_state in ("paused_capacity", "paused_rate_limit"):
             asked_s = self._sampler.retrier.budget.asked_s(told.retry_after_ms)
             limiter.queue_paused(asked_s, reason)

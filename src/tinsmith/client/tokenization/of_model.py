@@ -50,7 +50,7 @@ class TokenizerOfModel:
         model_name, tokenizer_id = await self._names(get_info)
         from tinsmith.client.tokenization.lookup import load_tokenizer_async
 
-        say(f"the files of the tokenizer of {tokenizer_id or model_name}")
+        say(f"loading the tokenizer of {tokenizer_id or model_name}")
         return await load_tokenizer_async(
             model_name, tokenizer_id, kind=self._kind, table=self._table
         )

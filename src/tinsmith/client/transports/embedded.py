@@ -96,7 +96,7 @@ class EmbeddedTransport(NeverAtOnce):
         if self._is_closed:
             raise APIConnectionError("the client is closed; make a new one")
         if self._carrier is None:
-            say("the service in this process, which is starting")
+            say("the service in this process is starting")
             place = await find_place(self._lost)
             if self._carrier is None:  # another call may have been sooner
                 self._carrier, self._place = self._carrier_to(place), place

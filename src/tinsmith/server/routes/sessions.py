@@ -14,6 +14,7 @@ from tinsmith.types.record import to_plain
 from tinsmith.types.requests import CreateSessionRequest, FinishSessionRequest
 from tinsmith.types.runs import (
     ClientSessionFinished,
+    ClientSessionFinishSuccess,
     CreateSessionResponse,
     SessionHeartbeatResponse,
 )
@@ -78,13 +79,20 @@ async def session_heartbeat(call: Call) -> SessionHeartbeatResponse:
 
 
 async def finish_session(call: Call) -> None:
-    """End a session; the first reason stays."""
+    """End a session; the first reason stays.
+
+    An embedded service ends with its program: where that was stopped, the answer comes when what
+    it trained is saved, so that it is listed before the program is gone.
+    """
     request: FinishSessionRequest = call.request
     session = await call.service.lookups.session(call.tenant_id, request.session_id)
     detail = request.detail if isinstance(request.detail, str) else None
     check_texts(("detail", detail))
     status = ClientSessionFinished(reason=request.reason, detail=detail)
-    await call.service.sessions.end(session.id, to_plain(status))
+    sessions, settings = call.service.sessions, call.parts.settings
+    await sessions.end(session.id, to_plain(status))
+    if settings.is_embedded and not isinstance(request.reason, ClientSessionFinishSuccess):
+        await call.service.waits.until(sessions.wait_released(session.id), call)
 
 
 HANDLERS: dict[str, Handler] = {

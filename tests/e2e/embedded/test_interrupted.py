@@ -1,0 +1,152 @@
+"""Ctrl-C on a program that trains on the embedded service: what is left, and what is said of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.embedded.programs import ENDS_WITHIN_S, START, environment, run
+
+LOOP = """
+training = client.create_lora_training_client(MODEL, rank=8, seed=1)
+step(training)
+say(training.model_id)
+BIG = tinsmith.ModelInput.from_ints([1] * 64)
+ONE = tinsmith.Datum(BIG, {"target_tokens": [2] * 64, "weights": [1.0] * 64})
+asked = [training.forward_backward([ONE], "cross_entropy") for _ in range(QUEUED)]
+say("queued")
+asked[-1].result()
+while True:
+    step(training)
+"""
+PLAIN = "client = tinsmith.ServiceClient()\n" + LOOP
+IN_BLOCK = "with tinsmith.ServiceClient() as client:\n" + LOOP.replace("\n", "\n    ")
+
+
+@contextmanager
+def interrupted(program: str, home: Path, **more: str) -> Iterator[Interrupted]:
+    """Run a program in a process group of its own, as a terminal's shell does."""
+    with subprocess.Popen(
+        [sys.executable, "-c", START + program],
+        env=environment(home, **more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            yield Interrupted(process)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+class Interrupted:
+    """A program that runs beside the test and is sent Ctrl-C."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.lines: list[str] = []
+        self._came = threading.Condition()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            with self._came:
+                self.lines.append(line.rstrip("\n"))
+                self._came.notify_all()
+
+    def hears(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def ctrl_c(self) -> None:
+        """As a terminal does: to all processes of the foreground."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def warns_of(self, text: str) -> str:
+        """The line on stderr with this text, once it is there."""
+        with self._came:
+            assert self._came.wait_for(lambda: self._found(text), 60.0), "\n".join(self.lines)
+            return self._found(text)[0]
+
+    def _found(self, text: str) -> list[str]:
+        return [line for line in self.lines if text in line]
+
+    def ends(self) -> int:
+        return self.process.wait(ENDS_WITHIN_S)
+
+
+def listed(home: Path) -> str:
+    """What `tinsmith checkpoint list` prints."""
+    command = [sys.executable, "-m", "tinsmith", "checkpoint", "list", "--base-url", "embedded"]
+    ended = subprocess.run(
+        command, env=environment(home), capture_output=True, text=True, check=True, timeout=120
+    )
+    return ended.stdout
+
+
+@pytest.mark.parametrize("loop", [PLAIN, IN_BLOCK], ids=["plain", "in a with block"])
+def test_ctrl_c_saves_what_was_trained_lists_it_at_once_and_says_how_to_resume(
+    tmp_path: Path, loop: str
+) -> None:
+    """The first listing already has it, also if much was queued before it."""
+    with interrupted(f"QUEUED = 500\n{loop}", tmp_path) as program:
+        path = f"tinker://{program.hears()}/weights/autosave"
+        assert program.hears() == "queued"
+        program.ctrl_c()
+        told = program.warns_of("tinsmith: saved ")
+        assert program.ends() == -signal.SIGINT
+
+    assert path in told
+    assert path in listed(tmp_path)
+    resume = re.search(r"resume with (create_\w+\(.*\))$", told)
+    assert resume is not None
+    run(f"step(tinsmith.ServiceClient().{resume.group(1)})", tmp_path)
+    noise = [line for line in program.lines if "ignored" in line or "never retrieved" in line]
+    assert not noise
+
+
+@pytest.mark.parametrize("loop", [PLAIN, IN_BLOCK], ids=["plain", "in a with block"])
+def test_a_second_ctrl_c_ends_the_program_and_the_next_one_saves(tmp_path: Path, loop: str) -> None:
+    """Saving is behind a long queue: whoever does not want to wait for it need not."""
+    with interrupted(f"QUEUED = 20_000\n{loop}", tmp_path) as program:
+        path = f"tinker://{program.hears()}/weights/autosave"
+        assert program.hears() == "queued"
+        program.ctrl_c()
+        program.warns_of("tinsmith: saving what was trained; Ctrl-C again skips this")
+        program.ctrl_c()
+        told = program.warns_of(path)
+        program.ends()
+
+    # A fast machine may have come to the end of the queue just before.
+    assert told.startswith(("tinsmith: not saved yet: ", "tinsmith: saved "))
+
+
+def test_ctrl_c_while_a_model_is_fetched_ends_the_program_without_noise(tmp_path: Path) -> None:
+    """Nothing was trained, so there is nothing to say."""
+    with socket.create_server(("127.0.0.1", 0)) as hub:  # takes connections, and never answers
+        more = {
+            "TINSMITH_SERVE_ENGINE": "embedded",
+            "HF_ENDPOINT": f"http://127.0.0.1:{hub.getsockname()[1]}",
+        }
+        program = "tinsmith.ServiceClient().create_lora_training_client(MODEL, rank=8)"
+        with interrupted(program, tmp_path, **more) as fetching:
+            connection, _ = hub.accept()
+            with connection:
+                fetching.ctrl_c()
+                assert fetching.ends() == -signal.SIGINT
+
+    fetching.warns_of("KeyboardInterrupt")
+    assert fetching.lines[-1] == "KeyboardInterrupt"
