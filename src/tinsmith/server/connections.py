@@ -242,13 +242,14 @@ class _Pool:
         self._idle: dict[str, dict[Connection, None]] = {}
         self._busy: dict[str, dict[Connection, None]] = {}
         self._sizes: Counter[str] = Counter()
+        self._by_size: list[dict[str, None]] = [{}]
+        """Groups by their size: many groups are no more work than one. The last is not empty."""
 
     def add(self, connection: Connection) -> None:
         """Count it, as the newest of its group."""
         place = self._busy if connection.is_busy else self._idle
         place.setdefault(connection.group, {})[connection] = None
-        self._sizes[connection.group] += 1
-        self.count += 1
+        self._resize(connection.group, 1)
 
     def discard(self, connection: Connection) -> bool:
         """Count it no longer; False if it was not counted."""
@@ -259,19 +260,31 @@ class _Pool:
         del members[connection]
         if not members:
             del place[connection.group]
-        self._sizes[connection.group] -= 1
-        if not self._sizes[connection.group]:
-            del self._sizes[connection.group]
-        self.count -= 1
+        self._resize(connection.group, -1)
         return True
+
+    def _resize(self, group: str, change: int) -> None:
+        size = self._sizes[group]
+        self._by_size[size].pop(group, None)
+        self.count += change
+        size += change
+        if size:
+            self._sizes[group] = size
+            if size == len(self._by_size):
+                self._by_size.append({})
+            self._by_size[size][group] = None
+        else:
+            del self._sizes[group]
+        while len(self._by_size) > 1 and not self._by_size[-1]:
+            self._by_size.pop()
 
     def size(self, group: str) -> int:
         """How many a group has."""
-        return self._sizes.get(group, 0)
+        return self._sizes[group]
 
     def largest(self) -> str:
-        """The group that has most."""
-        return max(self._sizes, key=self._sizes.__getitem__)
+        """The group that has most; there must be one."""
+        return next(iter(self._by_size[-1]))
 
     def worst_of(self, group: str, *, is_newest_busy: bool = False) -> Connection:
         """The one of a group to close: idle for longest, else the oldest, or newest, busy one."""

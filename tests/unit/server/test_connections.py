@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+
 import pytest
 
 from tinsmith.server.connections import (
@@ -173,3 +176,18 @@ def test_a_connection_that_ended_is_not_counted() -> None:
 )
 def test_an_address_is_one_of_ipv4_or_a_network_of_ipv6(host: str, group: str) -> None:
     assert address_group(host) == group
+
+
+def test_the_largest_address_is_found_whatever_came_and_went() -> None:
+    crowd = Crowd(1000, 1000, 1000)
+    chosen = random.Random(7)
+    opened: list[Connection] = []
+    for number in range(2000):
+        if opened and chosen.random() < 0.45:
+            crowd.gate.forget(opened.pop(chosen.randrange(len(opened))))
+        else:
+            opened.append(crowd.open(str(number), f"10.0.0.{chosen.randrange(20)}"))
+        sizes = Counter(connection.group for connection in opened)
+        if opened:
+            assert sizes[crowd.gate._strangers.largest()] == max(sizes.values())
+    assert crowd.counts() == (len(opened), 0)
