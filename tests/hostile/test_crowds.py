@@ -92,7 +92,7 @@ def test_authenticated_connections_of_the_same_address_stay_open(served: Crowded
 
         assert {user.get(KEYED_PATH, served.alice) for user in users} == {200}
         assert metric(served, "tinsmith_connections", '"authenticated"') >= 60
-        assert metric(served, "tinsmith_connections_closed_total", "address") > 0
+        assert metric(served, "tinsmith_connections_closed_total", "total") > 0
 
 
 def test_a_stranger_closes_no_connection_of_another_address(served: Crowded) -> None:
@@ -107,6 +107,26 @@ def test_one_tenant_with_all_connections_leaves_room_for_another(served: Crowded
         with users_of(served, served.bob, 10) as light, users_of(served, served.alice, 50):
             assert {user.get(KEYED_PATH, served.bob) for user in light} == {200}
         assert readiness(served) == [200] * 12
+
+
+def test_an_address_keeps_few_connections_without_a_key(tmp_path: Path) -> None:
+    """Once they have had some seconds to show one; those that showed one stay."""
+    with (
+        crowded(tmp_path / "capped", "--limits-address-connections", "20") as served,
+        users_of(served, served.alice, 30) as users,
+        raw_clients(served, 60) as strangers,
+        raw_clients(served, 5, "127.0.0.2") as others,
+    ):
+        assert sum(stranger.is_open() for stranger in strangers) == 60
+        deadline = time.monotonic() + 30
+        while sum(stranger.is_open() for stranger in strangers) > 20:
+            assert time.monotonic() < deadline
+            assert readiness(served) == [200] * 12  # each is one more connection
+            time.sleep(0.2)
+
+        assert metric(served, "tinsmith_connections_closed_total", "address") >= 40
+        assert all(other.is_open() for other in others)
+        assert {user.get(KEYED_PATH, served.alice) for user in users} == {200}
 
 
 def test_many_clients_of_one_address_work_side_by_side(served: Crowded) -> None:

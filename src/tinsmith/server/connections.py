@@ -1,10 +1,12 @@
 """Which connections may stay open: bounds per address and in total, before and after a key.
 
 A connection is unauthenticated until a request on it has shown a valid credential. Unauthenticated
-connections are bounded per address and in total; where there are too many, the one that has been
-idle longest is closed, so that a newcomer always gets a chance to show its key. Authenticated ones
-are bounded in total only: behind a NAT or a proxy all users share one address. Where there are too
-many of these, the tenant that has most of them gives one up.
+connections are bounded per address and in total; where there are too many, those that have been
+idle longest are closed, so that a newcomer always gets a chance to show its key. One that has just
+been opened is spared, because clients that start together connect together; only the bound of all
+connections holds for it too. Authenticated ones are bounded in total only: behind a NAT or a proxy
+all users share one address. Where there are too many of these, the tenant that has most of them
+gives one up.
 
 This module only counts. `serve/accepting.py` admits what a listening socket accepts, `around` wraps
 the application, and `server/app.py` tells whose credential was shown. The three meet by the pair
@@ -16,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import ipaddress
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import TypeAlias
@@ -39,6 +42,8 @@ class ConnectionLimits:
     connections: int = 10_000
     unauthenticated: int = 2048
     unauthenticated_per_address: int = 1024
+    grace_s: float = 5.0
+    """How long an unauthenticated connection may be idle before it counts for its two limits."""
 
     def within(self, connections: int) -> ConnectionLimits:
         """The same limits in a process that can have no more connections than this."""
@@ -49,6 +54,7 @@ class ConnectionLimits:
             unauthenticated_per_address=max(
                 1, min(self.unauthenticated_per_address, total * 3 // 8)
             ),
+            grace_s=self.grace_s,
         )
 
 
@@ -64,9 +70,10 @@ class Connection:
     Attributes:
         close: Closes it at once. Whoever accepted it sets this.
         group: The address that it came from, or the tenant that it belongs to.
+        since: When it was opened, or became busy or idle.
     """
 
-    __slots__ = ("_gate", "client", "close", "group", "is_authenticated", "is_busy")
+    __slots__ = ("_gate", "client", "close", "group", "is_authenticated", "is_busy", "since")
 
     def __init__(self, gate: ConnectionGate, address: str, close: Callable[[], None]) -> None:
         self._gate = gate
@@ -75,6 +82,7 @@ class Connection:
         self.group = address
         self.is_authenticated = False
         self.is_busy = False
+        self.since = 0.0
 
     def authenticate(self, tenant_id: str) -> None:
         """A request on it has shown a credential of this tenant.
@@ -95,7 +103,13 @@ class ConnectionGate:
             `unauthenticated` or `total`.
     """
 
-    def __init__(self, limits: ConnectionLimits | None = None) -> None:
+    def __init__(
+        self,
+        limits: ConnectionLimits | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
         self.limits = limits or ConnectionLimits()
         self.closed: Counter[str] = Counter()
         self._strangers = _Pool()
@@ -120,12 +134,14 @@ class ConnectionGate:
     def admit(self, host: str, close: Callable[[], None]) -> Connection:
         """Count a connection that was accepted, and make room for it by closing others."""
         connection = Connection(self, address_group(host), close)
+        connection.since = self._clock()
         strangers, limits = self._strangers, self.limits
-        if strangers.size(connection.group) >= limits.unauthenticated_per_address:
-            self._close(strangers.worst_of(connection.group), "address")
-        elif strangers.count >= limits.unauthenticated:
-            self._close(strangers.worst_of(strangers.largest()), "unauthenticated")
-        elif strangers.count + self._tenants.count >= limits.connections:
+        excess = strangers.size(connection.group) + 1 - limits.unauthenticated_per_address
+        self._close_overdue(connection.group, excess, "address")
+        excess = strangers.count + 1 - limits.unauthenticated
+        if excess > 0:
+            self._close_overdue(strangers.largest(), excess, "unauthenticated")
+        if strangers.count + self._tenants.count >= limits.connections:
             self.close_one()
         strangers.add(connection)
         return connection
@@ -169,10 +185,20 @@ class ConnectionGate:
 
         return gated
 
+    def _close_overdue(self, group: str, excess: int, limit: str) -> None:
+        """Close so many of an address, as far as they have had the time to show a key."""
+        overdue_before = self._clock() - self.limits.grace_s
+        for _ in range(min(excess, self._strangers.size(group))):
+            worst = self._strangers.worst_of(group)
+            if worst.since > overdue_before:
+                return
+            self._close(worst, limit)
+
     def _set_busy(self, connection: Connection, is_busy: bool) -> None:
         pool = self._pool(connection)
         if pool.discard(connection):
             connection.is_busy = is_busy
+            connection.since = self._clock()
             pool.add(connection)
 
     def _authenticate(self, connection: Connection, tenant_id: str) -> None:
@@ -216,13 +242,14 @@ class _Pool:
         self._idle: dict[str, dict[Connection, None]] = {}
         self._busy: dict[str, dict[Connection, None]] = {}
         self._sizes: Counter[str] = Counter()
+        self._by_size: list[dict[str, None]] = [{}]
+        """Groups by their size: many groups are no more work than one. The last is not empty."""
 
     def add(self, connection: Connection) -> None:
         """Count it, as the newest of its group."""
         place = self._busy if connection.is_busy else self._idle
         place.setdefault(connection.group, {})[connection] = None
-        self._sizes[connection.group] += 1
-        self.count += 1
+        self._resize(connection.group, 1)
 
     def discard(self, connection: Connection) -> bool:
         """Count it no longer; False if it was not counted."""
@@ -233,19 +260,31 @@ class _Pool:
         del members[connection]
         if not members:
             del place[connection.group]
-        self._sizes[connection.group] -= 1
-        if not self._sizes[connection.group]:
-            del self._sizes[connection.group]
-        self.count -= 1
+        self._resize(connection.group, -1)
         return True
+
+    def _resize(self, group: str, change: int) -> None:
+        size = self._sizes[group]
+        self._by_size[size].pop(group, None)
+        self.count += change
+        size += change
+        if size:
+            self._sizes[group] = size
+            if size == len(self._by_size):
+                self._by_size.append({})
+            self._by_size[size][group] = None
+        else:
+            del self._sizes[group]
+        while len(self._by_size) > 1 and not self._by_size[-1]:
+            self._by_size.pop()
 
     def size(self, group: str) -> int:
         """How many a group has."""
-        return self._sizes.get(group, 0)
+        return self._sizes[group]
 
     def largest(self) -> str:
-        """The group that has most."""
-        return max(self._sizes, key=self._sizes.__getitem__)
+        """The group that has most; there must be one."""
+        return next(iter(self._by_size[-1]))
 
     def worst_of(self, group: str, *, is_newest_busy: bool = False) -> Connection:
         """The one of a group to close: idle for longest, else the oldest, or newest, busy one."""

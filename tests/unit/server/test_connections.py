@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+
 import pytest
 
 from tinsmith.server.connections import (
@@ -18,12 +21,15 @@ class Crowd:
 
     def __init__(self, connections: int, unauthenticated: int, per_address: int) -> None:
         self.closed: list[str] = []
+        self.now = 0.0
         self.gate = ConnectionGate(
             ConnectionLimits(
                 connections=connections,
                 unauthenticated=unauthenticated,
                 unauthenticated_per_address=per_address,
-            )
+                grace_s=5.0,
+            ),
+            clock=lambda: self.now,
         )
 
     def open(self, name: str, address: str = "10.0.0.1", tenant: str = "") -> Connection:
@@ -44,6 +50,7 @@ def test_the_longest_idle_of_an_address_is_closed() -> None:
     crowd.open("other", "10.0.0.2")
     crowd.gate._set_busy(first, True)
     crowd.gate._set_busy(first, False)
+    crowd.now = 5.0
 
     crowd.open("third")
 
@@ -55,6 +62,7 @@ def test_a_busy_one_is_closed_only_where_none_is_idle() -> None:
     crowd = Crowd(10, 5, 2)
     crowd.gate._set_busy(crowd.open("busy"), True)
     crowd.open("idle")
+    crowd.now = 5.0
 
     crowd.gate._set_busy(crowd.open("third"), True)
     assert crowd.closed == ["idle"]
@@ -68,11 +76,28 @@ def test_beyond_the_total_without_a_key_the_largest_address_gives_one_up() -> No
     crowd.open("alone", "10.0.0.2")
     for number in range(3):
         crowd.open(f"many {number}")
+    crowd.now = 5.0
 
     crowd.open("newcomer", "10.0.0.3")
 
     assert crowd.closed == ["many 0"]
     assert crowd.gate.closed == {"unauthenticated": 1}
+
+
+def test_clients_that_connect_together_are_given_time_to_show_a_key() -> None:
+    """All connections together are the only bound meanwhile."""
+    crowd = Crowd(8, 4, 2)
+    for number in range(8):
+        crowd.open(f"first {number}")
+    crowd.now = 4.0
+    crowd.open("ninth")
+    assert crowd.closed == ["first 0"]
+
+    crowd.now = 5.0
+    crowd.open("tenth")
+
+    assert crowd.closed == [f"first {number}" for number in range(8)]
+    assert crowd.gate.closed == {"total": 1, "address": 7}
 
 
 def test_a_connection_with_a_key_counts_for_its_tenant_and_not_for_its_address() -> None:
@@ -151,3 +176,18 @@ def test_a_connection_that_ended_is_not_counted() -> None:
 )
 def test_an_address_is_one_of_ipv4_or_a_network_of_ipv6(host: str, group: str) -> None:
     assert address_group(host) == group
+
+
+def test_the_largest_address_is_found_whatever_came_and_went() -> None:
+    crowd = Crowd(1000, 1000, 1000)
+    chosen = random.Random(7)
+    opened: list[Connection] = []
+    for number in range(2000):
+        if opened and chosen.random() < 0.45:
+            crowd.gate.forget(opened.pop(chosen.randrange(len(opened))))
+        else:
+            opened.append(crowd.open(str(number), f"10.0.0.{chosen.randrange(20)}"))
+        sizes = Counter(connection.group for connection in opened)
+        if opened:
+            assert sizes[crowd.gate._strangers.largest()] == max(sizes.values())
+    assert crowd.counts() == (len(opened), 0)

@@ -1,0 +1,56 @@
+"""Connections are accepted again when the process has descriptors again."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from typing import Any
+
+from tinsmith.serve.http_server import HttpServer
+from tinsmith.server.connections import ConnectionGate
+from tinsmith.server.incoming import Incoming
+
+
+class ShortOfDescriptors(socket.socket):
+    """A listening socket that cannot accept while there are none left."""
+
+    failures = 0
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        if self.failures:
+            self.failures -= 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return super().accept()
+
+
+async def answer(incoming: Incoming) -> None:
+    await incoming.answer(204, {}, b"")
+
+
+def test_an_idle_connection_is_closed_for_one_that_finds_no_descriptor() -> None:
+    async def run() -> None:
+        gate = ConnectionGate()
+        server = HttpServer(answer, gate=gate)
+        with ShortOfDescriptors() as listener:
+            listener.bind(("127.0.0.1", 0))
+            await server.open(listener)
+            where = listener.getsockname()
+            idle_reader, idle = await asyncio.open_connection(*where)
+            async with asyncio.timeout(30):
+                while not gate.counts["unauthenticated",]:
+                    await asyncio.sleep(0.001)
+            listener.failures = 2
+
+            reader, writer = await asyncio.open_connection(*where)
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            async with asyncio.timeout(30):
+                assert await idle_reader.read() == b""
+                assert (await reader.readline()).startswith(b"HTTP/1.1 204")
+
+            assert gate.closed["total"] == 1
+            for stream in (idle, writer):
+                stream.close()
+            await server.close(5.0)
+
+    asyncio.run(run())
