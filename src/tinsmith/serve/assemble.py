@@ -23,7 +23,7 @@ from tinsmith.checkpoints.base import CheckpointStore
 from tinsmith.checkpoints.registry import open_store
 from tinsmith.engines.base import BaseModel, Engine
 from tinsmith.engines.registry import make_engine
-from tinsmith.errors import EngineLostError, ValidationError
+from tinsmith.errors import EngineLostError, LeaseHeldError, TinkerError, ValidationError
 from tinsmith.ledger.base import Ledger
 from tinsmith.ledger.recovery import names_files
 from tinsmith.ledger.registry import open_ledger
@@ -33,6 +33,7 @@ from tinsmith.scheduler.loop import Scheduler
 from tinsmith.scheduler.settings import SchedulerSettings
 from tinsmith.serve.fetching import fetched_models, loading
 from tinsmith.serve.free_space import FreeSpace
+from tinsmith.serve.leasing import Leasing
 from tinsmith.serve.measuring import Measuring
 from tinsmith.serve.settings import Limits, ServiceSettings
 from tinsmith.serve.working import Working
@@ -79,10 +80,12 @@ class Service:
         store: CheckpointStore,
         engine: Engine,
         spans: Spans,
+        leasing: Leasing,
         *,
         is_private: bool = False,
     ) -> None:
         self.ledger = ledger
+        self._leasing = leasing
         self.store = store
         self.spans = spans
         self.metrics = ServiceMetrics()
@@ -92,8 +95,12 @@ class Service:
         self._working = Working(
             engine,
             ledger.board,
-            lambda suspects: Scheduler(ledger, engine, store, scheduling, spans, suspects),
+            lambda suspects: Scheduler(
+                ledger, engine, store, scheduling, spans, suspects, leasing.lease
+            ),
+            leasing=leasing,
         )
+        self._sweeper = Sweeper(ledger, store, lambda: leasing.lease.epoch)
         self._measuring = Measuring(self.metrics, ledger, spans)
         self.app: App = make_app(
             Parts(
@@ -114,7 +121,7 @@ class Service:
         self._tasks: list[asyncio.Task[None]] = []
         loop = asyncio.get_running_loop()
         loop.set_default_executor(ThreadPoolExecutor(IO_THREADS, "tinsmith-io"))
-        self._lost: asyncio.Future[EngineLostError] = loop.create_future()
+        self._lost: asyncio.Future[TinkerError] = loop.create_future()
         self._is_closed = False
 
     @classmethod
@@ -143,7 +150,8 @@ class Service:
             ledger = await opened.enter_async_context(
                 await open_ledger(settings.database, retention=settings.retention)
             )
-            await ledger.take_work()
+            leasing = await Leasing.acquire(ledger, settings.lease_s)
+            opened.push_async_callback(leasing.close)
             if not is_private:
                 await _check_reach(settings, ledger)
             store = await asyncio.to_thread(
@@ -163,7 +171,7 @@ class Service:
                 )
                 await opened.enter_async_context(engine)
             spans = open_spans(settings.otel_endpoint)
-            service = cls(settings, ledger, store, engine, spans, is_private=is_private)
+            service = cls(settings, ledger, store, engine, spans, leasing, is_private=is_private)
             await service.free_space.look()
             opened.pop_all()
         service._begin()
@@ -174,19 +182,23 @@ class Service:
         self._start("scheduler", self._work)
         self._start("endings", sessions.finish_endings)
         self._start("silent sessions", _every(REAP_S, sessions.end_silent))
-        self._start("sweeping", _every(SWEEP_S, Sweeper(self.ledger, self.store).sweep))
+        self._start("sweeping", _every(SWEEP_S, self._sweep))
         self._start("free space", _every(SPACE_S, self.free_space.look))
         self._start("measuring", self._measuring.run)
+
+    async def _sweep(self) -> None:
+        if self._leasing.lease.is_held:
+            await self._sweeper.sweep()
 
     async def _work(self) -> None:
         try:
             await self._working.run()
-        except EngineLostError as exc:
+        except (EngineLostError, LeaseHeldError) as exc:
             self._lost.set_result(exc)
             raise
 
-    async def wait_lost(self) -> EngineLostError:
-        """Return why, if the engine was lost so often that the service cannot go on.
+    async def wait_lost(self) -> TinkerError:
+        """Return why, if the service cannot go on: its engine was lost too often, or its lease.
 
         What was accepted is in the ledger; another start goes on with it.
         """
@@ -196,8 +208,8 @@ class Service:
         async def told() -> None:
             try:
                 await work()
-            except (asyncio.CancelledError, EngineLostError):
-                raise  # the second is told by whoever ends the service for it
+            except (asyncio.CancelledError, EngineLostError, LeaseHeldError):
+                raise  # the last two are told by whoever ends the service for them
             except Exception:
                 _log.exception("the service's work on %s has ended", what)
                 raise
@@ -223,6 +235,7 @@ class Service:
         await self._working.close(self._settings.drain_s)
         await self._engine.close()
         await asyncio.to_thread(self.store.close)
+        await self._leasing.close()
         await self.ledger.close()
         await asyncio.to_thread(self.spans.close)
 
