@@ -14,6 +14,8 @@
     │   ├── UnknownEntryError            nothing is kept under this id
     │   ├── ResultGoneError              the result was acknowledged or has expired
     │   ├── LedgerUnavailableError       it cannot write or read now: disk full, locked, gone
+    │   ├── LeaseHeldError               another server's scheduler works from it
+    │   ├── LeaseLostError               ... since this one's lease ended: nothing was written
     │   ├── LedgerVersionError           its schema is not one that this version can use
     │   └── LedgerDamagedError           kept bytes are not what was written
     ├── CheckpointError                  saved weights say no
@@ -231,6 +233,20 @@ class LedgerUnavailableError(LedgerError):
         super().__init__(*args, request_id=request_id, remedy=remedy)
         self.reason = reason
         """What is wrong, for clients: nothing of the server's inside."""
+
+
+class LeaseHeldError(LedgerError):
+    """Another server's scheduler holds the ledger's lease.
+
+    Stop that server, or give this one a database of its own.
+    """
+
+
+class LeaseLostError(LedgerError):
+    """A scheduler's write was refused, because it does not hold the ledger's newest lease.
+
+    Nothing was written. The scheduler that holds the lease now goes on with the work.
+    """
 
 
 class LedgerVersionError(LedgerError):

@@ -266,3 +266,42 @@ def test_a_staging_is_committed_once(store: CheckpointStore) -> None:
             staging.commit(overwrite=True)
     with pytest.raises(ValidationError, match="was committed"):
         staging.commit()
+
+
+def test_editions_of_a_name_are_apart(open_again: Open) -> None:
+    """Whoever saves under it, in whatever order, replaces and deletes nothing of another."""
+    first, second = PATH.new_edition(1), PATH.new_edition(2)
+    with open_again() as store:
+        save(store, PATH, b"from before")
+        save(store, second, b"second")
+        save(store, first, b"first")
+        assert set(store.paths(PATH.run_id)) == {PATH, first, second}
+
+        assert store.delete(first)
+        store.sweep()
+
+    with open_again() as store:
+        assert [weights(store, path) for path in (PATH, second)] == [b"from before", b"second"]
+        assert set(store.paths()) == {PATH, second}
+        assert store.delete(PATH)
+        store.sweep()
+        assert weights(store, second) == b"second"
+
+
+@pytest.mark.parametrize(
+    "path", [PATH, CheckpointPath.snapshot("m", 12), CheckpointPath.sampler("s:sample:1")]
+)
+def test_an_edition_is_read_back_from_its_text_and_its_place(path: CheckpointPath) -> None:
+    edition = path.new_edition(12)
+
+    assert edition != path.new_edition(12), "each is another"
+    assert (edition.epoch, path.epoch) == (12, 0)
+    assert CheckpointPath.parse(str(edition)) == edition
+    assert CheckpointPath.from_parts(edition.parts) == edition
+    assert edition.in_edition("") == path
+
+
+@pytest.mark.parametrize("text", ["", "7", "0-0123456789abcdef", "7-../../../../etc/pas", "7-abc"])
+def test_what_is_no_edition_is_refused(text: str) -> None:
+    with pytest.raises(ValidationError):
+        CheckpointPath.parse(f"{PATH}#{text}")

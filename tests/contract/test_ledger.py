@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import Awaitable, Callable
 
 import msgspec
 import pytest
@@ -15,6 +16,7 @@ from tests.contract.ledgers import (
     SESSION,
     TENANT,
     Place,
+    a_session,
     ended,
     place,
     raised,
@@ -25,17 +27,20 @@ from tests.contract.ledgers import (
 from tinsmith.errors import (
     CommandConflictError,
     CommandPassedError,
+    LeaseLostError,
     LedgerUnavailableError,
     ResultGoneError,
     UnknownEntryError,
     ValidationError,
 )
 from tinsmith.ledger.base import Ledger
+from tinsmith.ledger.lease import Lease
 from tinsmith.ledger.records import (
     LARGEST_NUMBER,
     Command,
     CommandState,
     LineId,
+    Session,
     SessionId,
     TenantId,
     UsageKey,
@@ -747,3 +752,149 @@ async def test_statistics_show_what_there_is(ledger: Ledger, place: Place) -> No
     assert seen.payload_files == (1 if place.has_files else 0)
     assert (seen.stored_bytes > 0) == place.is_durable
     assert seen.writes == 5
+
+
+# The lease
+
+
+async def lost_and_newest(ledger: Ledger) -> tuple[Lease, Lease]:
+    """A lease that was not renewed in time, and the one that another scheduler then took."""
+    lost = await ledger.acquire_lease("first", lease_s=0.05)
+    return lost, await ledger.acquire_lease("second", wait_s=LONG_S)
+
+
+@story
+async def test_each_lease_has_a_larger_epoch_than_all_before(ledger: Ledger, place: Place) -> None:
+    lost, newest = await lost_and_newest(ledger)
+    await ledger.renew_lease(newest)
+    await ledger.release_lease(newest)
+
+    again = await ledger.acquire_lease("third")
+
+    assert lost.epoch < newest.epoch < again.epoch
+    await raised(ledger.renew_lease(newest), LeaseLostError)
+    await ledger.release_lease(again)
+    if place.is_durable:
+        await ledger.close()
+        async with await place.open() as opened:
+            assert (await opened.acquire_lease("fourth")).epoch > again.epoch
+
+
+async def _claim(ledger: Ledger, epoch: int) -> None:
+    await ledger.claim("s", limit=9, epoch=epoch)
+
+
+async def _wait_claim(ledger: Ledger, epoch: int) -> None:
+    await ledger.wait_claim("s", limit=9, timeout_s=0.0, epoch=epoch)
+
+
+async def _release_claims(ledger: Ledger, epoch: int) -> None:
+    await ledger.release_claims("s", epoch=epoch)
+
+
+async def _take_cancelled(ledger: Ledger, epoch: int) -> None:
+    await ledger.take_cancelled("s", epoch=epoch)
+
+
+async def _settle(ledger: Ledger, epoch: int) -> None:
+    await ledger.settle([ended(f"{MODEL}:1")], epoch=epoch)
+
+
+async def _settle_large(ledger: Ledger, epoch: int) -> None:
+    await ledger.settle([ended(f"{MODEL}:1", LARGE)], epoch=epoch)
+
+
+async def _pass_over(ledger: Ledger, epoch: int) -> None:
+    await ledger.pass_over(MODEL, 7, epoch=epoch)
+
+
+async def _record_snapshot(ledger: Ledger, epoch: int) -> None:
+    await ledger.record_snapshot(MODEL, 2, "snapshot", epoch=epoch)
+
+
+async def _add_uses(ledger: Ledger, epoch: int) -> None:
+    key = UsageKey(tenant_id=TENANT, kind="tokens")
+    await ledger.add_uses([Use(key=key, amount=3.0)], epoch=epoch)
+
+
+async def _add(ledger: Ledger, epoch: int) -> None:
+    await ledger.entries(Session, epoch=epoch).add(a_session("added"))
+
+
+async def _put(ledger: Ledger, epoch: int) -> None:
+    await ledger.entries(Session, epoch=epoch).put(a_session(at=99.0))
+
+
+async def _change(ledger: Ledger, epoch: int) -> None:
+    await ledger.entries(Session, epoch=epoch).change(
+        SESSION, lambda kept: msgspec.structs.replace(kept, project_id="changed")
+    )
+
+
+async def _remove(ledger: Ledger, epoch: int) -> None:
+    await ledger.entries(Session, epoch=epoch).remove(SESSION)
+
+
+async def everything(ledger: Ledger) -> object:
+    """All that a scheduler's write could change."""
+    return (
+        [await ledger.command(f"{MODEL}:{number}") for number in (1, 2, 3)],
+        await ledger.result(f"{MODEL}:1"),
+        await ledger.line(MODEL),
+        await ledger.entries(Session).all(),
+        await ledger.usage(TENANT, since=0.0, before=2e9),
+    )
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        *(_claim, _wait_claim, _release_claims, _take_cancelled, _settle, _settle_large),
+        *(_pass_over, _record_snapshot, _add_uses, _add, _put, _change, _remove),
+    ],
+)
+def test_a_scheduler_whose_lease_is_another_s_writes_nothing(
+    place: Place, write: Callable[[Ledger, int], Awaitable[None]]
+) -> None:
+    async def tell() -> None:
+        async with await place.open() as ledger:
+            lost, newest = await lost_and_newest(ledger)
+            await ledger.entries(Session).add(a_session())
+            for number in (1, 2):
+                await ledger.append(training(number))
+            await ledger.claim("s", limit=2, epoch=newest.epoch)
+            await ledger.cancel(ended(f"{MODEL}:2"))
+            await ledger.append(training(3))
+            before = await everything(ledger)
+
+            told = await raised(write(ledger, lost.epoch), LeaseLostError)
+
+            assert await everything(ledger) == before
+            assert f"epoch {newest.epoch}" in told
+            assert await ledger.take_cancelled("s", epoch=newest.epoch) == [f"{MODEL}:2"]
+            await write(ledger, newest.epoch)
+
+    asyncio.run(tell())
+
+
+@story
+async def test_a_write_that_is_refused_for_its_epoch_takes_no_other_with_it(
+    ledger: Ledger,
+) -> None:
+    """All of them are asked for at the same moment, and go into one commit where there is one."""
+    lost, newest = await lost_and_newest(ledger)
+    for number in range(4):
+        await ledger.append(training(number))
+
+    told = await asyncio.gather(
+        *(
+            ledger.settle([ended(f"{MODEL}:{number}")], epoch=(lost, newest)[number % 2].epoch)
+            for number in range(4)
+        ),
+        ledger.append(training(4)),
+        return_exceptions=True,
+    )
+
+    assert [isinstance(one, LeaseLostError) for one in told] == [True, False, True, False, False]
+    states = [(await ledger.command(f"{MODEL}:{number}")).is_settled for number in range(5)]
+    assert states == [False, True, False, True, False]

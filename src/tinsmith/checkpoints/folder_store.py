@@ -2,6 +2,7 @@
 
     <root>/runs/<run>/<kind>/<name>/checkpoint.json      the manifest, which names the version
     <root>/runs/<run>/<kind>/<name>/<version>/…          the files
+    <root>/editions/…/<edition>/…                        the same, of paths with an edition
     <root>/snapshots/<model>/<position>/…                the same, for snapshots of the scheduler
     <root>/samplers/<sampler>/weights/…                  the same, for weights without a name
     <root>/staging/<token>/target                        which checkpoint is being changed

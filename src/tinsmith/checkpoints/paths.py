@@ -3,12 +3,18 @@
 A name comes from a client, and becomes part of a file's path. It is checked here, once, and what
 has passed may be used with any store: it stays inside, means one place only, and fits every file
 system and every URL.
+
+What a scheduler writes under a name goes to a place of its own each time, its *edition*: the epoch
+of the scheduler's lease (`ledger/base.py`) and a number that nobody else has. So a scheduler that
+was replaced by a newer one, and does not know it yet, replaces no files that the newer one's
+entries name. Clients know the name; the ledger says which edition it stands for.
 """
 
 from __future__ import annotations
 
 import glob
 import re
+import secrets
 import urllib.parse
 from typing import Self
 
@@ -35,18 +41,26 @@ _LARGEST_POSITION = 2**63 - 1
 _FORBIDDEN = frozenset("/\\%?#")
 _DEVICE = re.compile(r"(?:con|prn|aux|nul|com[0-9]|lpt[0-9])(?:\..*)?", re.IGNORECASE)
 _KEPT_AS_IT_IS = "._-:=@+,~"  # with letters and digits
+_EDITIONS = "editions"
+_MARK = "#"
+"""Between a path and its edition; no name holds it."""
+_EDITION = re.compile(r"([1-9][0-9]{0,18})-[0-9a-f]{16}")
 
 
 class CheckpointPath(msgspec.Struct, frozen=True, order=True):
     """What a checkpoint is called: its run, its kind, its name. Checked when made.
 
     `str()` gives the form that `parse` reads: `tinker://<run>/<kind>/<name>`, and for what the
-    service keeps for itself `snapshots/<model>/<position>` and `samplers/<sampler>/weights`.
+    service keeps for itself `snapshots/<model>/<position>` and `samplers/<sampler>/weights`; with
+    an edition, `#<edition>` behind it.
     """
 
     run_id: str
     kind: str
     name: str
+    edition: str = ""
+    """Empty for what a client means by the name, and for files that have no edition: those from
+    before there were any, imports and copies."""
 
     def __post_init__(self) -> None:
         _check("run id", self.run_id)
@@ -58,6 +72,10 @@ class CheckpointPath(msgspec.Struct, frozen=True, order=True):
             raise ValidationError(
                 f"kind is {shown(self.kind)}", remedy=f"known kinds are {', '.join(KINDS)}"
             )
+        if self.edition and not _EDITION.fullmatch(self.edition):
+            raise ValidationError(
+                f"edition {shown(self.edition)} is not one", remedy="leave it out"
+            )
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -66,16 +84,18 @@ class CheckpointPath(msgspec.Struct, frozen=True, order=True):
         Raises:
             ValidationError: It has another form, or a part of it is not allowed.
         """
-        parts = text.split("/")
-        if len(parts) == 3 and parts[0] in _INTERNAL:
-            return cls(parts[1], parts[0], parts[2])
-        parts = text.removeprefix(_SCHEME).split("/")
-        if not text.startswith(_SCHEME) or len(parts) != 3 or parts[1] in _INTERNAL:
+        before, mark, edition = text.partition(_MARK)
+        parts = before.split("/")
+        if len(parts) == 3 and parts[0] in _INTERNAL and bool(mark) == bool(edition):
+            return cls(parts[1], parts[0], parts[2], edition)
+        parts = before.removeprefix(_SCHEME).split("/")
+        is_named = before.startswith(_SCHEME) and len(parts) == 3 and parts[1] not in _INTERNAL
+        if not is_named or bool(mark) != bool(edition):
             raise ValidationError(
                 f"path {shown(text, 200)} is not a checkpoint's",
                 remedy="it has the form tinker://<training run>/<kind>/<name>",
             )
-        return cls(*parts)
+        return cls(parts[0], parts[1], parts[2], edition)
 
     @classmethod
     def of(cls, run_id: str, checkpoint_id: str) -> Self:
@@ -91,6 +111,20 @@ class CheckpointPath(msgspec.Struct, frozen=True, order=True):
     def sampler(cls, sampler_id: str) -> Self:
         """The weights that a sampler was made with, if they have no name of their own."""
         return cls(sampler_id, SAMPLERS, KINDS[0])
+
+    def in_edition(self, edition: str) -> Self:
+        """An edition of it."""
+        return msgspec.structs.replace(self, edition=edition)
+
+    def new_edition(self, epoch: int | None) -> Self:
+        """Where a scheduler writes it now: nobody has written there. Without an epoch, itself."""
+        return self if epoch is None else self.in_edition(f"{epoch}-{secrets.token_hex(8)}")
+
+    @property
+    def epoch(self) -> int:
+        """Of the scheduler that wrote this edition; 0 without one."""
+        match = _EDITION.fullmatch(self.edition)
+        return int(match[1]) if match else 0
 
     @property
     def checkpoint_id(self) -> str:
@@ -111,19 +145,23 @@ class CheckpointPath(msgspec.Struct, frozen=True, order=True):
     @property
     def parts(self) -> tuple[str, ...]:
         """Where it is inside a store, as names of folders."""
+        parts: tuple[str, ...] = ("runs", _encoded(self.run_id), self.kind, _encoded(self.name))
         if self.is_internal:
-            return (self.kind, _encoded(self.run_id), self.name)
-        return ("runs", _encoded(self.run_id), self.kind, _encoded(self.name))
+            parts = (self.kind, _encoded(self.run_id), self.name)
+        return (_EDITIONS, *parts, self.edition) if self.edition else parts
 
     @classmethod
     def from_parts(cls, parts: tuple[str, ...]) -> Self | None:
         """The path that leads to this place; None if no path does."""
         try:
             decoded = [urllib.parse.unquote(part, errors="strict") for part in parts]
-            if len(parts) == 3:
-                found = cls(decoded[1], decoded[0], decoded[2])
-            elif len(parts) == 4:
-                found = cls(decoded[1], decoded[2], decoded[3])
+            edition = ""
+            if decoded[:1] == [_EDITIONS]:
+                edition, decoded = decoded[-1], decoded[1:-1]
+            if len(decoded) == 3:
+                found = cls(decoded[1], decoded[0], decoded[2], edition)
+            elif len(decoded) == 4:
+                found = cls(decoded[1], decoded[2], decoded[3], edition)
             else:
                 return None
         except ValueError:
@@ -131,15 +169,17 @@ class CheckpointPath(msgspec.Struct, frozen=True, order=True):
         return found if found.parts == parts else None
 
     def __str__(self) -> str:
+        edition = f"{_MARK}{self.edition}" if self.edition else ""
         if self.is_internal:
-            return f"{self.kind}/{self.run_id}/{self.name}"
-        return f"{_SCHEME}{self.run_id}/{self.kind}/{self.name}"
+            return f"{self.kind}/{self.run_id}/{self.name}{edition}"
+        return f"{_SCHEME}{self.run_id}/{self.kind}/{self.name}{edition}"
 
 
 def places(run_id: str | None = None) -> tuple[str, ...]:
     """Where checkpoints are inside a store, of one run or of all, as patterns of folders."""
     run = "*" if run_id is None else glob.escape(_encoded(run_id))
-    return (f"runs/{run}/*/*", f"{SNAPSHOTS}/{run}/*", f"{SAMPLERS}/{run}/*")
+    named = (f"runs/{run}/*/*", f"{SNAPSHOTS}/{run}/*", f"{SAMPLERS}/{run}/*")
+    return (*named, *(f"{_EDITIONS}/{place}/*" for place in named))
 
 
 def _check(field: str, text: str) -> None:

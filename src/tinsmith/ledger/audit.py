@@ -11,6 +11,7 @@ import secrets
 from typing import Any
 
 from tinsmith.ledger.base import Ledger
+from tinsmith.ledger.fenced import FencedLedger
 from tinsmith.ledger.records import AuditEntry, TenantId
 
 CHECKPOINT_CREATED = "checkpoint.created"
@@ -35,7 +36,7 @@ def change_id(*parts: str) -> str:
 
 
 async def note(
-    ledger: Ledger,
+    ledger: Ledger | FencedLedger,
     tenant_id: TenantId,
     event: str,
     *,

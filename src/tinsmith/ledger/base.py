@@ -18,6 +18,13 @@ True of every method that changes something, unless it says otherwise:
 - If the disk is full, the database locked or gone, it raises `LedgerUnavailableError`. Nothing was
   promised; the same call may be made again. After `close`, that is what every method raises.
 
+**One scheduler at a time.** Any number of servers may append, cancel and change entries. Commands
+are run by the holder of the *lease*. Each lease has an *epoch*, a number that only rises. What a
+scheduler writes names the epoch of its lease and is conditional on it: the change is made in the
+same transaction in which the epoch is found to be the newest, else it raises `LeaseLostError` and
+changes nothing. So a scheduler that was paused, or cut off from the database, cannot write once
+another one has taken over. `fenced.py` binds a ledger to an epoch, so that no write can forget it.
+
 A ledger belongs to the event loop in which it was opened.
 """
 
@@ -30,6 +37,7 @@ from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 from tinsmith.ledger.board import Board
+from tinsmith.ledger.lease import LEASE_S, Lease
 from tinsmith.ledger.records import (
     Appended,
     Command,
@@ -148,12 +156,41 @@ class Ledger(abc.ABC):
     ) -> None:
         await self.close()
 
-    async def take_work(self) -> None:  # noqa: B027 - most are alone anyway
-        """Be the one server whose scheduler claims commands; to be called before it does.
+    # The lease
+
+    @abc.abstractmethod
+    async def acquire_lease(
+        self, owner: str, *, lease_s: float = LEASE_S, wait_s: float = 0.0
+    ) -> Lease:
+        """Become the one whose scheduler claims and settles, under a new epoch.
+
+        In a database that several servers can reach, a lease that another one holds is waited for:
+        it ends when it is released, or `lease_s` after its last renewal, by the database's clock.
+        Where opening the ledger keeps all others out, earlier holders have ended, and their lease
+        is taken over at once.
+
+        Args:
+            owner: Who takes it, for messages.
+            lease_s: How long it lasts unless it is renewed.
+            wait_s: How long to wait for another holder.
 
         Raises:
-            LedgerUnavailableError: Another one is, and does not end.
+            LeaseHeldError: Another one holds it, and has not let go of it within `wait_s`.
         """
+
+    @abc.abstractmethod
+    async def renew_lease(self, lease: Lease) -> None:
+        """Have a lease last `lease_s` from now on; `lease.ends_at` moves with it.
+
+        Raises:
+            LeaseLostError: There is a newer epoch.
+        """
+
+    @abc.abstractmethod
+    async def release_lease(self, lease: Lease) -> None:
+        """Let go of a lease, so that the next one need not wait. A lost one is left alone."""
+
+    # Life
 
     @abc.abstractmethod
     async def close(self) -> None:
@@ -192,8 +229,11 @@ class Ledger(abc.ABC):
         """
 
     @abc.abstractmethod
-    def entries(self, kind: type[E]) -> Entries[E]:
-        """The entries of one kind: `ledger.entries(Session)`."""
+    def entries(self, kind: type[E], *, epoch: int | None = None) -> Entries[E]:
+        """The entries of one kind: `ledger.entries(Session)`.
+
+        With an epoch all changes made through what is returned are conditional on it.
+        """
 
     # Commands, as the server sees them
 
@@ -277,9 +317,12 @@ class Ledger(abc.ABC):
         """
 
     # Commands, as the scheduler sees them
+    #
+    # With `epoch`, each of these that changes something raises `LeaseLostError` and changes nothing
+    # if there is a newer one. Without, it is unconditional: for tests and tools.
 
     @abc.abstractmethod
-    async def claim(self, claimer: str, *, limit: int) -> list[Command]:
+    async def claim(self, claimer: str, *, limit: int, epoch: int | None = None) -> list[Command]:
         """Take pending commands, oldest first. Each goes to one claimer only.
 
         A claim lasts until the command is settled or `release_claims` gives it back; it outlives
@@ -289,7 +332,7 @@ class Ledger(abc.ABC):
         """
 
     @abc.abstractmethod
-    async def release_claims(self, claimer: str) -> int:
+    async def release_claims(self, claimer: str, *, epoch: int | None = None) -> int:
         """Make pending again what this claimer holds; returns how many. For a start after a crash.
 
         Claimed anew they come in their first order, before what was appended later.
@@ -302,17 +345,19 @@ class Ledger(abc.ABC):
         Returns at once if there is, otherwise as soon as there is.
         """
 
-    async def wait_claim(self, claimer: str, *, limit: int, timeout_s: float) -> list[Command]:
+    async def wait_claim(
+        self, claimer: str, *, limit: int, timeout_s: float, epoch: int | None = None
+    ) -> list[Command]:
         """As `claim`, as soon as there is something to claim.
 
         Empty if a claimed command was cancelled meanwhile, if somebody else was quicker, and when
         the time is up.
         """
         await self.wait_for_commands(claimer, timeout_s=timeout_s)
-        return await self.claim(claimer, limit=limit)
+        return await self.claim(claimer, limit=limit, epoch=epoch)
 
     @abc.abstractmethod
-    async def take_cancelled(self, claimer: str) -> list[RequestId]:
+    async def take_cancelled(self, claimer: str, *, epoch: int | None = None) -> list[RequestId]:
         """The claimed commands that were cancelled since this was last asked; each is told once."""
 
     @abc.abstractmethod
@@ -325,7 +370,9 @@ class Ledger(abc.ABC):
         """
 
     @abc.abstractmethod
-    async def settle(self, settlements: Sequence[Settlement]) -> list[RequestId]:
+    async def settle(
+        self, settlements: Sequence[Settlement], *, epoch: int | None = None
+    ) -> list[RequestId]:
         """End commands, all in one change, with what they used. The first end of each stays.
 
         Returns:
@@ -341,7 +388,7 @@ class Ledger(abc.ABC):
         """How far a line is; one that nothing is known of is at its start."""
 
     @abc.abstractmethod
-    async def pass_over(self, line: LineId, position: int) -> None:
+    async def pass_over(self, line: LineId, position: int, *, epoch: int | None = None) -> None:
         """Refuse from now on every number below `position` that has not come.
 
         To be called before a command runs whose predecessors are missing: a replay then sees the
@@ -350,7 +397,7 @@ class Ledger(abc.ABC):
 
     @abc.abstractmethod
     async def record_snapshot(
-        self, line: LineId, position: int, reference: str | None
+        self, line: LineId, position: int, reference: str | None, *, epoch: int | None = None
     ) -> str | None:
         """Note that a durable snapshot holds all commands below `position`.
 
@@ -374,7 +421,7 @@ class Ledger(abc.ABC):
     # Usage
 
     @abc.abstractmethod
-    async def add_uses(self, uses: Sequence[Use]) -> None:
+    async def add_uses(self, uses: Sequence[Use], *, epoch: int | None = None) -> None:
         """Count something that no command stands for. Asked for twice, it is counted twice."""
 
     @abc.abstractmethod

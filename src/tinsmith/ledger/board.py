@@ -9,7 +9,7 @@ the queue's state.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -46,19 +46,35 @@ class TokenPiece(msgspec.Struct, frozen=True):
 
 
 ACTIVE = QueueReport()
+NO_LEASE = "the scheduler's lease on the ledger was not renewed in time"
 
 
 class Board:
     """See the top of the module. For one event loop."""
 
     def __init__(self) -> None:
-        self.scheduler = SchedulerReport()
+        self.may_work: Callable[[], bool] = lambda: True
+        """Whether the scheduler holds the ledger's lease; set by whoever keeps it."""
+        self._scheduler = SchedulerReport()
         self.ledger_doubted = asyncio.Event()
         """Set by a server that found the ledger unavailable; the scheduler then looks."""
         self._everywhere = ACTIVE
         self._lines: dict[str, QueueReport] = {}
         self._streams: dict[str, _Stream] = {}
         self._waiting: dict[asyncio.Future[None], str] = {}
+
+    # The scheduler
+
+    @property
+    def scheduler(self) -> SchedulerReport:
+        """How the scheduler is: never ready while the lease is not held, whatever it said last."""
+        if self._scheduler.is_ready and not self.may_work():
+            return SchedulerReport(problem=NO_LEASE, figures=self._scheduler.figures)
+        return self._scheduler
+
+    @scheduler.setter
+    def scheduler(self, report: SchedulerReport) -> None:
+        self._scheduler = report
 
     # Queue states
 

@@ -31,14 +31,16 @@ from tinsmith.ledger.wakeups import NEW_WORK, feed_topic, settled_topic
 _HOUR_S = 3600
 
 
-def claim(effects: Effects, claimer: str, limit: int, now: float) -> Steps[list[Command]]:
+def claim(
+    effects: Effects, claimer: str, limit: int, now: float, epoch: int | None
+) -> Steps[list[Command]]:
     """`Ledger.claim`."""
     rows = yield "pending", (limit,)
     if not rows:
         return []
     taken = [command_of(row) for row in rows]
     # They are the oldest: no other pending command is up to the last of them.
-    yield "claim_until", (claimer, now, taken[-1].ordinal)
+    yield "claim_until", (claimer, now, taken[-1].ordinal, epoch)
     if len(taken) == limit:
         effects.topics.append(NEW_WORK)  # there may be more, for another claimer
     effects.claimed = [
@@ -85,6 +87,7 @@ def settle(
     now: float,
     *,
     is_cancel: bool = False,
+    epoch: int | None = None,
 ) -> Steps[list[RequestId]]:
     """`Ledger.settle`, with the results already kept, and `Ledger.cancel`."""
     ended = []
@@ -101,7 +104,7 @@ def settle(
             "add_result",
             (
                 *(ordinal, line, clone, is_failed, now, kept.size_bytes, *_place(kept)),
-                *(settlement.started_at, settlement.batch),
+                *(settlement.started_at, settlement.batch, epoch),
             ),
         )
         is_claim_cancelled = is_cancel and state == CommandState.CLAIMED

@@ -7,7 +7,9 @@ databases' steps, so that comparing the two means something.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,6 +19,7 @@ from tinsmith.ledger.appending import decide
 from tinsmith.ledger.base import PAGE, Entries, Ledger
 from tinsmith.ledger.clock import SteadyClock
 from tinsmith.ledger.command_steps import hour_of
+from tinsmith.ledger.lease import LEASE_S, Lease, lease_lost
 from tinsmith.ledger.memory_commands import KeptCommand, MemoryCommands
 from tinsmith.ledger.memory_entries import MemoryEntries
 from tinsmith.ledger.records import (
@@ -71,6 +74,7 @@ class MemoryLedger(Ledger):
         self._ordinal = 0
         self._cursor = 0
         self._writes = 0
+        self._epoch = 0
         self._is_closed = False
 
     async def close(self) -> None:
@@ -88,9 +92,27 @@ class MemoryLedger(Ledger):
         if self._is_closed:
             raise LedgerUnavailableError("the ledger is closed")
 
-    async def _write(self) -> None:
+    async def _write(self, epoch: int | None = None) -> None:
         await self._turn()
+        if epoch is not None and epoch != self._epoch:
+            raise lease_lost(epoch, self._epoch)
         self._writes += 1
+
+    async def acquire_lease(
+        self, owner: str, *, lease_s: float = LEASE_S, wait_s: float = 0.0
+    ) -> Lease:
+        """`Ledger.acquire_lease`."""
+        del wait_s  # nobody else can hold it
+        await self._write()
+        self._epoch += 1
+        return Lease(owner, self._epoch, lease_s, math.inf)
+
+    async def renew_lease(self, lease: Lease) -> None:
+        """`Ledger.renew_lease`."""
+        await self._write(lease.epoch)
+
+    async def release_lease(self, lease: Lease) -> None:
+        """`Ledger.release_lease`."""
 
     async def statistics(self) -> LedgerStatistics:
         """`Ledger.statistics`."""
@@ -111,10 +133,10 @@ class MemoryLedger(Ledger):
         """`Ledger.check_writable`."""
         await self._turn()
 
-    def entries(self, kind: type[E]) -> Entries[E]:
+    def entries(self, kind: type[E], *, epoch: int | None = None) -> Entries[E]:
         """`Ledger.entries`."""
-        found: Entries[E] = self._shelf(kind)
-        return found
+        found: MemoryEntries[E] = self._shelf(kind)
+        return found if epoch is None else found.written_with(partial(self._write, epoch))
 
     def _shelf(self, kind: type[E]) -> MemoryEntries[E]:
         if kind.kind not in self._entries:
@@ -255,9 +277,9 @@ class MemoryLedger(Ledger):
 
     # Commands, as the scheduler sees them
 
-    async def claim(self, claimer: str, *, limit: int) -> list[Command]:
+    async def claim(self, claimer: str, *, limit: int, epoch: int | None = None) -> list[Command]:
         """`Ledger.claim`."""
-        await self._write()
+        await self._write(epoch)
         taken = self._commands.pending()[:limit]
         for kept in taken:
             self._commands.move(
@@ -265,9 +287,9 @@ class MemoryLedger(Ledger):
             )
         return [kept.command for kept in taken]
 
-    async def release_claims(self, claimer: str) -> int:
+    async def release_claims(self, claimer: str, *, epoch: int | None = None) -> int:
         """`Ledger.release_claims`."""
-        await self._write()
+        await self._write(epoch)
         held = [kept for kept in self._commands.claimed() if kept.command.claimed_by == claimer]
         for kept in held:
             self._commands.move(kept, CommandState.PENDING, claimed_by=None, claimed_at=None)
@@ -289,9 +311,9 @@ class MemoryLedger(Ledger):
         held = [kept for kept in cancelled if kept.command.claimed_by == claimer]
         return sorted(held, key=lambda kept: kept.command.ordinal)
 
-    async def take_cancelled(self, claimer: str) -> list[RequestId]:
+    async def take_cancelled(self, claimer: str, *, epoch: int | None = None) -> list[RequestId]:
         """`Ledger.take_cancelled`."""
-        await self._write()
+        await self._write(epoch)
         told = self._cancelled(claimer)
         for kept in told:
             del self._commands.cancelled[kept.command.request_id]
@@ -305,9 +327,11 @@ class MemoryLedger(Ledger):
             raise UnknownEntryError(f"the payload of {request_id} is no longer kept")
         return payload
 
-    async def settle(self, settlements: Sequence[Settlement]) -> list[RequestId]:
+    async def settle(
+        self, settlements: Sequence[Settlement], *, epoch: int | None = None
+    ) -> list[RequestId]:
         """`Ledger.settle`."""
-        await self._write()
+        await self._write(epoch)
         ended = []
         for settlement in settlements:
             kept = self._commands.find(settlement.request_id)
@@ -352,17 +376,17 @@ class MemoryLedger(Ledger):
     def _line(self, line: LineId) -> Line:
         return self._lines.get(line) or Line(line=line, position=0)
 
-    async def pass_over(self, line: LineId, position: int) -> None:
+    async def pass_over(self, line: LineId, position: int, *, epoch: int | None = None) -> None:
         """`Ledger.pass_over`."""
-        await self._write()
+        await self._write(epoch)
         old = self._line(line)
         self._lines[line] = msgspec.structs.replace(old, position=max(old.position, position))
 
     async def record_snapshot(
-        self, line: LineId, position: int, reference: str | None
+        self, line: LineId, position: int, reference: str | None, *, epoch: int | None = None
     ) -> str | None:
         """`Ledger.record_snapshot`."""
-        await self._write()
+        await self._write(epoch)
         old = self._line(line)
         if position < old.snapshot_position:
             return reference if reference != old.snapshot else None
@@ -395,9 +419,9 @@ class MemoryLedger(Ledger):
             if name == line and self._commands.find(request_id(name, number)) is None
         )
 
-    async def add_uses(self, uses: Sequence[Use]) -> None:
+    async def add_uses(self, uses: Sequence[Use], *, epoch: int | None = None) -> None:
         """`Ledger.add_uses`."""
-        await self._write()
+        await self._write(epoch)
         self._count(uses)
 
     def _count(self, uses: Sequence[Use]) -> None:

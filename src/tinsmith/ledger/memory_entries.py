@@ -24,6 +24,12 @@ class MemoryEntries(Entries[E], Generic[E]):
         self._read = read
         self._kept: dict[str, bytes] = {}
 
+    def written_with(self, write: Turn) -> MemoryEntries[E]:
+        """The same entries, changed with another `write`."""
+        other = MemoryEntries(self._kind, write, self._read)
+        other._kept = self._kept
+        return other
+
     async def add(self, entry: E) -> E:
         """`Entries.add`."""
         await self._write()

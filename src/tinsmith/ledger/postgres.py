@@ -1,9 +1,16 @@
-"""The ledger in PostgreSQL, which several processes may use at once; one of them works from it.
+"""The ledger in PostgreSQL, which several processes may use at once; one of them runs commands.
 
 Writers take turns: every transaction begins with one advisory lock, so changes happen one after
 another whichever server makes them, and the steps mean what they mean in SQLite. Within a server,
 whatever was asked for while the last transaction ran goes into the next one. News cross processes
 by NOTIFY, sent with the commit. All payloads are in the database: servers need no folder in common.
+
+Whose scheduler runs commands, the row in the table `lease` says. It is taken over in a transaction
+that takes its turn like any other, and a scheduler's writes look at its epoch in theirs: whatever
+comes after the takeover is refused, and whatever came before is seen by the new one. Renewals only
+touch the row, on a connection of their own, so that they do not wait behind writes. A process that
+is paused in the midst of a transaction would keep all others from their turn; the database ends
+such a transaction after `STALLED_S`.
 
 If the database goes away, calls wait for it to come back, for as long as `patience_s`. A change
 whose commit was not confirmed is then made again, which most operations allow: what was claimed by
@@ -17,6 +24,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Self, TypeVar
@@ -26,6 +34,7 @@ import asyncpg
 from tinsmith.errors import LedgerUnavailableError, LedgerVersionError, TinkerError
 from tinsmith.ledger import command_steps, keeping_steps, migrations
 from tinsmith.ledger.clock import SteadyClock
+from tinsmith.ledger.lease import LEASE_S, Lease, lease_held, lease_lost
 from tinsmith.ledger.payloads import Kept
 from tinsmith.ledger.records import LARGEST_NUMBER, Command, Retention
 from tinsmith.ledger.sql_ledger import SqlLedger
@@ -41,6 +50,8 @@ LARGEST_GROUP = 256
 READERS = 4
 RETRY_S = 0.2
 """Between two tries to reach the database."""
+OPENING_TRIES = 5
+"""How often the database is tried to be reached at the start, where nobody waits with patience."""
 PATIENCE_S = 30.0
 ANSWER_S = 10.0
 """How long the database may take to answer before its connection is given up for a new one."""
@@ -48,16 +59,27 @@ CHANNEL = "tinsmith_ledger"
 TURN = 0x74696E73
 """The advisory lock of those who write."""
 WORK = 0x74696E74
-"""The advisory lock of the one server whose scheduler works from the ledger."""
-WORK_WAIT_S = 20.0
-"""How long a server that starts waits for one that is ending, or was killed just now."""
+"""The advisory lock that a server of a release before the lease holds while it runs commands."""
+STALLED_S = 5.0
+"""How long a transaction may wait for its process before the database ends it."""
 LONGEST_NOTICE = 7000
 """In bytes; PostgreSQL allows 8,000."""
 EVERYBODY = "*"
 """The notice that wakes all, where a topic cannot be sent."""
 
 _TAKE_TURN = f"SELECT pg_advisory_xact_lock({TURN})"
-_TRY_WORK = f"SELECT pg_try_advisory_lock({WORK})"
+_IS_WORK_FREE = f"SELECT pg_try_advisory_xact_lock({WORK})"
+_LEASE = "SELECT owner, expires_at > clock_timestamp() FROM lease FOR UPDATE"
+_TAKE_LEASE = (
+    "UPDATE lease SET epoch = epoch + 1, owner = $1, "
+    "expires_at = clock_timestamp() + make_interval(secs => $2) RETURNING epoch"
+)
+_RENEW_LEASE = (
+    "UPDATE lease SET expires_at = clock_timestamp() + make_interval(secs => $2) "
+    "WHERE epoch = $1 RETURNING epoch"
+)
+_RELEASE_LEASE = "UPDATE lease SET expires_at = '-infinity' WHERE epoch = $1"
+_EPOCH = "SELECT epoch FROM lease"
 _NOTIFY = f"SELECT pg_notify('{CHANNEL}', $1)"
 _SIZE = "SELECT pg_database_size(current_database())"
 _LOST = (
@@ -99,7 +121,8 @@ class PostgresLedger(SqlLedger):
         self._listener: Any = None
         self._pool: Any = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._has_work = False
+        self._lease_connection: Any = None
+        self._lease_turn = asyncio.Lock()
         self._commits = 0
         self._writes = 0
         self._unconfirmed = 0
@@ -124,16 +147,22 @@ class PostgresLedger(SqlLedger):
             LedgerUnavailableError: The database cannot be reached.
             LedgerVersionError: What is there is not a ledger that this version can use.
         """
-        ledger = cls(dsn, retention or Retention(), clock or SteadyClock(), patience_s)
-        try:
-            await ledger._start()
-        except (*_LOST, asyncpg.PostgresError) as exc:
-            await ledger.close()
-            raise _unavailable(exc) from exc
-        except BaseException:
-            await ledger.close()
-            raise
-        return ledger
+        tries = OPENING_TRIES
+        while True:
+            ledger = cls(dsn, retention or Retention(), clock or SteadyClock(), patience_s)
+            try:
+                await ledger._start()
+            except (*_LOST, asyncpg.PostgresError) as exc:
+                await ledger.close()
+                tries -= 1
+                if not tries or not isinstance(exc, _LOST):
+                    raise _unavailable(exc) from exc
+                await asyncio.sleep(RETRY_S)
+            except BaseException:
+                await ledger.close()
+                raise
+            else:
+                return ledger
 
     async def _start(self) -> None:
         self._connection = await self._connect()
@@ -161,7 +190,7 @@ class PostgresLedger(SqlLedger):
             self._tasks[1].cancel()
             await asyncio.wait(self._tasks)
         self._wakeups.tell_all()
-        for connection in (self._connection, self._listener):
+        for connection in (self._connection, self._listener, self._lease_connection):
             if connection is not None:
                 with contextlib.suppress(*_LOST, asyncpg.PostgresError):
                     await connection.close(timeout=5)
@@ -238,12 +267,12 @@ class PostgresLedger(SqlLedger):
 
     # Claims whose commit was not confirmed
 
-    async def claim(self, claimer: str, *, limit: int) -> list[Command]:
+    async def claim(self, claimer: str, *, limit: int, epoch: int | None = None) -> list[Command]:
         """`Ledger.claim`, with what its claimer holds already and was never given.
 
         Commands are claimed in the order of their ordinals, so that is all above the last one.
         """
-        claimed = await super().claim(claimer, limit=limit)
+        claimed = await super().claim(claimer, limit=limit, epoch=epoch)
         unconfirmed = self._unconfirmed
         if unconfirmed > self._looked_after:
             after = self._handed_out
@@ -262,9 +291,9 @@ class PostgresLedger(SqlLedger):
             return True
         return await super().wait_for_commands(claimer, timeout_s=timeout_s)
 
-    async def release_claims(self, claimer: str) -> int:
+    async def release_claims(self, claimer: str, *, epoch: int | None = None) -> int:
         """`Ledger.release_claims`."""
-        released = await super().release_claims(claimer)
+        released = await super().release_claims(claimer, epoch=epoch)
         self._handed_out = 0
         return released
 
@@ -303,31 +332,89 @@ class PostgresLedger(SqlLedger):
                 await asyncio.sleep(RETRY_S)
 
     async def _connect(self) -> Any:
-        settings = {"application_name": "tinsmith", "synchronous_commit": "on"}
+        settings = {
+            "application_name": "tinsmith",
+            "synchronous_commit": "on",
+            "idle_in_transaction_session_timeout": str(int(STALLED_S * 1000)),
+        }
         return await asyncpg.connect(
             self._dsn, server_settings=settings, command_timeout=ANSWER_S, timeout=ANSWER_S
         )
 
-    # News from other processes
+    # The lease
 
-    async def take_work(self) -> None:
-        """`Ledger.take_work`."""
-        ends_at = asyncio.get_running_loop().time() + WORK_WAIT_S
-        while not await self._patiently(lambda: self._listener.fetchval(_TRY_WORK)):
-            if asyncio.get_running_loop().time() >= ends_at:
-                raise LedgerUnavailableError(
-                    "another server works from this database",
-                    remedy="stop it, or give this one a database of its own",
-                )
+    async def acquire_lease(
+        self, owner: str, *, lease_s: float = LEASE_S, wait_s: float = 0.0
+    ) -> Lease:
+        """`Ledger.acquire_lease`."""
+        give_up_at = time.monotonic() + wait_s
+        while True:
+            asked_at = time.monotonic()
+            taken = await self._patiently(lambda: self._try_lease(owner, lease_s))
+            if isinstance(taken, int):
+                return Lease(owner, taken, lease_s, asked_at + lease_s)
+            if time.monotonic() >= give_up_at:
+                raise lease_held(taken)
             await asyncio.sleep(RETRY_S)
-        self._has_work = True
+
+    async def _try_lease(self, owner: str, lease_s: float) -> int | str:
+        """The new epoch, or who holds the lease."""
+
+        async def take(connection: Any) -> int | str:
+            async with connection.transaction():
+                # In its turn: no write of the last holder is under way.
+                await connection.execute(_TAKE_TURN)
+                if not await connection.fetchval(_IS_WORK_FREE):
+                    return "it runs an older release"
+                holder, is_held = await connection.fetchrow(_LEASE)
+                if is_held:
+                    return str(holder)
+                return int(await connection.fetchval(_TAKE_LEASE, owner, lease_s))
+
+        return await self._with_lease_connection(take)
+
+    async def renew_lease(self, lease: Lease) -> None:
+        """`Ledger.renew_lease`."""
+
+        async def renew(connection: Any) -> None:
+            asked_at = time.monotonic()
+            if await connection.fetchval(_RENEW_LEASE, lease.epoch, lease.lease_s) is None:
+                raise lease_lost(lease.epoch, await connection.fetchval(_EPOCH))
+            lease.ends_at = asked_at + lease.lease_s
+
+        try:
+            await self._with_lease_connection(renew)
+        except (*_LOST, asyncpg.PostgresError) as exc:
+            raise _unavailable(exc) from exc
+
+    async def release_lease(self, lease: Lease) -> None:
+        """`Ledger.release_lease`."""
+        try:
+            await self._with_lease_connection(
+                lambda connection: connection.execute(_RELEASE_LEASE, lease.epoch)
+            )
+        except (*_LOST, asyncpg.PostgresError) as exc:
+            raise _unavailable(exc) from exc
+
+    async def _with_lease_connection(self, use: Callable[[Any], Awaitable[T]]) -> T:
+        async with self._lease_turn:
+            if self._is_closed:
+                raise LedgerUnavailableError("the ledger is closed")
+            if self._lease_connection is None:
+                self._lease_connection = await self._connect()
+            try:
+                return await use(self._lease_connection)
+            except BaseException:
+                # Also when whoever waits gives up: its answer may still come.
+                self._lease_connection.terminate()
+                self._lease_connection = None
+                raise
+
+    # News from other processes
 
     async def _listen(self) -> None:
         self._listener = await self._connect()
         await self._listener.add_listener(CHANNEL, self._hear)
-        # The lock was the lost connection's.
-        if self._has_work and not await self._listener.fetchval(_TRY_WORK):
-            _log.error("another server works from this database too; stop one of the two")
 
     def _hear(self, _connection: object, _process: int, _channel: str, notice: object) -> None:
         if notice == EVERYBODY:

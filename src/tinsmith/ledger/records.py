@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NewType
 
 import msgspec
 
+from tinsmith.checkpoints.paths import SAMPLERS, CheckpointPath
 from tinsmith.errors import UnknownEntryError, ValidationError
 
 TenantId = NewType("TenantId", str)
@@ -313,6 +314,14 @@ class Sampler(Entry, frozen=True, kw_only=True):
     model_path: str | None = None
     clones: int = 0
     """How many clients have joined it; the newest of them has this number."""
+    dropped_at: float | None = None
+    """When its weights were given up to make room, if they have no name and were."""
+
+    @property
+    def own_files(self) -> CheckpointPath | None:
+        """Where its weights are in the store, if they have no name."""
+        path = None if self.model_path is None else CheckpointPath.parse(self.model_path)
+        return path if path is not None and path.kind == SAMPLERS else None
 
     @property
     def parent_id(self) -> str:
@@ -332,6 +341,13 @@ class CheckpointEntry(Entry, frozen=True, kw_only=True):
     expires_at: float | None = None
     user_metadata: dict[str, str] | None = None
     details: dict[str, Any] = {}
+    edition: str = ""
+    """Which of the files under its name are its own; see `checkpoints/paths.py`."""
+
+    @property
+    def files(self) -> CheckpointPath:
+        """Where its files are in the store."""
+        return CheckpointPath.parse(self.id).in_edition(self.edition)
 
     @property
     def parent_id(self) -> str:

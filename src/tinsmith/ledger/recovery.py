@@ -10,6 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from tinsmith.ledger.base import PAGE, Ledger
+from tinsmith.ledger.fenced import FencedLedger
 from tinsmith.ledger.records import CheckpointEntry, Command, Line, LineId, Model
 
 
@@ -43,7 +44,7 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     """How many commands had been claimed and are pending again."""
 
 
-async def recover(ledger: Ledger, claimer: str) -> Recovery:
+async def recover(ledger: Ledger | FencedLedger, claimer: str) -> Recovery:
     """Give back what a dead claimer of this name held, and collect what has to be run again.
 
     To be called before the first claim. It may be called again.
@@ -75,7 +76,7 @@ async def names_files(ledger: Ledger) -> bool:
     return any([(await ledger.line(LineId(model.id))).snapshot for model in trained])
 
 
-async def _models(ledger: Ledger) -> list[Model]:
+async def _models(ledger: Ledger | FencedLedger) -> list[Model]:
     """Every model, oldest first."""
     found: list[Model] = []
     while page := await ledger.entries(Model).all(limit=PAGE, offset=len(found)):

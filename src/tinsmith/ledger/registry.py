@@ -4,7 +4,7 @@
 |---|---|
 | `memory:` | in this process, lost with it |
 | `sqlite:///path/to/folder` | a folder with one SQLite file, for one process |
-| `postgresql://user@host/database` | a PostgreSQL database, for several servers |
+| `postgresql://user@host/database` | a PostgreSQL database; one server at a time works |
 """
 
 from __future__ import annotations

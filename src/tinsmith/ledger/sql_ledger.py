@@ -18,6 +18,7 @@ from tinsmith.ledger import command_steps, entry_steps, keeping_steps
 from tinsmith.ledger.appending import Appending
 from tinsmith.ledger.base import PAGE, Entries, Ledger
 from tinsmith.ledger.clock import SteadyClock
+from tinsmith.ledger.lease_steps import fenced
 from tinsmith.ledger.payloads import INLINE_BYTES, Kept, inline
 from tinsmith.ledger.records import (
     Appended,
@@ -41,7 +42,7 @@ from tinsmith.ledger.records import (
     of_tenant,
 )
 from tinsmith.ledger.remembered import Ended, Remembered
-from tinsmith.ledger.steps import Effects, Operation, Query
+from tinsmith.ledger.steps import Effects, Operation, Query, Steps
 from tinsmith.ledger.wakeups import NEW_WORK, Wakeups, feed_topic, settled_topic
 
 T = TypeVar("T")
@@ -72,6 +73,12 @@ class SqlLedger(Ledger):
 
         One that is soft may be undone by a power cut, though not by the end of the process.
         """
+
+    async def _write_fenced(
+        self, operation: Operation[T], epoch: int | None, *, is_soft: bool = False
+    ) -> T:
+        """As `_write`, in one transaction with a look at the epoch, if one is given."""
+        return await self._write(fenced(operation, epoch), is_soft=is_soft)
 
     @abc.abstractmethod
     async def _read(self, operation: Operation[T]) -> T:
@@ -157,9 +164,9 @@ class SqlLedger(Ledger):
             results=results, commands=commands, sessions=sessions, entries=entries, files=files
         )
 
-    def entries(self, kind: type[E]) -> Entries[E]:
+    def entries(self, kind: type[E], *, epoch: int | None = None) -> Entries[E]:
         """`Ledger.entries`."""
-        return _SqlEntries(self, kind)
+        return _SqlEntries(self, kind, epoch)
 
     # Commands
 
@@ -291,16 +298,21 @@ class SqlLedger(Ledger):
         """`Ledger.cancel`."""
         return bool(await self._settle([settlement], is_cancel=True))
 
-    async def claim(self, claimer: str, *, limit: int) -> list[Command]:
+    async def claim(self, claimer: str, *, limit: int, epoch: int | None = None) -> list[Command]:
         """`Ledger.claim`."""
-        now = self.now()
-        return await self._write(
-            lambda effects: command_steps.claim(effects, claimer, limit, now), is_soft=True
-        )
+        return await self._write(self._claiming(claimer, limit, epoch), is_soft=True)
 
-    async def release_claims(self, claimer: str) -> int:
+    def _claiming(self, claimer: str, limit: int, epoch: int | None) -> Operation[list[Command]]:
+        def claim(effects: Effects) -> Steps[list[Command]]:
+            return command_steps.claim(effects, claimer, limit, self.now(), epoch)
+
+        return fenced(claim, epoch)
+
+    async def release_claims(self, claimer: str, *, epoch: int | None = None) -> int:
         """`Ledger.release_claims`."""
-        return await self._write(partial(command_steps.release_claims, claimer=claimer))
+        return await self._write_fenced(
+            partial(command_steps.release_claims, claimer=claimer), epoch
+        )
 
     async def wait_for_commands(self, claimer: str, *, timeout_s: float) -> bool:
         """`Ledger.wait_for_commands`."""
@@ -311,10 +323,10 @@ class SqlLedger(Ledger):
             timeout_s,
         )
 
-    async def take_cancelled(self, claimer: str) -> list[RequestId]:
+    async def take_cancelled(self, claimer: str, *, epoch: int | None = None) -> list[RequestId]:
         """`Ledger.take_cancelled`."""
-        return await self._write(
-            lambda effects: command_steps.take_cancelled(effects, claimer), is_soft=True
+        return await self._write_fenced(
+            lambda effects: command_steps.take_cancelled(effects, claimer), epoch, is_soft=True
         )
 
     async def payload(self, request_id: str) -> bytes:
@@ -331,28 +343,37 @@ class SqlLedger(Ledger):
         kept = await self._look(lambda effects: command_steps.payload(effects, request_id))
         return await self._fetch(kept)
 
-    async def settle(self, settlements: Sequence[Settlement]) -> list[RequestId]:
+    async def settle(
+        self, settlements: Sequence[Settlement], *, epoch: int | None = None
+    ) -> list[RequestId]:
         """`Ledger.settle`."""
-        return await self._settle(settlements)
+        return await self._settle(settlements, epoch=epoch)
 
     async def _settle(
-        self, settlements: Sequence[Settlement], *, is_cancel: bool = False
+        self,
+        settlements: Sequence[Settlement],
+        *,
+        is_cancel: bool = False,
+        epoch: int | None = None,
     ) -> list[RequestId]:
         if any(len(one.payload) > self._inline_bytes for one in settlements):
-            return await self._finish(self._settle_large(settlements, is_cancel=is_cancel))
+            return await self._finish(self._settle_large(settlements, is_cancel, epoch))
         kept = [(one, inline(one.payload)) for one in settlements]
-        return await self._settle_kept(kept, is_cancel=is_cancel)
+        return await self._settle_kept(kept, is_cancel, epoch)
 
     async def _settle_kept(
-        self, kept: list[tuple[Settlement, Kept]], *, is_cancel: bool
+        self, kept: list[tuple[Settlement, Kept]], is_cancel: bool, epoch: int | None
     ) -> list[RequestId]:
         now = self.now()
-        return await self._write(
-            lambda effects: command_steps.settle(effects, kept, now, is_cancel=is_cancel)
+        return await self._write_fenced(
+            lambda effects: command_steps.settle(
+                effects, kept, now, is_cancel=is_cancel, epoch=epoch
+            ),
+            epoch,
         )
 
     async def _settle_large(
-        self, settlements: Sequence[Settlement], *, is_cancel: bool
+        self, settlements: Sequence[Settlement], is_cancel: bool, epoch: int | None
     ) -> list[RequestId]:
         kept: list[tuple[Settlement, Kept]] = []
         try:
@@ -361,7 +382,7 @@ class SqlLedger(Ledger):
                 kept.append(
                     (one, inline(one.payload) if is_small else await self._keep_file(one.payload))
                 )
-            return await self._settle_kept(kept, is_cancel=is_cancel)
+            return await self._settle_kept(kept, is_cancel, epoch)
         finally:
             # Those that no row names were dropped by the settlement itself, or will be swept.
             await self._discard([place for _, place in kept], is_named=True)
@@ -372,16 +393,18 @@ class SqlLedger(Ledger):
         """`Ledger.line`."""
         return await self._look(lambda effects: entry_steps.line(effects, line))
 
-    async def pass_over(self, line: LineId, position: int) -> None:
+    async def pass_over(self, line: LineId, position: int, *, epoch: int | None = None) -> None:
         """`Ledger.pass_over`."""
-        await self._write(lambda effects: entry_steps.pass_over(effects, line, position))
+        await self._write_fenced(
+            lambda effects: entry_steps.pass_over(effects, line, position), epoch
+        )
 
     async def record_snapshot(
-        self, line: LineId, position: int, reference: str | None
+        self, line: LineId, position: int, reference: str | None, *, epoch: int | None = None
     ) -> str | None:
         """`Ledger.record_snapshot`."""
-        return await self._write(
-            lambda effects: entry_steps.record_snapshot(effects, line, position, reference)
+        return await self._write_fenced(
+            lambda effects: entry_steps.record_snapshot(effects, line, position, reference), epoch
         )
 
     async def replay(self, line: LineId) -> list[Command]:
@@ -392,10 +415,10 @@ class SqlLedger(Ledger):
         """`Ledger.spent`."""
         return await self._read(lambda effects: entry_steps.spent(effects, line))
 
-    async def add_uses(self, uses: Sequence[Use]) -> None:
+    async def add_uses(self, uses: Sequence[Use], *, epoch: int | None = None) -> None:
         """`Ledger.add_uses`."""
         now = self.now()
-        await self._write(lambda effects: command_steps.add_uses(effects, uses, now))
+        await self._write_fenced(lambda effects: command_steps.add_uses(effects, uses, now), epoch)
 
     async def usage(self, tenant_id: TenantId, *, since: float, before: float) -> list[UsageRow]:
         """`Ledger.usage`."""
@@ -406,15 +429,19 @@ class SqlLedger(Ledger):
 class _SqlEntries(Entries[E]):
     """The entries of one kind in a database."""
 
-    def __init__(self, ledger: SqlLedger, kind: type[E]) -> None:
+    def __init__(self, ledger: SqlLedger, kind: type[E], epoch: int | None) -> None:
         self._ledger = ledger
         self._kind = kind
+        self._epoch = epoch
+
+    async def _write(self, operation: Operation[T]) -> T:
+        return await self._ledger._write_fenced(operation, self._epoch)
 
     async def add(self, entry: E) -> E:
-        return await self._ledger._write(lambda effects: entry_steps.add(effects, entry))
+        return await self._write(lambda effects: entry_steps.add(effects, entry))
 
     async def put(self, entry: E) -> E | None:
-        return await self._ledger._write(lambda effects: entry_steps.put(effects, entry))
+        return await self._write(lambda effects: entry_steps.put(effects, entry))
 
     async def get(self, entry_id: str) -> E | None:
         return await self._ledger._look(
@@ -422,12 +449,12 @@ class _SqlEntries(Entries[E]):
         )
 
     async def change(self, entry_id: str, change: Callable[[E], E]) -> E:
-        return await self._ledger._write(
+        return await self._write(
             lambda effects: entry_steps.change(effects, self._kind, entry_id, change)
         )
 
     async def remove(self, entry_id: str, *, due_before: float | None = None) -> bool:
-        return await self._ledger._write(
+        return await self._write(
             lambda effects: entry_steps.remove(effects, self._kind, entry_id, due_before)
         )
 

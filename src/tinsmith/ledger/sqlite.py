@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import fcntl
 import logging
+import math
 import os
 import sqlite3
 import threading
@@ -29,9 +30,11 @@ from pathlib import Path
 from typing import IO, Self, TypeVar
 
 from tinsmith.errors import LedgerDamagedError, LedgerUnavailableError, LedgerVersionError
-from tinsmith.ledger import command_steps, keeping_steps, migrations
+from tinsmith.ledger import command_steps, keeping_steps, lease_steps, migrations
 from tinsmith.ledger.clock import SteadyClock
 from tinsmith.ledger.group_commit import GroupWriter, unavailable
+from tinsmith.ledger.lease import LEASE_S, Lease
+from tinsmith.ledger.lease_steps import fenced
 from tinsmith.ledger.payloads import INLINE_BYTES, Kept, PayloadFiles
 from tinsmith.ledger.position import PositionFile
 from tinsmith.ledger.records import Command, Retention, Swept
@@ -39,7 +42,7 @@ from tinsmith.ledger.remembered import Remembered
 from tinsmith.ledger.sql_ledger import SqlLedger
 from tinsmith.ledger.statements import migrations as known_migrations
 from tinsmith.ledger.statements import sqlite_queries
-from tinsmith.ledger.steps import Effects, Operation, Row, Steps, Values, run_steps
+from tinsmith.ledger.steps import Effects, Operation, Row, Values, run_steps
 from tinsmith.ledger.wakeups import NEW_WORK
 from tinsmith.observe.disk_faults import fault_of
 
@@ -187,6 +190,23 @@ class SqliteLedger(SqlLedger):
         ):
             last.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
+    # The lease: opening the ledger has kept all others out, so it is there to be taken
+
+    async def acquire_lease(
+        self, owner: str, *, lease_s: float = LEASE_S, wait_s: float = 0.0
+    ) -> Lease:
+        """`Ledger.acquire_lease`."""
+        del wait_s  # nobody else can hold it
+        epoch = await self._write(partial(lease_steps.next_epoch, owner=owner))
+        return Lease(owner, epoch, lease_s, math.inf)
+
+    async def renew_lease(self, lease: Lease) -> None:
+        """`Ledger.renew_lease`."""
+        await self._look(fenced(lease_steps.nothing, lease.epoch))
+
+    async def release_lease(self, lease: Lease) -> None:
+        """`Ledger.release_lease`. The lock on the folder goes with `close`."""
+
     # Writing and reading
 
     async def _write(self, operation: Operation[T], *, is_soft: bool = False) -> T:
@@ -210,12 +230,11 @@ class SqliteLedger(SqlLedger):
         except sqlite3.Error:
             return await self._read(operation)
 
-    async def wait_claim(self, claimer: str, *, limit: int, timeout_s: float) -> list[Command]:
+    async def wait_claim(
+        self, claimer: str, *, limit: int, timeout_s: float, epoch: int | None = None
+    ) -> list[Command]:
         """`Ledger.wait_claim`, in the transaction that brings the work: a commit less for each."""
-
-        def operation(effects: Effects) -> Steps[list[Command]]:
-            return command_steps.claim(effects, claimer, limit, self.now())
-
+        operation = self._claiming(claimer, limit, epoch)
         with self._writer.standing_by(NEW_WORK, operation) as standing:
             try:
                 has_work = await self._look(partial(command_steps.has_work, claimer=claimer))
@@ -225,7 +244,8 @@ class SqliteLedger(SqlLedger):
                 await asyncio.wait([standing.future], timeout=timeout_s)
         if standing.is_taken:
             return await standing.future
-        return await self.claim(claimer, limit=limit)  # of what was there, or the time is up
+        # Of what was there, or the time is up.
+        return await self.claim(claimer, limit=limit, epoch=epoch)
 
     async def _on_reader(self, work: Callable[..., T], *values: object) -> T:
         if self._is_closed:
@@ -262,10 +282,10 @@ class SqliteLedger(SqlLedger):
         """`Ledger.command`. Nobody else can change what this process has claimed."""
         return self._claimed.see(request_id) or await super().command(request_id)
 
-    async def release_claims(self, claimer: str) -> int:
+    async def release_claims(self, claimer: str, *, epoch: int | None = None) -> int:
         """`Ledger.release_claims`."""
         try:
-            return await super().release_claims(claimer)
+            return await super().release_claims(claimer, epoch=epoch)
         finally:
             self._claimed.forget_all()
 
@@ -349,8 +369,7 @@ class SqliteLedger(SqlLedger):
             lock.close()
             raise LedgerUnavailableError(
                 f"{self._path} is in use by process {owner}",
-                remedy="end that process, give this one another data folder, "
-                "or share a PostgreSQL ledger between them",
+                remedy="end that process, or give this one another data folder",
             )
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")

@@ -22,9 +22,11 @@ from typing import Self
 
 from tinsmith.checkpoints.base import CheckpointStore
 from tinsmith.engines.base import Engine
-from tinsmith.errors import LedgerError
+from tinsmith.errors import LeaseLostError, LedgerError
 from tinsmith.ledger.base import Ledger
 from tinsmith.ledger.board import ACTIVE, QueueReport, SchedulerReport
+from tinsmith.ledger.fenced import FencedLedger
+from tinsmith.ledger.lease import Lease
 from tinsmith.ledger.records import LineId
 from tinsmith.observe.spans import Spans
 from tinsmith.scheduler.fairness import EngineTurns
@@ -55,6 +57,9 @@ class Scheduler:
     """Runs what the ledger holds on one engine. For one event loop.
 
     The ledger, the engine and the store are open before and are closed by their owner after.
+
+    All that it writes is conditional on the lease. Without one nothing is: for a scheduler that has
+    its ledger to itself, as in tests.
     """
 
     def __init__(
@@ -65,16 +70,18 @@ class Scheduler:
         settings: SchedulerSettings | None = None,
         spans: Spans | None = None,
         suspects: Suspects | None = None,
+        lease: Lease | None = None,
     ) -> None:
         settings = settings or SchedulerSettings()
         patient = PatientLedger(ledger.board)
+        fenced = FencedLedger(ledger, None if lease is None else lease.epoch)
         self._parts = Parts(
-            ledger=ledger,
+            ledger=fenced,
             engine=engine,
             store=store,
             settings=settings,
             patient=patient,
-            settler=Settler(ledger, patient, most_unsettled=settings.most_unsettled),
+            settler=Settler(fenced, patient, most_unsettled=settings.most_unsettled),
             turns=EngineTurns(is_shared=not engine.samples_apart),
             silence=Silence(settings.engine_silence_s),
             spans=spans or Spans(),
@@ -153,6 +160,8 @@ class Scheduler:
         parts.suspects.clear()  # nor may who was late be taken for one that the engine still has
         # Out of order nothing may be settled any more, and nothing is: all who do have ended.
         await self._stop("settling")
+        if not parts.ledger.board.may_work():
+            return  # whoever has the lease next gives back the claims of all before
         try:
             await parts.ledger.release_claims(parts.settings.claimer)
         except LedgerError as exc:
@@ -210,6 +219,11 @@ class Scheduler:
         if task.cancelled() or self._parts.is_closing:
             return
         error = task.exception()
+        if isinstance(error, LeaseLostError):  # whoever keeps the lease will see it too
+            _log.warning("the scheduler stops: %s", error)
+            self._parts.problem = str(error)
+            self._report()
+            return
         _log.error("the scheduler's loop of %s has ended", name, exc_info=error)
         self._parts.problem = f"the scheduler's loop of {name} has ended: {type(error).__name__}"
         self._report()

@@ -24,6 +24,7 @@ from tinsmith.errors import (
 )
 from tinsmith.ledger.records import (
     LARGEST_NUMBER,
+    CheckpointEntry,
     Command,
     LineId,
     Model,
@@ -140,7 +141,7 @@ class ModelCommands:
         if request.overwrite:
             # It may be what was loaded, which a replay needs until there is a snapshot.
             await self._snapshots.wait(command.line)
-        path = await self._checkpoint(
+        entry = await self._checkpoint(
             command,
             CheckpointPath(command.line, "weights", name),
             Saved.CHECKPOINT,
@@ -148,12 +149,12 @@ class ModelCommands:
             ttl_s=request.ttl_seconds,
             user_metadata=request.user_metadata,
         )
-        return SaveWeightsResponse(path=path, type="save_weights"), self._uses(command)
+        return SaveWeightsResponse(path=entry.id, type="save_weights"), self._uses(command)
 
     async def _save_for_sampler(self, command: Command) -> Done:
         request: SaveWeightsForSamplerRequest = await self._parts.request(command)
         if request.path is not None:
-            path = await self._checkpoint(
+            entry = await self._checkpoint(
                 command,
                 CheckpointPath(command.line, "sampler_weights", request.path),
                 Saved.WEIGHTS,
@@ -162,15 +163,13 @@ class ModelCommands:
             )
             uses = self._uses(command)
             return SaveWeightsForSamplerResponseInternal(
-                path=path, type="save_weights_for_sampler"
+                path=entry.id, type="save_weights_for_sampler"
             ), uses
         known = self._parts.models.ready(command.line)
         if request.sampling_session_seq_id is None:
             raise BadRequestError("a save for a sampler needs a path or a sampling_session_seq_id")
         sampler_id = f"{command.session_id}:sample:{request.sampling_session_seq_id}"
-        files = CheckpointPath.sampler(sampler_id)
-        await saves.write_files(self._parts, command, files, Saved.WEIGHTS)
-        await saves.keep_sampler(self._parts, command, known, sampler_id, files)
+        await saves.save_sampler(self._parts, command, known, sampler_id)
         response = SaveWeightsForSamplerResponseInternal(
             sampling_session_id=sampler_id, type="save_weights_for_sampler"
         )
@@ -179,16 +178,15 @@ class ModelCommands:
     async def _save_external(self, command: Command) -> Done:
         request: SaveWeightsExternalRequest = await self._parts.request(command)
         recipients = request.age_encryption_recipients or []
-        path = await self._checkpoint(
+        entry = await self._checkpoint(
             command,
             CheckpointPath(command.line, "external_weights", request.path),
             Saved.WEIGHTS,
             ttl_s=request.ttl_seconds,
             finish=(lambda folder: encrypt_files(folder, recipients)) if recipients else None,
         )
-        size_bytes = await asyncio.to_thread(self._parts.store.size, CheckpointPath.parse(path))
         response = SaveWeightsExternalResponseInternal(
-            path=path, size_bytes=size_bytes, type="save_weights_external"
+            path=entry.id, size_bytes=entry.size_bytes, type="save_weights_external"
         )
         return response, self._uses(command)
 
@@ -202,23 +200,25 @@ class ModelCommands:
         ttl_s: float | None = None,
         user_metadata: dict[str, str] | None = None,
         finish: Callable[[Path], None] | None = None,
-    ) -> str:
+    ) -> CheckpointEntry:
         known = self._parts.models.ready(command.line)
-        manifest = await saves.write_files(
-            self._parts, command, path, saved, overwrite=overwrite, finish=finish
-        )
+        found = await saves.find_entry(self._parts, command, path, overwrite=overwrite)
+        if found is not None:
+            return found
+        place = path.new_edition(self._parts.ledger.epoch)
+        manifest = await saves.write_files(self._parts, command, place, saved, finish=finish)
         entry = await saves.keep_entry(
             self._parts,
             command,
             known,
-            path,
+            place,
             manifest,
             ttl_s=ttl_s,
             user_metadata=user_metadata,
             has_optimizer=Saved.OPTIMIZER in saved,
         )
         self._parts.statistics.count("checkpoints")
-        return entry.id
+        return entry
 
     def _uses(self, command: Command) -> tuple[Use, ...]:
         base_model = self._parts.models.ready(command.line).spec.base_model

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from tinsmith.checkpoints.base import CheckpointStore
 from tinsmith.engines.base import Engine
-from tinsmith.ledger.base import Ledger
+from tinsmith.ledger.fenced import FencedLedger
 from tinsmith.ledger.records import Command, UsageKey, Use
 from tinsmith.observe.spans import Spans
 from tinsmith.scheduler.admission import SampleQueue
@@ -34,7 +34,7 @@ LARGE_BYTES = 64 * 1024
 class Parts:
     """See the top of the module. For one event loop."""
 
-    ledger: Ledger
+    ledger: FencedLedger
     engine: Engine
     store: CheckpointStore
     settings: SchedulerSettings

@@ -47,6 +47,8 @@ class Samplers:
             sampler = await self._parts.ask(lambda: entries.get(command.line))
             if sampler is None:
                 raise BadRequestError(f"there is no sampler {command.line}")
+            if sampler.dropped_at is not None:
+                raise saves.weights_gone(sampler.id)
             made = await self._source(sampler.base_model, sampler.model_path)
             self._sources[command.line] = made
             if len(self._sources) > MOST_REMEMBERED:

@@ -1,8 +1,12 @@
 """A model's files in the store, written and read; and the entries of the ledger that name them.
 
-Each step may be made twice. A save that is run again after a crash finds the files that it wrote
-before, by its request id, or writes the same ones; its entry is put again or found. A disk that is
-full for a while is waited for, a name that is taken is the user's to mend.
+The ledger's entry says where the files of a name are. Files are written to a new place, an edition
+of their name, and the entry follows, if the scheduler's epoch is still the newest. So whether a
+name is taken is asked of the ledger, and files that no entry names count for nothing.
+
+Each step may be made twice. A save that is run again after a crash finds the entry that it made
+before, by the request id in its files, or writes the same files again. A disk that is full for a
+while is waited for, a name that is taken is the user's to mend.
 """
 
 from __future__ import annotations
@@ -16,12 +20,13 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from tinsmith.checkpoints.base import Reading
 from tinsmith.checkpoints.manifest import Manifest
 from tinsmith.checkpoints.paths import SAMPLERS, CheckpointPath
 from tinsmith.engines.base import AdapterId, Saved
 from tinsmith.errors import (
     BadRequestError,
-    CheckpointExistsError,
+    CheckpointError,
     CheckpointNotFoundError,
     CheckpointUnavailableError,
 )
@@ -59,19 +64,17 @@ async def patiently(what: str, make: Callable[[], Awaitable[T]]) -> T:
 async def files_of(parts: Parts, path: CheckpointPath) -> AsyncIterator[Path]:
     """The folder of a checkpoint, which stays as it is while the block lasts.
 
+    Args:
+        path: What a client calls it, or where it is.
+
     Raises:
         BadRequestError: There is none.
     """
     try:
-        reading = await patiently(
-            str(path), lambda: asyncio.to_thread(parts.store.open_whole, path)
-        )
+        reading = await patiently(str(path), lambda: _open_named(parts, path))
     except CheckpointNotFoundError as exc:
         if path.kind == SAMPLERS:
-            raise BadRequestError(
-                f"the weights of sampler {path.run_id} are no longer kept",
-                remedy="save them under a name to keep them: save_weights_for_sampler(name)",
-            ) from exc
+            raise weights_gone(path.run_id) from exc
         raise BadRequestError(f"there is no checkpoint {path}") from exc
     try:
         with parts.silence.call(f"the load of {path}"):
@@ -80,53 +83,104 @@ async def files_of(parts: Parts, path: CheckpointPath) -> AsyncIterator[Path]:
         await asyncio.to_thread(reading.close)
 
 
+def weights_gone(sampler_id: str) -> BadRequestError:
+    """The error for a sampler without a name whose weights made room for others."""
+    return BadRequestError(
+        f"the weights of sampler {sampler_id} are no longer kept",
+        remedy="save them under a name to keep them: save_weights_for_sampler(name)",
+    )
+
+
+async def _open_named(parts: Parts, path: CheckpointPath) -> Reading:
+    """Open what a path names now; one that is overwritten meanwhile is looked up again."""
+    place = await _place_of(parts, path)
+    while True:
+        try:
+            return await asyncio.to_thread(parts.store.open_whole, place)
+        except CheckpointNotFoundError:
+            looked_up = await _place_of(parts, path)
+            if looked_up == place:
+                raise
+            place = looked_up
+
+
+async def _place_of(parts: Parts, path: CheckpointPath) -> CheckpointPath:
+    if path.is_internal:
+        return path
+    entries = parts.ledger.entries(CheckpointEntry)
+    entry = await parts.ask(lambda: entries.get(str(path)))
+    return path if entry is None else entry.files
+
+
+async def manifest_of(parts: Parts, command: Command, place: CheckpointPath) -> Manifest | None:
+    """The files at a place, if an earlier run of this command wrote them."""
+    try:
+        manifest = await patiently(
+            command.request_id, lambda: asyncio.to_thread(parts.store.info, place)
+        )
+    except CheckpointNotFoundError:
+        return None
+    return manifest if manifest.origin == command.request_id else None
+
+
 async def write_files(
     parts: Parts,
     command: Command,
-    path: CheckpointPath,
+    place: CheckpointPath,
     saved: Saved,
     *,
-    overwrite: bool = False,
     finish: Callable[[Path], None] | None = None,
 ) -> Manifest:
-    """Write a model's files as a checkpoint.
+    """Write a model's files.
 
     Args:
-        path: What it is to be called.
+        place: Where to: an edition of its own.
         saved: What is written.
-        overwrite: Whether one that is there may be replaced.
         finish: Called on a thread with the folder, before it becomes the checkpoint.
-
-    Raises:
-        BadRequestError: The name is taken.
     """
 
     async def write() -> Manifest:
         origin = command.request_id
-        staging = await asyncio.to_thread(parts.store.begin, path, origin=origin)
+        staging = await asyncio.to_thread(parts.store.begin, place, origin=origin)
         try:
-            with parts.silence.call(f"the save of {path}"):
+            with parts.silence.call(f"the save of {place}"):
                 await parts.engine.save_adapter(AdapterId(command.line), staging.folder, saved)
             if finish is not None:
                 await asyncio.to_thread(finish, staging.folder)
-            return await asyncio.to_thread(staging.commit, overwrite=overwrite)
+            return await asyncio.to_thread(staging.commit, overwrite=True)
         finally:
             await asyncio.to_thread(staging.discard)
 
-    try:
-        return await patiently(command.request_id, write)
-    except CheckpointExistsError as exc:
+    return await patiently(command.request_id, write)
+
+
+async def find_entry(
+    parts: Parts, command: Command, path: CheckpointPath, *, overwrite: bool
+) -> CheckpointEntry | None:
+    """The entry that an earlier run of this command has made; None if there is none.
+
+    Raises:
+        BadRequestError: The name is taken, and is not to be overwritten.
+    """
+    entries = parts.ledger.entries(CheckpointEntry)
+    there = await parts.ask(lambda: entries.get(str(path)))
+    if there is None:
+        return None
+    if await manifest_of(parts, command, there.files) is not None:
+        return there
+    if not overwrite:
         can_overwrite = ", or save it with overwrite=True" if command.kind == "save_weights" else ""
         raise BadRequestError(
             f"there is a checkpoint {path} already", remedy=f"choose another name{can_overwrite}"
-        ) from exc
+        )
+    return None
 
 
 async def keep_entry(
     parts: Parts,
     command: Command,
     known: KnownModel,
-    path: CheckpointPath,
+    place: CheckpointPath,
     manifest: Manifest,
     *,
     ttl_s: float | None = None,
@@ -134,10 +188,8 @@ async def keep_entry(
     has_optimizer: bool = False,
 ) -> CheckpointEntry:
     """Name a checkpoint in the ledger, now that it is on the disk."""
+    path = place.in_edition("")
     entries = parts.ledger.entries(CheckpointEntry)
-    there = await parts.ask(lambda: entries.get(str(path)))
-    if there is not None and there.details.get("version") == manifest.version:
-        return there  # a run before this one came so far
     now = parts.ledger.now()
     entry = CheckpointEntry(
         id=str(path),
@@ -155,8 +207,11 @@ async def keep_entry(
             "optimizer_config": to_plain(known.spec.optimizer),
             "has_optimizer": has_optimizer,
         },
+        edition=place.edition,
     )
-    await parts.ask(lambda: entries.put(entry))
+    old = await parts.ask(lambda: entries.put(entry))
+    if old is not None and old.files != entry.files:
+        await _delete_replaced(parts, old.files)
     await parts.ask(
         lambda: audit.note(
             parts.ledger,
@@ -171,22 +226,36 @@ async def keep_entry(
     return entry
 
 
-async def keep_sampler(
-    parts: Parts, command: Command, known: KnownModel, sampler_id: str, path: CheckpointPath
-) -> None:
-    """Name a sampler of its own weights in the ledger.
+async def _delete_replaced(parts: Parts, place: CheckpointPath) -> None:
+    """Delete files that no entry names any more; what fails is left to the sweeper."""
+    try:
+        await asyncio.to_thread(parts.store.delete, place)
+    except CheckpointError as exc:
+        _log.warning("the replaced files of %s could not be deleted: %s", place, exc)
+
+
+async def save_sampler(parts: Parts, command: Command, known: KnownModel, sampler_id: str) -> None:
+    """Write the weights of a sampler without a name, and name it in the ledger.
 
     Raises:
         BadRequestError: Its number belongs to another sampler.
     """
     entries = parts.ledger.entries(Sampler)
+    there = await parts.ask(lambda: entries.get(sampler_id))
+    if there is not None:
+        files = there.own_files
+        if files is None or await manifest_of(parts, command, files) is None:
+            raise BadRequestError(f"the number of sampler {sampler_id} was used for another one")
+        return  # a run before this one came so far
+    place = CheckpointPath.sampler(sampler_id).new_edition(parts.ledger.epoch)
+    await write_files(parts, command, place, Saved.WEIGHTS)
     made = Sampler(
         id=sampler_id,
         tenant_id=command.tenant_id,
         created_at=parts.ledger.now(),
         session_id=command.session_id,
         base_model=known.spec.base_model,
-        model_path=str(path),
+        model_path=str(place),
     )
     kept = await parts.ask(lambda: entries.add(made))
     if kept.model_path != made.model_path:
@@ -199,6 +268,6 @@ async def drop_samplers(parts: Parts, session_id: str) -> None:
     while page := await parts.ask(partial(entries.of_parent, session_id, offset=offset)):
         offset += len(page)
         for sampler in page:
-            path = CheckpointPath.sampler(sampler.id)
-            if sampler.model_path == str(path):
-                await asyncio.to_thread(parts.store.delete, path)
+            files = sampler.own_files
+            if files is not None:
+                await asyncio.to_thread(parts.store.delete, files)

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Sequence
 
 from tinsmith.errors import CheckpointError, RequestErrorCategory
-from tinsmith.ledger.base import Ledger
+from tinsmith.ledger.fenced import FencedLedger
 from tinsmith.ledger.records import Command, RequestId, Settlement, Use
 from tinsmith.scheduler.patience import PatientLedger
 from tinsmith.types.record import Frozen, Record
@@ -22,6 +22,7 @@ from tinsmith.wire.stored import stored_failure, stored_result
 _log = logging.getLogger(__name__)
 
 LARGEST_SETTLEMENT = 512
+LEASE_LOOK_S = 0.05
 NOTHING = b"J{}"
 """The result of a command that has none."""
 
@@ -47,7 +48,9 @@ def failure(command: Command, error: BaseException) -> Settlement:
 class Settler:
     """Settles what it is given, in that order. For one event loop."""
 
-    def __init__(self, ledger: Ledger, patient: PatientLedger, *, most_unsettled: int) -> None:
+    def __init__(
+        self, ledger: FencedLedger, patient: PatientLedger, *, most_unsettled: int
+    ) -> None:
         self._ledger = ledger
         self._patient = patient
         self._most = most_unsettled
@@ -78,7 +81,12 @@ class Settler:
         return len(self._waiting) + self._under_way
 
     async def wait_room(self) -> None:
-        """Return when more may be made. While the ledger is gone that is not so for long."""
+        """Return when more may be made. While the ledger is gone that is not so for long.
+
+        Nor is it while the lease is not held: its results could not be settled.
+        """
+        while not self._ledger.board.may_work():  # noqa: ASYNC110 - nothing tells when time is up
+            await asyncio.sleep(LEASE_LOOK_S)
         await self._has_room.wait()
 
     async def wait_settled(self) -> None:

@@ -92,6 +92,7 @@ class Singles:
     async def _run(self, command: Command, *, is_creation: bool) -> None:
         parts = self._parts
         try:
+            await parts.settler.wait_room()
             await parts.suspects.wait_alone()
             if parts.is_closing:
                 return  # as below: the engine may be gone, and nobody is to enter it any more

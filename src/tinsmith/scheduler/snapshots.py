@@ -2,7 +2,8 @@
 
 A snapshot is taken between two commands of a model. Only the engine's part holds up its line; the
 files are made durable while the model goes on. It is noted in the ledger after everything before it
-is settled there: a command that a snapshot holds must never be run again on top of it.
+is settled there: a command that a snapshot holds must never be run again on top of it. Each is an
+edition of its own (`checkpoints/paths.py`): no two schedulers write to one place.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class Snapshots:
 
     async def _take(self, line: LineId, known: KnownModel) -> None:
         position = self._parts.order.position(line)
-        path = CheckpointPath.snapshot(line, position)
+        path = CheckpointPath.snapshot(line, position).new_edition(self._parts.ledger.epoch)
         started, is_held = time.monotonic(), True
         try:
             staging = await asyncio.to_thread(self._parts.store.begin, path, origin=str(path))

@@ -21,8 +21,9 @@ from tinsmith.checkpoints.base import CheckpointStore
 from tinsmith.checkpoints.registry import open_store
 from tinsmith.engines.base import BaseModel, Engine
 from tinsmith.engines.registry import check_device, make_engine
-from tinsmith.errors import EngineLostError, ValidationError
+from tinsmith.errors import EngineLostError, LeaseHeldError, TinkerError, ValidationError
 from tinsmith.ledger.base import Ledger
+from tinsmith.ledger.lease import Lease
 from tinsmith.ledger.records import Session
 from tinsmith.ledger.recovery import names_files
 from tinsmith.ledger.registry import open_ledger
@@ -33,6 +34,7 @@ from tinsmith.scheduler.settings import SchedulerSettings
 from tinsmith.serve.fetching import fetched_models, loading
 from tinsmith.serve.free_space import FreeSpace
 from tinsmith.serve.key_guard import check_keys_lost, note_keys
+from tinsmith.serve.leasing import Leasing
 from tinsmith.serve.measuring import Measuring
 from tinsmith.serve.secret import read_secret
 from tinsmith.serve.settings import Limits, ServiceSettings
@@ -80,10 +82,12 @@ class Service:
         engine: Engine,
         spans: Spans,
         secret: bytes,
+        leasing: Leasing | None,
         *,
         is_private: bool = False,
     ) -> None:
         self.ledger = ledger
+        self._leasing = leasing
         self.store = store
         self.spans = spans
         self.metrics = ServiceMetrics()
@@ -94,7 +98,13 @@ class Service:
         self._working = Working(
             engine,
             ledger.board,
-            lambda suspects: Scheduler(ledger, engine, store, scheduling, spans, suspects),
+            lambda suspects: Scheduler(
+                ledger, engine, store, scheduling, spans, suspects, self._lease
+            ),
+            leasing=leasing,
+        )
+        self._sweeper = Sweeper(
+            ledger, store, lambda: None if self._lease is None else self._lease.epoch
         )
         self._measuring = Measuring(self.metrics, ledger, spans)
         self.app: App = make_app(
@@ -120,7 +130,7 @@ class Service:
         self._tasks: list[asyncio.Task[None]] = []
         loop = asyncio.get_running_loop()
         loop.set_default_executor(ThreadPoolExecutor(IO_THREADS, "tinsmith-io"))
-        self._lost: asyncio.Future[EngineLostError] = loop.create_future()
+        self._lost: asyncio.Future[TinkerError] = loop.create_future()
         self._has_begun = False
         self._is_closed = False
 
@@ -159,8 +169,10 @@ class Service:
                     accept_loss=settings.accept_loss,
                 )
             )
+            leasing = None
             if not is_record_only:
-                await ledger.take_work()
+                leasing = await Leasing.acquire(ledger, settings.lease_s)
+                opened.push_async_callback(leasing.close)
             if not await _has_keys(settings, KeyRing(ledger)) and not is_private:
                 _check_reach(settings)
             secret = read_secret(settings.data, was_used=await ledger.entries(Session).count() > 0)
@@ -185,7 +197,9 @@ class Service:
                     )
                     await opened.enter_async_context(engine)
             spans = open_spans(settings.otel_endpoint)
-            service = cls(settings, ledger, store, engine, spans, secret, is_private=is_private)
+            service = cls(
+                settings, ledger, store, engine, spans, secret, leasing, is_private=is_private
+            )
             await service.free_space.look()
             opened.pop_all()
         if not is_record_only:
@@ -199,7 +213,7 @@ class Service:
         self._start("endings", sessions.finish_endings)
         self._start("silent sessions", _every(REAP_S, sessions.end_silent))
         self._start("keys", _every(REAP_S, self._note_keys))
-        self._start("sweeping", _every(SWEEP_S, Sweeper(self.ledger, self.store).sweep))
+        self._start("sweeping", _every(SWEEP_S, self._sweep))
         self._start("free space", _every(SPACE_S, self.free_space.look))
         self._start("measuring", self._measuring.run)
 
@@ -207,15 +221,24 @@ class Service:
         """The first key may be made while the service runs."""
         await _has_keys(self._settings, self._keys)
 
+    @property
+    def _lease(self) -> Lease | None:
+        """What the scheduler writes under; None for a service that only reads."""
+        return None if self._leasing is None else self._leasing.lease
+
+    async def _sweep(self) -> None:
+        if self._lease is not None and self._lease.is_held:
+            await self._sweeper.sweep()
+
     async def _work(self) -> None:
         try:
             await self._working.run()
-        except EngineLostError as exc:
+        except (EngineLostError, LeaseHeldError) as exc:
             self._lost.set_result(exc)
             raise
 
-    async def wait_lost(self) -> EngineLostError:
-        """Return why, if the engine was lost so often that the service cannot go on.
+    async def wait_lost(self) -> TinkerError:
+        """Return why, if the service cannot go on: its engine was lost too often, or its lease.
 
         What was accepted is in the ledger; another start goes on with it.
         """
@@ -225,8 +248,8 @@ class Service:
         async def told() -> None:
             try:
                 await work()
-            except (asyncio.CancelledError, EngineLostError):
-                raise  # the second is told by whoever ends the service for it
+            except (asyncio.CancelledError, EngineLostError, LeaseHeldError):
+                raise  # the last two are told by whoever ends the service for them
             except Exception:
                 _log.exception("the service's work on %s has ended", what)
                 raise
@@ -253,6 +276,8 @@ class Service:
             await self._working.close(self._settings.drain_s)
         await self._engine.close()
         await asyncio.to_thread(self.store.close)
+        if self._leasing is not None:
+            await self._leasing.close()
         await self.ledger.close()
         await asyncio.to_thread(self.spans.close)
 

@@ -47,6 +47,7 @@ def serve(settings: ServiceSettings) -> int:
 
     Raises:
         EngineLostError: The engine's process ended again and again. Another start loses nothing.
+        LeaseHeldError: Another server works from the database.
         TinkerError: It cannot be started; the message says why and what to do.
     """
     restore = configure_logging(level=settings.log.level, format_=settings.log.format)
@@ -176,6 +177,7 @@ async def _until_it_ends(
 
     Raises:
         EngineLostError: The engine was lost too often.
+        LeaseHeldError: The lease was lost to another server.
     """
     losing = asyncio.create_task(service.wait_lost())
     try:

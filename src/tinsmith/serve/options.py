@@ -202,6 +202,12 @@ OPTIONS = (
         "how long a shutdown waits for what is under way before it snapshots",
     ),
     Option(
+        "lease_s",
+        "SECONDS",
+        "10.0",
+        "how long the scheduler's lease on a PostgreSQL ledger lasts unless it is renewed",
+    ),
+    Option(
         "snapshots.every_commands", "N", "2000", "a model is snapshotted after so many commands"
     ),
     Option("snapshots.every_s", "SECONDS", "30.0", "... or after so much time of the engine"),

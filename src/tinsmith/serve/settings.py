@@ -24,6 +24,7 @@ from msgspec.structs import force_setattr
 from tinsmith.engines.embedded.settings import Device, Dtype, EmbeddedSettings
 from tinsmith.engines.registry import ModelSource, read_models
 from tinsmith.errors import ValidationError
+from tinsmith.ledger.lease import LEASE_S
 from tinsmith.ledger.records import Retention
 from tinsmith.model_files.sources import DEFAULT_MODEL
 from tinsmith.serve.options import BY_NAME, HOME_VARIABLE
@@ -177,6 +178,8 @@ class ServiceSettings(Section, frozen=True, kw_only=True):
     engine_silence_s: Seconds = 1800.0
     """Of one call; beyond it `/readyz` and the log say so. 0: never."""
     drain_s: Seconds = 30.0
+    lease_s: Annotated[float, Meta(ge=1, le=1e6)] = LEASE_S
+    """On a PostgreSQL ledger: as long after a crash may the next server have to wait."""
     snapshots: SnapshotSettings = SnapshotSettings()
     retention: Retention = Retention()
     log: LogSettings = LogSettings()

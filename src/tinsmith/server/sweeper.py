@@ -9,10 +9,14 @@ for longest: a loop makes such a sampler at every step, and nobody says that it 
 Files that the ledger knows nothing of are never removed. A ledger that was restored from a backup
 does not know the newest ones, nor does one that shares the store with another.
 
-It may be killed at any point, and may run in several servers on one database: whatever was begun
-is ended by the next sweep. Files go first and the entry after them, so that nothing is forgotten
-that still takes room. A checkpoint that is being saved anew while its old self expires is left
-alone.
+It runs where the scheduler does, and its writes are conditional on the same lease. It may be killed
+at any point: whatever was begun is ended by the next sweep. Files go first and the entry after
+them, so that nothing is forgotten that still takes room. A checkpoint that is being saved anew
+while its old self expires is left alone.
+
+A server that has lost its lease may be in the midst of a sweep, so what it deletes must be what no
+later server can want: files of entries that are over for good, editions that their name no longer
+stands for, and weights that the ledger says are given up.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from tinsmith.checkpoints.paths import SAMPLERS, SNAPSHOTS, CheckpointPath
 from tinsmith.errors import CheckpointNotFoundError, TinkerError, UnknownEntryError
 from tinsmith.ledger import audit
 from tinsmith.ledger.base import PAGE, Ledger
+from tinsmith.ledger.fenced import FencedLedger
 from tinsmith.ledger.records import (
     CheckpointEntry,
     LineId,
@@ -84,10 +89,23 @@ class SweepReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sweeper:
-    """Sweeps one ledger and one store. For one event loop."""
+    """Sweeps one ledger and one store. For one event loop.
 
-    def __init__(self, ledger: Ledger, store: CheckpointStore | None) -> None:
-        self._ledger = ledger
+    Args:
+        ledger: What it sweeps.
+        store: Where checkpoints are, if there are any.
+        epoch: Gives the epoch that its writes are conditional on, at the start of each sweep.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        store: CheckpointStore | None,
+        epoch: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        self._ledger = FencedLedger(ledger, None)
+        self._whole = ledger
+        self._epoch = epoch
         self._store = store
         self._looked_at: float | None = None
         self._room_due_at = 0.0
@@ -96,6 +114,7 @@ class Sweeper:
 
     async def sweep(self) -> SweepReport:
         """Do all of it once. What fails is told in the report and in the log, and tried again."""
+        self._ledger = FencedLedger(self._whole, self._epoch())
         problems: list[str] = []
         report = SweepReport()
         steps: list[tuple[str, Callable[[SweepReport], Awaitable[SweepReport]]]] = [
@@ -144,7 +163,7 @@ class Sweeper:
         """Delete the files of an expired checkpoint; False if they are another's by now."""
         store = self._store
         assert store is not None
-        path = CheckpointPath.parse(entry.id)
+        path = entry.files
         try:
             manifest = await asyncio.to_thread(store.info, path)
         except CheckpointNotFoundError:
@@ -209,15 +228,20 @@ class Sweeper:
         """Whether nobody needs these files any more; None if nothing is known of them."""
         if path.kind == SNAPSHOTS:
             model = await self._ledger.entries(Model).get(path.run_id)
-            return None if model is None else model.released_at is not None
+            if model is None or model.released_at is not None:
+                return None if model is None else True
+            line = await self._ledger.line(LineId(model.id))
+            return _is_replaced(path, line.snapshot)
         if path.kind == SAMPLERS:
             sampler = await self._ledger.entries(Sampler).get(path.run_id)
             if sampler is None:
                 return None
             session = await self._ledger.entries(Session).get(sampler.session_id)
-            return session is None or session.ended_at is not None
-        is_known = await self._ledger.entries(CheckpointEntry).get(str(path)) is not None
-        return False if is_known else None
+            is_ended = session is None or session.ended_at is not None
+            is_given_up = is_ended or sampler.dropped_at is not None
+            return is_given_up or _is_replaced(path, sampler.model_path)
+        entry = await self._ledger.entries(CheckpointEntry).get(str(path.in_edition("")))
+        return None if entry is None else _is_replaced(path, str(entry.files))
 
     async def _sweep_store(self, report: SweepReport) -> SweepReport:
         if self._store is None:
@@ -232,9 +256,13 @@ class Sweeper:
         if self._store is None or now < self._room_due_at or not await self._is_short():
             return report
         store, count = self._store, 0
-        for path in await self._unused_samplers(store):
+        for sampler, path in await self._unused_samplers(store):
             if count == AT_ONCE or not await self._is_short():
                 break
+            # Said first: a newer server must not count on files that are about to go.
+            await self._ledger.entries(Sampler).change(
+                sampler.id, lambda kept: msgspec.structs.replace(kept, dropped_at=now)
+            )
             count += await asyncio.to_thread(store.delete, path)
         self._room_due_at = now if count == AT_ONCE else now + ROOM_EVERY_S
         if count:
@@ -251,7 +279,9 @@ class Sweeper:
         free_bytes = await asyncio.to_thread(self._store.free_bytes)
         return free_bytes is not None and free_bytes < SHORT_BYTES
 
-    async def _unused_samplers(self, store: CheckpointStore) -> list[CheckpointPath]:
+    async def _unused_samplers(
+        self, store: CheckpointStore
+    ) -> list[tuple[Sampler, CheckpointPath]]:
         """Weights without a name that were not used for a while, for longest first."""
         before, found = self._ledger.now() - UNUSED_S, []
         for path in await asyncio.to_thread(lambda: list(store.paths())):
@@ -262,8 +292,8 @@ class Sweeper:
                 line = await self._ledger.line(LineId(sampler.id))
                 used_at = line.asked_at or sampler.created_at
                 if used_at < before:
-                    found.append((used_at, path))
-        return [path for _, path in sorted(found, key=lambda one: one[0])]
+                    found.append((used_at, sampler, path))
+        return [(sampler, path) for _, sampler, path in sorted(found, key=lambda one: one[0])]
 
     async def _sweep_ledger(self, report: SweepReport) -> SweepReport:
         return msgspec.structs.replace(report, ledger=await self._ledger.sweep())
@@ -332,11 +362,20 @@ class Sweeper:
         return sizes
 
 
+def _is_replaced(path: CheckpointPath, named: str | None) -> bool:
+    """Whether the ledger has come to name an edition of a later epoch.
+
+    Nobody can name this one any more then. One of the same epoch may be about to be named, and one
+    of a later epoch is there if the ledger was restored from a backup.
+    """
+    return named is not None and path.epoch < CheckpointPath.parse(named).epoch
+
+
 class _TurnTakenError(Exception):
     """Another server has counted meanwhile."""
 
 
-async def forget_empty_run(ledger: Ledger, run_id: str) -> Model | None:
+async def forget_empty_run(ledger: Ledger | FencedLedger, run_id: str) -> Model | None:
     """Forget a run that is there for its checkpoints alone, once they are gone; returns it if so.
 
     It was made to hold a copy, or its session has been forgotten.

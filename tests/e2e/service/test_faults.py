@@ -80,11 +80,13 @@ def test_a_full_disk_holds_clients_up_and_loses_nothing(
         assert runs.results() == undisturbed
 
 
+@pytest.mark.parametrize("lease_s", [30, 2])
 def test_a_database_that_is_gone_for_a_while_is_waited_for(
-    tmp_path: Path, undisturbed: list[Weights]
+    tmp_path: Path, undisturbed: list[Weights], lease_s: int
 ) -> None:
+    """Also for so long that the scheduler loses its lease; it takes it again then."""
     address = postgres_server.new_database()
-    with serving(tmp_path, "--database", address) as served:
+    with serving(tmp_path, "--database", address, "--lease-s", str(lease_s)) as served:
         runs = Runs(served.base_url, CLIENTS, STEPS)
         _wait(lambda: runs.steps_done >= CLIENTS)
 
@@ -92,6 +94,7 @@ def test_a_database_that_is_gone_for_a_while_is_waited_for(
             time.sleep(OUTAGE_S)
 
         assert runs.results() == undisturbed
+        assert ("begins anew, with epoch" in served.log_text()) == (lease_s < OUTAGE_S)
 
 
 def test_asked_to_end_it_ends_well_and_the_next_start_goes_on(

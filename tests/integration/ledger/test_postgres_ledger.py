@@ -13,6 +13,8 @@ from tests.contract.ledgers import MODEL, SAMPLER, ended, raised, sampling, trai
 from tests.contract.postgres_server import new_database, server
 from tinsmith.errors import (
     CommandConflictError,
+    LeaseHeldError,
+    LeaseLostError,
     LedgerUnavailableError,
     LedgerVersionError,
 )
@@ -57,25 +59,91 @@ def test_servers_share_identity_claims_and_results() -> None:
     asyncio.run(tell())
 
 
-def test_one_server_at_a_time_works_from_a_database(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next one may as soon as the first has ended; one whose connection was lost stays."""
-    monkeypatch.setattr(postgres, "WORK_WAIT_S", 0.5)
+def test_one_server_at_a_time_has_the_lease() -> None:
+    """The next one has it when the first lets go of it, or no longer renews it."""
     dsn = new_database()
 
     async def tell() -> None:
         one, other = await two(dsn)
-        async with other:
-            async with one:
-                await one.take_work()
-                await raised(other.take_work(), LedgerUnavailableError)
-                lost = one._listener
-                await lost.close()
-                await asyncio.sleep(1.0)
-                assert one._listener is not lost
-                await raised(other.take_work(), LedgerUnavailableError)
-            await other.take_work()
+        async with one, other:
+            first = await one.acquire_lease("first", lease_s=LONG_S)
+            held = await raised(other.acquire_lease("second", wait_s=0.5), LeaseHeldError)
+            assert "another server works from this database: first" in held
+            await one.release_lease(first)
+            second = await other.acquire_lease("second", lease_s=1.0)
+            third = await one.acquire_lease("third", wait_s=LONG_S)
+            assert [lease.epoch for lease in (first, second, third)] == [1, 2, 3]
+            await raised(other.renew_lease(second), LeaseLostError)
+            await other.release_lease(second)  # it is another's by now, and stays so
+            await raised(other.acquire_lease("second"), LeaseHeldError)
 
     asyncio.run(tell())
+
+
+def test_a_lease_that_is_renewed_lasts_whatever_becomes_of_connections() -> None:
+    dsn = new_database()
+
+    async def tell() -> None:
+        one, other = await two(dsn)
+        async with one, other:
+            lease = await one.acquire_lease("first", lease_s=2.0)
+            for _ in range(10):
+                await drop_connections(dsn)
+                with contextlib.suppress(LedgerUnavailableError):
+                    await one.renew_lease(lease)  # its connection was dropped
+                await one.renew_lease(lease)
+                await raised(other.acquire_lease("second", wait_s=0.3), LeaseHeldError)
+                assert lease.is_held
+
+    asyncio.run(tell())
+
+
+def test_a_server_of_a_release_without_leases_counts_as_one_that_works() -> None:
+    """It holds an advisory lock on a connection of its own."""
+    dsn = new_database()
+
+    async def tell() -> None:
+        async with await PostgresLedger.open(dsn) as ledger:
+            older = await asyncpg.connect(dsn)
+            assert await older.fetchval(f"SELECT pg_try_advisory_lock({postgres.WORK})")
+            held = await raised(ledger.acquire_lease("newer"), LeaseHeldError)
+            assert "older release" in held
+            await older.close()
+            await ledger.acquire_lease("newer", wait_s=LONG_S)
+
+    asyncio.run(tell())
+
+
+def test_a_writer_that_is_paused_in_its_transaction_does_not_keep_others_from_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(postgres, "STALLED_S", 0.5)
+    dsn = new_database()
+
+    async def tell() -> None:
+        one, other = await two(dsn)
+        async with one, other:
+            await one.append(training(1))
+            stalled = one._connection.transaction()
+            await stalled.start()
+            await one._connection.execute(postgres._TAKE_TURN)
+
+            async with asyncio.timeout(LONG_S):
+                await other.append(training(2))
+
+            assert (await one.append(training(3))).is_new
+
+    asyncio.run(tell())
+
+
+async def drop_connections(dsn: str) -> None:
+    """Drop all connections to the database but this one."""
+    connection = await asyncpg.connect(dsn)
+    await connection.execute(
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+        "WHERE backend_type = 'client backend' AND pid <> pg_backend_pid()"
+    )
+    await connection.close()
 
 
 def test_news_cross_from_one_server_to_another() -> None:

@@ -147,6 +147,7 @@ def test_a_new_migration_is_applied_to_an_old_file(
         ("0001_create_ledger",),
         ("0002_add_batch_to_results",),
         ("0003_index_sizes",),
+        ("0004_add_lease",),
         ("0009_add_notes",),
     ]
     connection.close()

@@ -12,6 +12,7 @@ from tinsmith.checkpoints.folder_store import FolderStore
 from tinsmith.engines.base import AdapterId, Saved
 from tinsmith.engines.fake.engine import FakeEngine, FakeSettings, fake_model
 from tinsmith.ledger.base import Ledger
+from tinsmith.ledger.lease import Lease
 from tinsmith.ledger.memory import MemoryLedger
 from tinsmith.ledger.model_config import write_config
 from tinsmith.ledger.records import (
@@ -62,12 +63,13 @@ class Bench:
         *,
         settings: SchedulerSettings = QUICK,
         fake: FakeSettings | None = None,
+        lease: Lease | None = None,
     ) -> None:
         self.folder = folder
         self.ledger = ledger
         self.store = FolderStore(folder / "checkpoints")
         self.engine = FakeEngine([fake_model(BASE), fake_model("test/other")], fake)
-        self.scheduler = Scheduler(ledger, self.engine, self.store, settings)
+        self.scheduler = Scheduler(ledger, self.engine, self.store, settings, lease=lease)
 
     async def open(self) -> None:
         await self.engine.open()

@@ -8,6 +8,7 @@ from typing import Any
 
 from tinsmith.checkpoints.paths import CheckpointPath
 from tinsmith.engines.base import WeightsId
+from tinsmith.ledger.memory import MemoryLedger
 from tinsmith.scheduler.samplers import Samplers, Source
 from tinsmith.scheduler.silence import Silence
 
@@ -39,6 +40,8 @@ def test_weights_that_are_dropped_while_others_come_fail_nobody_and_stay_for_the
         engine = SlowEngine()
         reading = SimpleNamespace(folder="x", close=lambda: None)
         parts: Any = SimpleNamespace(
+            ledger=MemoryLedger(),
+            ask=lambda make: make(),
             engine=engine,
             store=SimpleNamespace(open_whole=lambda _: reading),
             silence=Silence(0),

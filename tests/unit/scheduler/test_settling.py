@@ -8,8 +8,8 @@ from typing import cast
 
 from tests.unit.scheduler.made import a_command
 from tinsmith.errors import BadRequestError, LedgerUnavailableError, RequestErrorCategory
-from tinsmith.ledger.base import Ledger
 from tinsmith.ledger.board import Board
+from tinsmith.ledger.fenced import FencedLedger
 from tinsmith.ledger.records import RequestId, Settlement
 from tinsmith.scheduler.patience import LONGEST_WAIT_S, PatientLedger, Sleep
 from tinsmith.scheduler.settling import Settler, failure, success
@@ -20,6 +20,7 @@ class SlowLedger:
     """Settles when it is let, and fails as often as it is told to."""
 
     def __init__(self) -> None:
+        self.board = Board()
         self.may_settle = asyncio.Event()
         self.may_settle.set()
         self.failures = 0
@@ -34,8 +35,8 @@ class SlowLedger:
         return [one.request_id for one in settlements]
 
     def settler(self, *, most: int = 100, sleep: Sleep = asyncio.sleep) -> Settler:
-        patient = PatientLedger(Board(), sleep=sleep)
-        return Settler(cast(Ledger, self), patient, most_unsettled=most)
+        patient = PatientLedger(self.board, sleep=sleep)
+        return Settler(cast(FencedLedger, self), patient, most_unsettled=most)
 
 
 def _settlement(number: int) -> Settlement:
@@ -78,7 +79,7 @@ def test_nothing_is_lost_while_the_ledger_is_unavailable() -> None:
             await asyncio.sleep(0)
 
         patient = PatientLedger(board, sleep=sleep)
-        settler = Settler(cast(Ledger, ledger), patient, most_unsettled=100)
+        settler = Settler(cast(FencedLedger, ledger), patient, most_unsettled=100)
         task = asyncio.create_task(settler.run())
         settler.add(_settlement(0), _settlement(1))
         while len(waits) < 3:  # noqa: ASYNC110 - nobody tells of it

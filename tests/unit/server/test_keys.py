@@ -172,8 +172,8 @@ def test_a_look_that_began_before_a_revocation_is_not_remembered_after_it() -> N
         is_asked: asyncio.Event
         may_go_on: asyncio.Event
 
-        def entries(self, kind: type[E]) -> Entries[E]:
-            entries = super().entries(kind)
+        def entries(self, kind: type[E], *, epoch: int | None = None) -> Entries[E]:
+            entries = super().entries(kind, epoch=epoch)
             if kind is Tenant and self.is_slow:
                 get = entries.get
 
@@ -344,9 +344,9 @@ def test_many_who_ask_when_it_is_to_be_looked_up_share_one_look() -> None:
     class Counting(MemoryLedger):
         looks = 0
 
-        def entries(self, kind: type[E]) -> Entries[E]:
+        def entries(self, kind: type[E], *, epoch: int | None = None) -> Entries[E]:
             self.looks += kind is ApiKey
-            return super().entries(kind)
+            return super().entries(kind, epoch=epoch)
 
     async def work() -> None:
         ledger = Counting()
@@ -365,7 +365,8 @@ def test_many_who_ask_while_the_ledger_is_away_share_one_failure() -> None:
     class Away(MemoryLedger):
         looks = 0
 
-        def entries(self, kind: type[E]) -> Entries[E]:
+        def entries(self, kind: type[E], *, epoch: int | None = None) -> Entries[E]:
+            del epoch
             self.looks += kind is ApiKey
             raise LedgerUnavailableError("it is away")
 
@@ -391,8 +392,8 @@ def test_who_gives_up_does_not_take_the_look_from_the_others() -> None:
             super().__init__()
             self.may_go_on = asyncio.Event()
 
-        def entries(self, kind: type[E]) -> Entries[E]:
-            entries = super().entries(kind)
+        def entries(self, kind: type[E], *, epoch: int | None = None) -> Entries[E]:
+            entries = super().entries(kind, epoch=epoch)
             count = entries.count
 
             async def slow_count(*given: Any, **named: Any) -> int:

@@ -259,6 +259,58 @@ async def test_files_that_the_ledger_does_not_know_are_left_alone_and_told(
 
 
 @in_a_loop
+async def test_editions_go_when_the_ledger_has_come_to_name_one_of_a_later_epoch(
+    house: House,
+) -> None:
+    """Of those that a scheduler wrote which was replaced before it could name them."""
+    await house.add_model()
+    await house.add_session()
+    sampler = await house.add_sampler(0)
+    places = [await house.save("c"), CheckpointPath.snapshot(RUN, 5), sampler]
+    editions = [[place.new_edition(epoch) for epoch in (4, 5, 6)] for place in places]
+    for edition in (edition for some in editions for edition in some):
+        house.write(edition)
+    named = [some[1] for some in editions]
+    await house.ledger.entries(CheckpointEntry).change(
+        str(places[0]), lambda kept: msgspec.structs.replace(kept, edition=named[0].edition)
+    )
+    await house.ledger.record_snapshot(LineId(RUN), 5, str(named[1]))
+    await house.ledger.entries(Sampler).change(
+        sampler.run_id, lambda kept: msgspec.structs.replace(kept, model_path=str(named[2]))
+    )
+
+    for _ in range(3):
+        await house.sweeper.sweep()
+        house.clock.wait(ORPHANED_S)
+
+    for some in editions:
+        assert [house.store.exists(edition) for edition in some] == [False, True, True]
+    assert not house.store.exists(places[0])
+
+
+@in_a_loop
+async def test_a_sweeper_whose_lease_is_lost_gives_up_no_weights(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says first in the ledger that they are given up, which is refused."""
+    await house.add_session()
+    path = await house.add_sampler(0)
+    monkeypatch.setattr(house.store, "free_bytes", lambda: 0)
+    lost = await house.ledger.acquire_lease("first")
+    newest = await house.ledger.acquire_lease("second")
+    house.clock.wait(2 * UNUSED_S)
+
+    refused = await Sweeper(house.ledger, house.store, lambda: lost.epoch).sweep()
+    is_there = house.store.exists(path)
+    swept = await Sweeper(house.ledger, house.store, lambda: newest.epoch).sweep()
+
+    assert is_there and any("unused samplers" in problem for problem in refused.problems)
+    assert swept.unused == 1 and not house.store.exists(path)
+    sampler = await house.ledger.entries(Sampler).get(path.run_id)
+    assert sampler is not None and sampler.dropped_at == house.ledger.now()
+
+
+@in_a_loop
 async def test_weights_of_a_nameless_sampler_go_when_its_session_has_ended(house: House) -> None:
     await house.add_session()
     path = await house.add_sampler(0)

@@ -30,7 +30,7 @@ SELECT * FROM command_states WHERE session_id = $1 AND ordinal > $2 ORDER BY ord
 SELECT * FROM command_states WHERE state = 0 ORDER BY ordinal LIMIT $1;
 
 -- name: claim_until
-UPDATE commands SET state = 1, claimed_by = $1, claimed_at = $2
+UPDATE commands SET state = 1, claimed_by = $1, claimed_at = $2, claimed_epoch = $4
 WHERE state = 0 AND ordinal <= $3;
 
 -- name: claimed_after
@@ -58,8 +58,9 @@ WHERE c.line = $1 AND c.seq_id = $2 AND c.state < 2;
 
 -- name: add_result
 INSERT INTO results (
-    command, line, clone, is_failed, settled_at, size_bytes, file, digest, content, started_at, batch
-) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11);
+    command, line, clone, is_failed, settled_at, size_bytes, file, digest, content, started_at, batch,
+    epoch
+) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12);
 
 -- name: mark_settled
 UPDATE commands SET state = 2, is_cancel_untold = $2 WHERE ordinal = $1;

@@ -132,7 +132,7 @@ async def delete_checkpoint(call: Call) -> None:
         raise
     # Noted first: a retry that finds nothing must be able to tell that it was us.
     await _note(call, entry, audit.CHECKPOINT_DELETED, change=change)
-    await call.service.store_threads.run(call.store.delete, path)
+    await call.service.store_threads.run(call.store.delete, entry.files)
     await call.ledger.entries(CheckpointEntry).remove(entry.id)
     forgotten = await forget_empty_run(call.ledger, entry.run_id)
     if forgotten is not None:
@@ -162,7 +162,7 @@ async def copy_weights(call: Call) -> CopyWeightsResponse:
     source = await readable(call, request.source_path, token=token)
     await call.service.quotas.check_storage(call.tenant_id)
     # The files first: a run without a checkpoint would stay in listings for ever.
-    manifest = await call.service.store_threads.run(_copy_files, call, source_path, target, run_id)
+    manifest = await call.service.store_threads.run(_copy_files, call, source, target, run_id)
     await _add_home(call, run_id, source, request.destination_project_id)
     await call.ledger.entries(CheckpointEntry).add(
         CheckpointEntry(
@@ -189,11 +189,11 @@ async def copy_weights(call: Call) -> CopyWeightsResponse:
     return CopyWeightsResponse(tinker_path=str(target))
 
 
-def _copy_files(call: Call, source: CheckpointPath, target: CheckpointPath, run_id: str) -> Any:
+def _copy_files(call: Call, source: CheckpointEntry, target: CheckpointPath, run_id: str) -> Any:
     try:
-        return call.store.copy(source, target, origin=run_id)
+        return call.store.copy(source.files, target, origin=run_id)
     except CheckpointNotFoundError:
-        raise unknown("checkpoint", str(source)) from None
+        raise unknown("checkpoint", source.id) from None
 
 
 async def _add_home(call: Call, run_id: str, source: CheckpointEntry, project: str | None) -> None:

@@ -18,7 +18,7 @@ from tinsmith.checkpoints.archive import Archive
 from tinsmith.checkpoints.manifest import Manifest
 from tinsmith.checkpoints.paths import CheckpointPath
 from tinsmith.errors import BadRequestError, CheckpointNotFoundError, NotFoundError
-from tinsmith.ledger.records import Session, TenantId
+from tinsmith.ledger.records import CheckpointEntry, Session, TenantId
 from tinsmith.server import ranges, tickets
 from tinsmith.server.call import Answer, Call, Handler, StreamedReply
 from tinsmith.server.listings import moment
@@ -68,12 +68,12 @@ class ArchiveRequest(Request):
 async def get_external_weights_urls(call: Call) -> ExternalWeightsUrlsResponse:
     """Where the files of an exported checkpoint are."""
     path = CheckpointPath.of(call.request.training_run_id, call.request.checkpoint_id)
-    await readable(call, str(path))
+    entry = await readable(call, str(path))
     if path.kind != _EXTERNAL:
         raise BadRequestError(
             f"{path} was not saved for export; save it with save_weights_external first"
         )
-    manifest = await _manifest(call, path)
+    manifest = await _manifest(call, entry)
     expires_at = call.ledger.now() + tickets.LIFETIME_S
     urls = {
         file.name: _address(call, Ticket("file", call.tenant_id, str(path), file.name, expires_at))
@@ -85,8 +85,8 @@ async def get_external_weights_urls(call: Call) -> ExternalWeightsUrlsResponse:
 async def get_checkpoint_archive_url(call: Call) -> HttpReply:
     """Where a checkpoint's archive is, as a redirect: that is what all SDKs with this call take."""
     path = CheckpointPath.of(call.request.training_run_id, call.request.checkpoint_id)
-    await readable(call, str(path))
-    await _manifest(call, path)
+    entry = await readable(call, str(path))
+    await _manifest(call, entry)
     expires_at = call.ledger.now() + tickets.LIFETIME_S
     name = archive_name(path)
     url = _address(call, Ticket("archive", call.tenant_id, str(path), name, expires_at))
@@ -124,38 +124,35 @@ async def download(call: Call) -> Answer:
     if ticket.kind not in ("file", "archive"):
         raise NotFoundError("there is no such file")
     asker = TenantId(ticket.tenant_id)
-    await call.service.lookups.readable_checkpoint(asker, ticket.target)
-    path = CheckpointPath.parse(ticket.target)
+    entry = await call.service.lookups.readable_checkpoint(asker, ticket.target)
     if ticket.kind == "archive":
-        return await _archive(call, path)
-    return await _file(call, path, ticket.name)
+        return await _archive(call, entry)
+    return await _file(call, entry, ticket.name)
 
 
 async def download_checkpoint_file(call: Call) -> Answer:
     """A file of a checkpoint, for who has a key."""
     request: FileRequest = call.request
     path = CheckpointPath.of(request.training_run_id, request.checkpoint_id)
-    await readable(call, str(path))
-    return await _file(call, path, request.name)
+    return await _file(call, await readable(call, str(path)), request.name)
 
 
 async def download_checkpoint_archive(call: Call) -> Answer:
     """A checkpoint as one archive, for who has a key."""
     request: ArchiveRequest = call.request
     path = CheckpointPath.of(request.training_run_id, request.checkpoint_id)
-    await readable(call, str(path))
-    return await _archive(call, path)
+    return await _archive(call, await readable(call, str(path)))
 
 
-async def _file(call: Call, path: CheckpointPath, name: str) -> Answer:
-    manifest = await _manifest(call, path)
+async def _file(call: Call, entry: CheckpointEntry, name: str) -> Answer:
+    manifest = await _manifest(call, entry)
     file = manifest.file(name)
     if file is None:
         raise unknown("file", name)
     found = ranges.Download(
         name=name, size_bytes=file.size_bytes, tag=f"{manifest.version}-{file.sha256[:16]}"
     )
-    read = functools.partial(call.store.read, path, name, version=manifest.version)
+    read = functools.partial(call.store.read, entry.files, name, version=manifest.version)
     return ranges.answer(
         found,
         call.headers,
@@ -164,13 +161,13 @@ async def _file(call: Call, path: CheckpointPath, name: str) -> Answer:
     )
 
 
-async def _archive(call: Call, path: CheckpointPath) -> Answer:
+async def _archive(call: Call, entry: CheckpointEntry) -> Answer:
     try:
-        archive = await call.service.store_threads.run(Archive, call.store, path)
+        archive = await call.service.store_threads.run(Archive, call.store, entry.files)
     except CheckpointNotFoundError:
-        raise unknown("checkpoint", str(path)) from None
+        raise unknown("checkpoint", entry.id) from None
     found = ranges.Download(
-        name=archive_name(path),
+        name=archive_name(entry.files),
         size_bytes=archive.size_bytes,
         tag=archive.tag,
         content_type="application/x-tar",
@@ -192,11 +189,11 @@ async def _trace(call: Call, ticket: Ticket) -> Answer:
     return StreamedReply(200, headers, trace_pieces(call.ledger, session))
 
 
-async def _manifest(call: Call, path: CheckpointPath) -> Manifest:
+async def _manifest(call: Call, entry: CheckpointEntry) -> Manifest:
     try:
-        manifest: Manifest = await call.service.store_threads.run(call.store.info, path)
+        manifest: Manifest = await call.service.store_threads.run(call.store.info, entry.files)
     except CheckpointNotFoundError:
-        raise unknown("checkpoint", str(path)) from None
+        raise unknown("checkpoint", entry.id) from None
     return manifest
 
 

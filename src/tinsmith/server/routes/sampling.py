@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from tinsmith.checkpoints.paths import CheckpointPath
 from tinsmith.errors import BadRequestError
 from tinsmith.ledger.records import Sampler, SessionId
 from tinsmith.server import checks
@@ -68,7 +67,7 @@ async def get_sampler(call: Call) -> GetSamplerResponse:
     """What a sampler samples from."""
     sampler = await call.service.lookups.sampler(call.tenant_id, call.request.sampler_id)
     # Weights that were saved without a name are the service's own affair.
-    is_nameless = sampler.model_path == str(CheckpointPath.sampler(sampler.id))
+    is_nameless = sampler.own_files is not None
     base = call.parts.base_models.get(sampler.base_model)
     return GetSamplerResponse(
         sampler_id=sampler.id,
