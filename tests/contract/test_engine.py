@@ -14,9 +14,11 @@ import msgspec
 import pytest
 
 from tests.numerics.small_models import make_model
+from tinsmith.client.losses.graph import trace
 from tinsmith.engines.base import (
     AdapterId,
     AdapterSpec,
+    CustomLossSpec,
     Engine,
     PassWork,
     SampleOutcome,
@@ -755,6 +757,61 @@ def test_what_is_asked_of_the_prompt_is_answered(run: Callable[[Test], None]) ->
         assert best[0] is None and all(len(row or []) == 3 for row in list(best)[1:])
         assert alt.tokens.shape == alt.logprobs.shape == [3, 5]
         assert found["alt"].prompt_logprobs is None
+
+    run(test)
+
+
+def _slow_loss() -> CustomLossSpec:
+    """A loss that computes for a hundred times as long as a small pass."""
+
+    def loss(logprobs: Any) -> Any:
+        x = logprobs[:, None] * logprobs[None, :]
+        for _ in range(60):
+            x = x.tanh()
+        return x.sum(), {}
+
+    traced = trace(loss, {"logprobs": 1})
+    return CustomLossSpec(loss_id="l", inputs=tuple(traced.inputs), graph=traced.graph)
+
+
+def test_an_uploaded_loss_holds_up_no_other_adapter(run: Callable[[Test], None]) -> None:
+    """It is called first and ends last; calls about its own adapter keep their order."""
+
+    async def test(engine: Engine, folder: Path) -> None:
+        tokens = [1 + n % 200 for n in range(400)]
+        datum = _datum(tokens)
+        slow = PassWork(
+            work_id="slow",
+            adapter_id=A,
+            data=(datum,) * 6,
+            loss_fn="custom",
+            custom_loss=_slow_loss(),
+        )
+        for adapter in (A, B):
+            await engine.create_adapter(_spec(adapter))
+        await _run(engine, slow)  # what is loaded on first use is there
+        await _run(engine, _step())
+        ended: list[str] = []
+
+        async def call(name: str, *works: TrainingWork) -> None:
+            await _run(engine, *works)
+            ended.append(name)
+
+        calls = [
+            call("slow", slow),
+            call("step behind it", _step()),
+            *(call("other", _pass(f"p{n}", B), _step(f"s{n}", B)) for n in range(3)),
+        ]
+        await asyncio.gather(*calls)
+        beside = [await _saved(engine, folder, f"beside {one}", one) for one in (A, B)]
+
+        assert ended == ["other"] * 3 + ["slow", "step behind it"]
+        for adapter in (A, B):
+            await engine.create_adapter(_spec(adapter))
+        for works in [(slow, _step())] * 2 + [(_pass(adapter=B), _step(adapter=B))] * 3:
+            await _run(engine, *works)
+        alone = [await _saved(engine, folder, f"alone {one}", one) for one in (A, B)]
+        assert alone == beside
 
     run(test)
 

@@ -18,7 +18,9 @@ True of every engine:
 Methods are called from one event loop. Those that compute are coroutines and do not hold it up;
 those that are not return at once. An engine runs one coroutine of `train`, `step_sampler`,
 `save_adapter` and `load_…` after another, in the order in which they were called, unless it says
-that it can do better.
+that it can do better. A call of `train` whose works have uploaded losses, which may compute for
+minutes, holds up no call about other adapters. Calls about one adapter always take effect in the
+order in which they were made.
 
 Knows nothing of HTTP, tenants or the ledger.
 """
@@ -120,6 +122,11 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True):
 
 
 TrainingWork = PassWork | StepWork
+
+
+def has_uploaded_loss(works: Sequence[TrainingWork]) -> bool:
+    """Whether one of the works computes an uploaded loss."""
+    return any(isinstance(one, PassWork) and one.custom_loss is not None for one in works)
 
 
 class TrainingOutcome(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,6 +7,8 @@ before. Training needs such vectors with every pass and step, and soon has done 
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,7 @@ MOST_BYTES = 512 << 20
 
 
 class SpareVectors:
-    """See the top of the module. For one thread at a time.
+    """See the top of the module. For any number of threads.
 
     Args:
         most_bytes: What may be kept; what was given first is let go for it.
@@ -23,17 +25,20 @@ class SpareVectors:
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most_bytes = most_bytes
         self._kept: list[Tensor] = []
+        self._lock = threading.Lock()
 
     def take(self, like: Tensor) -> Tensor:
         """A vector of that size, type and device. What is in it means nothing."""
-        for place in reversed(range(len(self._kept))):  # the last is the likeliest to be cached
-            one = self._kept[place]
-            if (one.shape, one.dtype, one.device) == (like.shape, like.dtype, like.device):
-                return self._kept.pop(place)
+        with self._lock:
+            for place in reversed(range(len(self._kept))):  # the last is the likeliest to be cached
+                one = self._kept[place]
+                if (one.shape, one.dtype, one.device) == (like.shape, like.dtype, like.device):
+                    return self._kept.pop(place)
         return torch.empty_like(like)
 
     def give(self, *vectors: Tensor) -> None:
         """Keep vectors for later. Nobody else may use them from now on."""
-        self._kept += vectors
-        while sum(one.nbytes for one in self._kept) > self._most_bytes:
-            self._kept.pop(0)
+        with self._lock:
+            self._kept += vectors
+            while sum(one.nbytes for one in self._kept) > self._most_bytes:
+                self._kept.pop(0)

@@ -13,7 +13,7 @@ Knows nothing of engines or the database.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import msgspec
 
@@ -52,9 +52,15 @@ def choose_batch(
     *,
     most_tokens: int,
     most_commands: int,
+    without: Container[LineId] = (),
 ) -> Batch | None:
-    """The next batch; None if nothing can be trained now. Charges the tenants for it."""
-    lines = [line for line in order.ready() if order.head(line).kind in TRAINING]
+    """The next batch; None if nothing can be trained now. Charges the tenants for it.
+
+    Lines that are among `without` are left out.
+    """
+    lines = [
+        line for line in order.ready() if order.head(line).kind in TRAINING and line not in without
+    ]
     if not lines:
         return None
     first = shares.next(list(dict.fromkeys(order.head(line).tenant_id for line in lines)))

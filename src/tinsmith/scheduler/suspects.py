@@ -81,6 +81,11 @@ class Suspects:
                 self._suspected.discard(request_id)
         self._wake()
 
+    def put_back(self, request_ids: Iterable[RequestId]) -> None:
+        """These were not given to the engine after all, and are given to it later."""
+        self._inside.difference_update(request_ids)
+        self._wake()
+
     def note_return(self) -> None:
         """The engine has come back from training or sampling: it does not end with each command."""
         self.losses_in_a_row = 0

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.integration.scheduler.bench import BASE, Bench, bench, until
-from tinsmith.engines.base import TrainingOutcome, TrainingWork
+from tests.integration.scheduler.bench import BASE, QUICK, Bench, bench, until
+from tinsmith.engines.base import TrainingOutcome, TrainingWork, has_uploaded_loss
 from tinsmith.engines.fake.engine import FakeEngine, FakeSettings, fake_model
 from tinsmith.errors import CommandPassedError, RequestErrorCategory
 from tinsmith.ledger.memory import MemoryLedger
@@ -370,46 +371,57 @@ def test_a_line_that_waits_for_long_is_told_so(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+_NODES = [
+    {"op": "placeholder", "name": "lp", "target": "logprobs"},
+    {
+        "op": "call_method",
+        "name": "total",
+        "target": "sum",
+        "args": [{"ref": "lp"}],
+    },
+    {
+        "op": "call_function",
+        "name": "loss",
+        "target": "operator.mul",
+        "args": [{"ref": "total"}, -2.0],
+    },
+    {
+        "op": "output",
+        "name": "output",
+        "target": "output",
+        "args": [{"tuple": [{"ref": "loss"}, {"dict": {"custom/x:sum": {"ref": "total"}}}]}],
+    },
+]
+TWICE: dict[str, Any] = {
+    "inputs": [{"name": "logprobs", "rank": 1}],
+    "graph": {"format": 1, "nodes": _NODES},
+}
+"""A loss that is minus twice the sum of the log-probabilities."""
+
+
+async def _add_loss(b: Bench, session: str, tenant: str = "tenant") -> str:
+    loss_id = f"{session}:loss:0"
+    await b.ledger.entries(CustomLoss).add(
+        CustomLoss(
+            id=loss_id,
+            tenant_id=TenantId(tenant),
+            created_at=0.0,
+            session_id=SessionId(session),
+            name="twice",
+            graph=TWICE,
+        )
+    )
+    return loss_id
+
+
 def test_an_uploaded_loss_is_run_in_its_session_and_in_no_other(tmp_path: Path) -> None:
     """By its id; elsewhere there is no such loss."""
-    nodes = [
-        {"op": "placeholder", "name": "lp", "target": "logprobs"},
-        {
-            "op": "call_method",
-            "name": "total",
-            "target": "sum",
-            "args": [{"ref": "lp"}],
-        },
-        {
-            "op": "call_function",
-            "name": "loss",
-            "target": "operator.mul",
-            "args": [{"ref": "total"}, -2.0],
-        },
-        {
-            "op": "output",
-            "name": "output",
-            "target": "output",
-            "args": [{"tuple": [{"ref": "loss"}, {"dict": {"custom/x:sum": {"ref": "total"}}}]}],
-        },
-    ]
-    plain = {"inputs": [{"name": "logprobs", "rank": 1}], "graph": {"format": 1, "nodes": nodes}}
 
     async def run() -> None:
         async with bench(tmp_path) as b:
-            loss_id = "session-1:loss:0"
-            await b.ledger.entries(CustomLoss).add(
-                CustomLoss(
-                    id=loss_id,
-                    tenant_id=TenantId("tenant"),
-                    created_at=0.0,
-                    session_id=SessionId("session-1"),
-                    name="twice",
-                    graph=plain,
-                )
-            )
+            loss_id = await _add_loss(b, "session-1")
             request = CreateCustomLossRequest.model_validate(
-                {"session_id": "session-1", "custom_loss_seq_id": 0, "name": "twice", **plain}
+                {"session_id": "session-1", "custom_loss_seq_id": 0, "name": "twice", **TWICE}
             )
             made = await b.result(
                 await b.submit("session-1:loss", 0, "create_custom_loss", request, is_ordered=False)
@@ -425,6 +437,126 @@ def test_an_uploaded_loss_is_run_in_its_session_and_in_no_other(tmp_path: Path) 
         assert passed.metrics["loss:sum"] == pytest.approx(2 * plain_pass.metrics["loss:sum"])
         assert passed.metrics["custom/x:sum"] == pytest.approx(-plain_pass.metrics["loss:sum"])
         assert "no loss" in other.error
+
+    asyncio.run(run())
+
+
+class SlowLosses(FakeEngine):
+    """Uploaded losses of the first session end when they are told to."""
+
+    def __init__(self) -> None:
+        super().__init__([fake_model(BASE)])
+        self.goes_on = asyncio.Event()
+        self.calls: list[list[str]] = []
+
+    async def train(self, batch: Sequence[TrainingWork]) -> list[TrainingOutcome]:
+        """Of one batch; `calls` has what is in each."""
+        self.calls.append([work.work_id for work in batch])
+        is_slow = [work.adapter_id.startswith("session-1:") for work in batch]
+        if has_uploaded_loss(batch) and any(is_slow):
+            await self.goes_on.wait()
+        return await super().train(batch)
+
+
+@contextlib.asynccontextmanager
+async def _slow_losses(
+    folder: Path, tenants: dict[str, str]
+) -> AsyncIterator[tuple[Bench, SlowLosses]]:
+    """A bench with a model for each line, whose tenants are given, and a loss in each session."""
+    made = Bench(folder, MemoryLedger())
+    engine = made.engine = SlowLosses()
+    made.scheduler = Scheduler(made.ledger, engine, made.store, QUICK)
+    await made.open()
+    try:
+        for line, tenant in tenants.items():
+            session = line.partition(":")[0]
+            await made.result(await made.create(line, tenant=tenant))
+            if line.endswith(":0"):
+                await _add_loss(made, session, tenant)
+        yield made, engine
+    finally:
+        engine.goes_on.set()
+        await made.close()
+
+
+def _uploaded(line: str) -> dict[str, Any]:
+    return {"loss": "custom", "config": {"loss_id": f"{line.partition(':')[0]}:loss:0"}}
+
+
+async def _is_settled(b: Bench, request_id: str) -> bool:
+    return (await b.ledger.command(request_id)).is_settled
+
+
+def test_an_uploaded_loss_that_takes_long_holds_up_nobody_else(tmp_path: Path) -> None:
+    """Others train meanwhile, with uploaded losses too, and the tenant its other models."""
+    mine, my_second, other = "session-1:train:0", "session-1:train:1", "session-2:train:0"
+    tenants = {mine: "slow", my_second: "slow", other: "other"}
+
+    async def run() -> None:
+        async with _slow_losses(tmp_path, tenants) as (b, engine):
+            slow = await b.forward_backward(mine, 1, tenant="slow", **_uploaded(mine))
+            behind = await b.step(mine, 2, tenant="slow")
+            await until(lambda: [slow] in engine.calls)
+            waiting = await b.forward_backward(my_second, 1, tenant="slow", **_uploaded(mine))
+
+            for number in (1, 3, 5):
+                loss = _uploaded(other) if number == 3 else {}
+                passed = await b.forward_backward(other, number, tenant="other", **loss)
+                stepped = await b.step(other, number + 1, tenant="other")
+                assert (await b.result(passed)).metrics["loss:sum"] > 0
+                assert (await b.result(stepped)).metrics
+            for one in (slow, behind, waiting):
+                assert not await _is_settled(b, one)
+
+            engine.goes_on.set()
+            for one in (slow, behind, waiting):
+                assert (await b.result(one)).metrics
+            assert b.scheduler.statistics()["held_commands"] == 0
+
+    asyncio.run(run())
+
+
+def test_uploaded_losses_that_wait_run_in_their_turn(tmp_path: Path) -> None:
+    """Those of a third and a fourth tenant after those of two, which hold all places."""
+    lines = {f"session-1:train:{n}": f"tenant-{n}" for n in range(4)}
+
+    async def run() -> None:
+        async with _slow_losses(tmp_path, lines) as (b, engine):
+            asked = [
+                await b.forward_backward(line, number, tenant=tenant, **_uploaded(line))
+                for line, tenant in lines.items()
+                for number in range(1, 9)
+            ]
+            await until(lambda: len(engine.calls) == 2)
+            plain = "session-1:train:3"
+            assert not any(await asyncio.gather(*(_is_settled(b, one) for one in asked)))
+            engine.goes_on.set()
+            for one in asked:
+                assert (await b.result(one)).metrics["loss:sum"] > 0
+            assert sorted(one for call in engine.calls for one in call) == sorted(asked)
+            for line in lines:
+                own = [one for call in engine.calls for one in call if one.startswith(line)]
+                assert own == [one for one in asked if one.startswith(line)]
+            assert (await b.result(await b.forward_backward(plain, 9, tenant="tenant-3"))).metrics
+
+    asyncio.run(run())
+
+
+def test_a_loss_that_still_computes_when_the_service_ends_is_run_again(tmp_path: Path) -> None:
+    """It was not settled, and nobody waits for it longer than for others."""
+    line = "session-1:train:0"
+
+    async def run() -> None:
+        async with _slow_losses(tmp_path, {line: "tenant"}) as (b, engine):
+            slow = await b.forward_backward(line, 1, **_uploaded(line))
+            await until(lambda: [slow] in engine.calls)
+
+            await b.scheduler.close(drain_s=0.0)
+
+            assert not await _is_settled(b, slow)
+            engine.goes_on.set()
+            async with Scheduler(b.ledger, b.engine, b.store, QUICK):
+                assert (await b.result(slow)).metrics["loss:sum"] > 0
 
     asyncio.run(run())
 

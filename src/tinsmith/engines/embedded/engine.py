@@ -3,6 +3,9 @@
 Two threads compute. One trains: calls queue on it in their order. The other samples, and goes on
 while the first one trains. Base models never change, and both use the same; sampler weights are
 copies. Files are written of what an adapter was, beside the training that goes on.
+
+Batches with uploaded losses have threads of their own: such a loss may compute for minutes, and
+others go on training meanwhile.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import TypeVar
 import torch
 
 from tinsmith.engines.adapter_files import check_base, known_model, model_to_train
+from tinsmith.engines.adapter_turns import AdapterTurns
 from tinsmith.engines.base import (
     AdapterId,
     AdapterSpec,
@@ -30,6 +34,7 @@ from tinsmith.engines.base import (
     TrainingOutcome,
     TrainingWork,
     WeightsId,
+    has_uploaded_loss,
 )
 from tinsmith.engines.embedded import adapters as files
 from tinsmith.engines.embedded.adapters import Adapter
@@ -46,6 +51,9 @@ from tinsmith.model.transformer import Transformer
 
 PACKS_AT_A_TIME = 4
 """How many packs one call of `train` should fill at most."""
+
+UPLOADED_LOSS_THREADS = 2
+"""How many batches with uploaded losses run at a time. Each may take `pass_bytes` of memory."""
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +77,9 @@ class EmbeddedEngine(Engine):
         """Changed on the training thread alone."""
         self._samplers: dict[str, Sampler] = {}
         self._weights: dict[WeightsId, Sampler] = {}
+        self._turns = AdapterTurns()
         self._training: ThreadPoolExecutor | None = None
+        self._uploaded: ThreadPoolExecutor | None = None
         self._trainer: Trainer | None = None
         self._sampling: SamplerThread | None = None
 
@@ -81,8 +91,14 @@ class EmbeddedEngine(Engine):
             ValidationError: The settings ask for a device that is not there.
         """
         threads = self._settings.threads or free_threads()
-        self._training = ThreadPoolExecutor(
-            1, "tinsmith-trainer", initializer=torch.set_num_threads, initargs=(threads,)
+        self._training, self._uploaded = (
+            ThreadPoolExecutor(
+                workers, name, initializer=torch.set_num_threads, initargs=(threads,)
+            )
+            for workers, name in (
+                (1, "tinsmith-trainer"),
+                (UPLOADED_LOSS_THREADS, "tinsmith-uploaded-loss"),
+            )
         )
         try:
             self._transformers = await self._on_thread(self._load)
@@ -126,25 +142,38 @@ class EmbeddedEngine(Engine):
 
     async def close(self) -> None:
         """`Engine.close`."""
-        training, sampling = self._training, self._sampling
-        self._training = self._sampling = None
+        trainings, sampling = (self._training, self._uploaded), self._sampling
+        self._training = self._uploaded = self._sampling = None
         if self._trainer is not None:
             self._trainer.close()
         if sampling is not None:
             await sampling.close()
-        if training is not None:
-            await asyncio.to_thread(training.shutdown, cancel_futures=True)
+        for training in trainings:
+            if training is not None:
+                await asyncio.to_thread(training.shutdown, cancel_futures=True)
         self._adapters.clear()
         self._weights.clear()
         self._samplers.clear()
         self._transformers.clear()
 
-    async def _on_thread(self, run: Callable[[], R]) -> R:
-        """Run on the training thread, after everything that was asked before."""
+    async def _on_thread(
+        self, run: Callable[[], R], *adapters: AdapterId, has_uploaded_loss: bool = False
+    ) -> R:
+        """Run on the training thread, after everything that was asked before.
+
+        Args:
+            run: What to run.
+            adapters: What it is about.
+            has_uploaded_loss: It runs on another thread, after what was asked about these adapters.
+        """
         if self._training is None:
             raise closed()
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._training, run)
+            async with self._turns.turn(adapters):
+                threads = self._uploaded if has_uploaded_loss else self._training
+                if threads is None:
+                    raise closed()
+                return await asyncio.get_running_loop().run_in_executor(threads, run)
         except asyncio.CancelledError:
             if self._training is None:  # it was closed before this had its turn
                 raise closed() from None
@@ -179,7 +208,7 @@ class EmbeddedEngine(Engine):
             made = files.fresh_adapter(spec, model.architecture, str(model.device))
             self._adapters[spec.adapter_id] = made
 
-        await self._on_thread(run)
+        await self._on_thread(run, spec.adapter_id)
 
     async def load_adapter(self, spec: AdapterSpec, folder: Path, parts: Saved) -> None:
         """`Engine.load_adapter`."""
@@ -190,7 +219,7 @@ class EmbeddedEngine(Engine):
             made = files.load_adapter(spec, model.architecture, folder, parts, str(model.device))
             self._adapters[spec.adapter_id] = made
 
-        await self._on_thread(run)
+        await self._on_thread(run, spec.adapter_id)
 
     def _checked(self, spec: AdapterSpec) -> Transformer:
         """The base model, if it can be trained so."""
@@ -214,7 +243,7 @@ class EmbeddedEngine(Engine):
                 raise NotFoundError(f"model {adapter_id} is not loaded")
             return self._adapters[adapter_id].as_it_is()
 
-        as_it_was = await self._on_thread(run)
+        as_it_was = await self._on_thread(run, adapter_id)
         model = self._model(as_it_was.spec.base_model)
         await asyncio.to_thread(
             files.save_adapter,
@@ -228,7 +257,7 @@ class EmbeddedEngine(Engine):
     async def drop_adapter(self, adapter_id: AdapterId) -> None:
         """`Engine.drop_adapter`."""
         if self._training is not None:
-            await self._on_thread(lambda: self._adapters.pop(adapter_id, None))
+            await self._on_thread(lambda: self._adapters.pop(adapter_id, None), adapter_id)
 
     def has_adapter(self, adapter_id: AdapterId) -> bool:
         """`Engine.has_adapter`."""
@@ -241,7 +270,11 @@ class EmbeddedEngine(Engine):
         trainer = self._trainer
         if trainer is None:
             raise closed()
-        return await self._on_thread(lambda: trainer.train(batch, self._adapters))
+        return await self._on_thread(
+            lambda: trainer.train(batch, self._adapters),
+            *(work.adapter_id for work in batch),
+            has_uploaded_loss=has_uploaded_loss(batch),
+        )
 
     # Sampling
 

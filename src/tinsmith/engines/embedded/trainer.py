@@ -5,7 +5,7 @@ with each other and with those of other adapters on the same base model; a pass 
 for it. What a pass gathers is kept apart until all of it is known to be good, and is then added
 to its adapter, pass by pass in their order: what shared a pack cannot be seen in the numbers.
 
-Plain synchronous code, for one thread at a time.
+Plain synchronous code, for several threads as long as each trains other adapters.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The fake engine: keeps the whole contract of `engines/base.py` at thousands of commands a second.
 
 Small works are computed on the event loop, large ones on a thread; one after another in either
-case, in the order of the calls.
+case, in the order of the calls. Works with uploaded losses are computed on threads beside them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from tinsmith.engines.adapter_files import check_base, known_model, model_to_train
+from tinsmith.engines.adapter_turns import AdapterTurns
 from tinsmith.engines.base import (
     AdapterId,
     AdapterSpec,
@@ -30,6 +31,7 @@ from tinsmith.engines.base import (
     TrainingOutcome,
     TrainingWork,
     WeightsId,
+    has_uploaded_loss,
 )
 from tinsmith.engines.fake import arithmetic, files
 from tinsmith.engines.fake.arithmetic import Array, Vocabulary
@@ -100,6 +102,7 @@ class FakeEngine(Engine):
         self._samples: dict[str, RunningSample] = {}
         self._draws: OrderedDict[tuple[object, ...], Draws] = OrderedDict()
         self._prefixes: OrderedDict[int, None] = OrderedDict()
+        self._turns = AdapterTurns()
         self._turn = asyncio.Lock()
         self._is_open = False
 
@@ -129,8 +132,8 @@ class FakeEngine(Engine):
             batch_tokens=self._settings.batch_tokens,
         )
 
-    async def _exclusively(self, run: Callable[[], Awaitable[R]]) -> R:
-        async with self._turn:
+    async def _exclusively(self, run: Callable[[], Awaitable[R]], *adapters: AdapterId) -> R:
+        async with self._turns.turn(adapters), self._turn:
             if not self._is_open:
                 raise ClosedError("the engine is closed")
             return await run()
@@ -146,7 +149,7 @@ class FakeEngine(Engine):
             weights = arithmetic.fresh_weights(spec.lora, seed)
             self._adapters[spec.adapter_id] = Adapter(spec, base_CK, weights)
 
-        await self._exclusively(run)
+        await self._exclusively(run, spec.adapter_id)
 
     async def load_adapter(self, spec: AdapterSpec, folder: Path, parts: Saved) -> None:
         """`Engine.load_adapter`."""
@@ -157,7 +160,7 @@ class FakeEngine(Engine):
             made = await asyncio.to_thread(files.load, spec, base_CK, folder, parts)
             self._adapters[spec.adapter_id] = made
 
-        await self._exclusively(run)
+        await self._exclusively(run, spec.adapter_id)
 
     def _checked(self, spec: AdapterSpec) -> Array:
         """The table of the base model, if it can be trained so."""
@@ -175,11 +178,11 @@ class FakeEngine(Engine):
         async def run() -> None:
             await asyncio.to_thread(files.save, self._adapter(adapter_id), folder, parts)
 
-        await self._exclusively(run)
+        await self._exclusively(run, adapter_id)
 
     async def drop_adapter(self, adapter_id: AdapterId) -> None:
         """`Engine.drop_adapter`."""
-        async with self._turn:
+        async with self._turns.turn([adapter_id]), self._turn:
             self._adapters.pop(adapter_id, None)
 
     def has_adapter(self, adapter_id: AdapterId) -> bool:
@@ -199,15 +202,20 @@ class FakeEngine(Engine):
         async def run() -> list[TrainingOutcome]:
             started = time.monotonic()
             tokens = sum(work.tokens for work in batch if isinstance(work, PassWork))
-            is_custom = any(isinstance(w, PassWork) and w.custom_loss is not None for w in batch)
-            if is_custom or tokens > SMALL_TOKENS or len(batch) > SMALL_WORKS:
+            if has_uploaded_loss(batch) or tokens > SMALL_TOKENS or len(batch) > SMALL_WORKS:
                 outcomes = await asyncio.to_thread(self._train_all, batch)
             else:
                 outcomes = self._train_all(batch)
             await asyncio.sleep(max(0.0, started + self._settings.batch_s - time.monotonic()))
             return outcomes
 
-        return await self._exclusively(run)
+        adapters = [work.adapter_id for work in batch]
+        if not has_uploaded_loss(batch):
+            return await self._exclusively(run, *adapters)
+        async with self._turns.turn(adapters):
+            if not self._is_open:
+                raise ClosedError("the engine is closed")
+            return await run()
 
     def _train_all(self, batch: Sequence[TrainingWork]) -> list[TrainingOutcome]:
         return [self._train(work) for work in batch]
