@@ -46,6 +46,8 @@ class PayloadFiles:
         self._folder = folder
         self._lock = threading.Lock()
         self._being_written: set[str] = set()
+        self._making = threading.Lock()
+        self._durable_folders: set[str] = set()
 
     def prepare(self) -> None:
         """Make the folder."""
@@ -63,9 +65,7 @@ class PayloadFiles:
             self._being_written.add(name)
         path = self._folder / name
         try:
-            if not path.parent.exists():
-                path.parent.mkdir(mode=0o700, exist_ok=True)
-                _sync_folder(self._folder)
+            self._make_folder(path.parent)
             with path.with_suffix(_PARTIAL).open("xb") as file:
                 file.write(payload)
                 file.flush()
@@ -82,6 +82,14 @@ class PayloadFiles:
                 remedy=fault.remedy,
             ) from exc
         return Kept(len(payload), file=name, digest=hashlib.sha256(payload).digest())
+
+    def _make_folder(self, folder: Path) -> None:
+        """Make a folder of payloads; one that is there may not be durable yet."""
+        with self._making:  # whoever finds it there waits until its maker has synced it
+            if folder.name not in self._durable_folders:
+                folder.mkdir(mode=0o700, exist_ok=True)
+                _sync_folder(self._folder)
+                self._durable_folders.add(folder.name)
 
     def written(self, name: str) -> None:
         """The row that names it is durable, or will never be."""

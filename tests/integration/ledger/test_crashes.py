@@ -22,6 +22,17 @@ ROOT = Path(__file__).parents[3]
 ROUNDS = 8
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="files are held open by O_PATH and /proc")
+def test_a_large_payload_that_was_kept_survives_a_power_cut(tmp_path: Path) -> None:
+    """On a disk that has nothing but what was synced."""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    command = [sys.executable, str(WRITER.with_name("power_cut.py")), str(tmp_path)]
+
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+    assert done.returncode == 0, done.stderr
+
+
 def write_until_killed(folder: Path, first: int, lines: int, *, by_itself: bool) -> list[str]:
     """Start a writer that dies when it has said so many lines, and return all that it said."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}

@@ -256,7 +256,7 @@ def test_a_command_that_is_cancelled_in_its_line_is_dropped(tmp_path: Path) -> N
     """The next one runs as if it had not been there."""
 
     async def run() -> None:
-        async with bench(tmp_path, fake=FakeSettings(batch_s=0.2)) as b:
+        async with bench(tmp_path, fake=FakeSettings(batch_s=1.0)) as b:
             await b.create(LINE)
             await b.step(LINE, 1)
             dropped = await b.forward_backward(LINE, 2)

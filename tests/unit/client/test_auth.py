@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import os
 import pathlib
 import pickle
 
@@ -149,9 +150,15 @@ def test_a_command_that_fails_is_told_without_its_output(
     capfd.readouterr()
 
 
-def test_a_command_that_does_not_end_is_ended() -> None:
+def test_a_command_that_does_not_end_is_ended(tmp_path: pathlib.Path) -> None:
+    noted = tmp_path / "process"
+    command = Secret(f"echo $$ > '{noted}'; exec sleep 600")
+
     with pytest.raises(TinkerError, match="did not end"):
-        asyncio.run(command_output(Secret("sleep 600"), timeout_s=0.2))
+        asyncio.run(command_output(command, timeout_s=2.0))
+
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(noted.read_text()), 0)
 
 
 # Tokens

@@ -103,6 +103,41 @@ def test_s17_a_call_that_never_began_can_give_its_place_up() -> None:
     assert sent == [1]
 
 
+def test_s17_a_call_cancelled_at_the_moment_of_its_turn_holds_up_nobody() -> None:
+    sent: list[int] = []
+
+    async def scenario() -> int:
+        line = Line()
+        first, cancelled, last = line.take_places(3)
+        tasks = [
+            asyncio.create_task(leave_with_numbers(cancelled, 1, sent)),
+            asyncio.create_task(leave_with_numbers(last, 1, sent)),
+        ]
+        await asyncio.sleep(0)
+        tasks[0].cancel()
+        first.leave()  # the one whose turn it is now has not noticed yet that it is cancelled
+        await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), timeout=60)
+        return len(line._waiting)
+
+    assert asyncio.run(scenario()) == 0
+    assert sent == [1]
+
+
+def test_the_length_of_a_line_counts_those_who_have_not_left_however_often_others_say_so() -> None:
+    line = Line()
+    places = line.take_places(4)
+
+    places[2].leave()
+    assert line.length == 3
+    places[0].leave()
+    places[0].leave()
+    assert line.length == 2
+    for place in places:
+        place.leave()
+        place.leave()
+    assert line.length == 0
+
+
 def test_s17_a_call_that_fails_passes_its_turn_on() -> None:
     sent: list[int] = []
 

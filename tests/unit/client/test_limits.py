@@ -423,3 +423,50 @@ def test_whoever_waits_for_leave_wakes_when_it_may_go_or_the_pause_ends_early(
         assert held.done()
 
     asyncio.run(story())
+
+
+def test_each_pause_is_left_one_by_one_however_many_left_the_one_before(
+    limiter: Limiter, time: FakeTime
+) -> None:
+    limiter.rate_limited(1.0)
+    time.now += 2.0
+    assert limiter.leave(500) == 500
+
+    limiter.rate_limited(1.0)
+    time.now += 1.0
+
+    assert limiter.leave(500) == 1
+
+
+def test_nothing_is_refused_before_the_first_429_and_after_a_sample_was_taken(
+    limiter: Limiter, time: FakeTime
+) -> None:
+    assert limiter.refused_s() == 0.0
+    limiter.rate_limited(1.0)
+    time.now += 5.0
+    assert limiter.refused_s() == 5.0
+
+    limiter.sample_taken()
+
+    assert limiter.refused_s() == 0.0
+
+
+def test_a_pause_that_is_seen_while_an_older_poll_is_looked_at_stays(time: FakeTime) -> None:
+    """Another thread's poll may tell of it at that very moment."""
+    told: list[None] = []
+
+    def clock() -> float:
+        if told:
+            told.clear()
+            time.now += 1.0
+            limiter.queue_paused(60.0, "again")
+        return time.now
+
+    limiter = Limiter(clock=clock, sleep=time.sleep)
+    limiter.queue_paused(10.0, "first")
+    time.now += 1.0
+    told.append(None)
+
+    limiter.queue_active(asked_at=time.now)
+
+    assert limiter.pause().reason == "again"

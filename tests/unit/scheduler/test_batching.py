@@ -129,3 +129,9 @@ def test_tenants_get_equal_amounts_over_many_batches() -> None:
             given[one.tenant_id] += sizes[one.tenant_id]
 
     assert abs(given["small"] - given["large"]) <= 750
+
+
+def test_the_budget_may_be_used_up_to_its_last_token() -> None:
+    order = _order(_sized("a", tokens=600), _sized("b", tokens=400), _sized("c", tokens=1))
+
+    assert _chosen(order, tokens=1000) == [("a", 0), ("b", 0)]

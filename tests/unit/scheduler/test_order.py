@@ -162,3 +162,17 @@ def test_a_forgotten_line_leaves_nothing() -> None:
     order.finish(N, [a_command("n", 0)], 0.0)
 
     assert (len(order), order.lines(), order.ready(), order.gaps()) == (0, 0, [], [])
+
+
+def test_a_line_of_which_something_runs_is_not_moved_and_has_no_gap() -> None:
+    """Such as a snapshot of it: what is missing may come meanwhile."""
+    order = _order()
+    order.start(M)
+    order.add(a_command(number=2), 1.0)
+
+    order.skip_to(M, 2, 2.0)
+
+    assert order.position(M) == 0
+    assert order.gaps() == []
+    order.finish(M, [], 3.0)
+    assert order.gaps() == [Gap(M, 0, 2, 3.0)]

@@ -6,13 +6,20 @@ import asyncio
 from collections.abc import Sequence
 from typing import cast
 
+import pytest
+
 from tests.unit.scheduler.made import a_command
-from tinsmith.errors import BadRequestError, LedgerUnavailableError, RequestErrorCategory
+from tinsmith.errors import (
+    BadRequestError,
+    CheckpointUnavailableError,
+    LedgerUnavailableError,
+    RequestErrorCategory,
+)
 from tinsmith.ledger.board import Board
 from tinsmith.ledger.fenced import FencedLedger
 from tinsmith.ledger.records import RequestId, Settlement
 from tinsmith.scheduler.patience import LONGEST_WAIT_S, PatientLedger, Sleep
-from tinsmith.scheduler.settling import Settler, failure, success
+from tinsmith.scheduler.settling import LARGEST_SETTLEMENT, Settler, failure, success
 from tinsmith.wire.stored import read_failure
 
 
@@ -157,3 +164,47 @@ def test_a_command_without_a_result_is_settled_with_nothing() -> None:
     settlement = success(a_command(kind="release_model"), None)
 
     assert (settlement.payload, settlement.is_failed) == (b"J{}", False)
+
+
+class StoppingLedger(SlowLedger):
+    """Settles once, and then not until it is let again."""
+
+    async def settle(self, settlements: Sequence[Settlement]) -> list[RequestId]:
+        settled = await super().settle(settlements)
+        self.may_settle.clear()
+        return settled
+
+
+def test_there_is_no_room_while_as_many_as_may_be_still_wait() -> None:
+    """Of more than one change takes, the first leaves exactly so many."""
+
+    async def run() -> None:
+        ledger = StoppingLedger()
+        settler = ledger.settler(most=3)
+        settler.add(*(_settlement(number) for number in range(LARGEST_SETTLEMENT + 3)))
+        waiting = asyncio.create_task(settler.wait_room())
+        task = asyncio.create_task(settler.run())
+        while not ledger.settled:  # noqa: ASYNC110 - nobody tells of it
+            await asyncio.sleep(0)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        had_room, unsettled = waiting.done(), settler.unsettled
+        ledger.may_settle.set()
+        async with asyncio.timeout(60):
+            await waiting
+        task.cancel()
+
+        assert (had_room, unsettled) == (False, 3)
+
+    asyncio.run(run())
+
+
+def test_what_is_wrong_with_the_store_is_told_to_the_operator_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    error = CheckpointUnavailableError("/var/checkpoints cannot be read")
+
+    settlement = failure(a_command(number=7), error)
+
+    assert "/var/checkpoints" not in read_failure(settlement.payload).error
+    assert "m:7 failed: /var/checkpoints cannot be read" in caplog.text
