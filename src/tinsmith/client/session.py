@@ -33,8 +33,8 @@ from tinsmith.errors import (
     NotFoundError,
 )
 from tinsmith.types import requests as r
-from tinsmith.types.extensions import ServiceFlags
 from tinsmith.types.checkpoints import CheckpointsListResponse
+from tinsmith.types.extensions import ServiceFlags
 from tinsmith.types.runs import (
     ClientSessionFinishReason,
     ClientSessionFinishSuccess,

@@ -15,8 +15,9 @@ from typing import TypeVar
 
 from tinsmith.engines.registry import ModelSource, find_models
 from tinsmith.model_files.cache import ModelCache
-from tinsmith.observe.progress import Progress, is_seen
+from tinsmith.observe.progress import Progress
 from tinsmith.observe.sizes import size_text
+from tinsmith.observe.terminal import is_seen
 from tinsmith.serve.settings import ServiceSettings
 
 _log = logging.getLogger(__name__)
