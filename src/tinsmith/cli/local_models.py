@@ -169,10 +169,11 @@ def remove_model(arguments: argparse.Namespace) -> None:
 
 def telling(bar: Progress, name: str) -> Tell:
     """Shows on a bar what is being done to something of this name."""
+    short = name.rpartition("/")[2]  # the whole of it leaves no room for the bar
 
     def tell(what: str, done: int, total: int | None) -> None:
-        if bar.label != f"{name}: {what}":
-            bar.label = f"{name}: {what}"
+        if bar.label != f"{short}: {what}":
+            bar.label = f"{short}: {what}"
             bar.begin(total, done)
         else:
             bar.add(done - bar.done)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from types import TracebackType
-from typing import Self, TextIO
+from typing import Self
 
 from tinsmith.observe.sizes import size_text
+from tinsmith.observe.terminal import is_seen, terminal
 
 _WIDTH = 24
 _REDRAW_S = 0.1
@@ -27,17 +27,24 @@ class Progress:
         total: How much there is to do; None while that is not known.
         in_bytes: Whether it is counted in bytes.
         format_: The command's format.
+        is_left: Whether the bar is left standing at the end, instead of taken away.
     """
 
     def __init__(
-        self, label: str, total: int | None, *, in_bytes: bool = False, format_: str = "table"
+        self,
+        label: str,
+        total: int | None,
+        *,
+        in_bytes: bool = False,
+        format_: str = "table",
+        is_left: bool = False,
     ) -> None:
         self.label = label
         self.total = total
         self.done = 0
         self._in_bytes = in_bytes
         self._is_shown = format_ == "table" and is_seen()
-        self._shown_length = 0
+        self._is_left = is_left
         self._lock = threading.Lock()
         self._began_at = time.monotonic()
         self._done_before = 0
@@ -71,20 +78,20 @@ class Progress:
         self.hide()
 
     def hide(self) -> None:
-        """Take the bar away."""
+        """Take the bar away, or leave it standing where that was asked for."""
         with self._lock:
-            if self._is_shown:
-                self._is_shown = False
-                self._write("")
+            if not self._is_shown:
+                return
+            self._is_shown = False
+            if self._is_left:
+                terminal.leave(self, self.line(time.monotonic() - self._began_at))
+            else:
+                terminal.hide(self)
 
     def _draw(self) -> None:
         self._drawn_at = time.monotonic()
         if self._is_shown:
-            self._write(self.line(self._drawn_at - self._began_at))
-
-    def _write(self, line: str) -> None:
-        write_over(sys.stderr, line, self._shown_length)
-        self._shown_length = len(line)
+            terminal.show(self, self.line(self._drawn_at - self._began_at))
 
     def line(self, elapsed_s: float) -> str:
         """The bar as text, `elapsed_s` after it began."""
@@ -95,31 +102,17 @@ class Progress:
         is_foreseen = new * _FORESEEN >= (self.total or 0)
         rate = new / elapsed_s if elapsed_s > 0 and is_foreseen else 0.0
         if self.total:
-            filled = min(_WIDTH, _WIDTH * self.done // self.total)
+            done = min(
+                self.done, self.total
+            )  # what is counted may be on the disk twice for a while
+            filled = _WIDTH * done // self.total
             bar = "#" * filled + "-" * (_WIDTH - filled)
-            shown = f"{self.label} [{bar}] {amount(self.done)} of {amount(self.total)}"
+            shown = f"{self.label} [{bar}] {amount(done)} of {amount(self.total)}"
         if self._in_bytes and rate:
             shown += f", {size_text(int(rate))}/s"
         if self.total and rate > 0 and self.done < self.total:
             shown += f", {_duration((self.total - self.done) / rate)} left"
         return shown
-
-
-def is_seen() -> bool:
-    """Whether somebody sees a line on stderr that is written over and over."""
-    if sys.stderr is None:
-        return False
-    return sys.stderr.isatty() or "ipykernel" in sys.modules
-
-
-def write_over(out: TextIO, line: str, shown_length: int) -> None:
-    """Put a line in the place of one of `shown_length` letters.
-
-    Spaces cover the rest where it is not a terminal: a notebook's cell knows nothing else.
-    """
-    covering = " " * max(0, shown_length - len(line))
-    out.write(f"\r\x1b[K{line}" if out.isatty() else f"\r{line}{covering}")
-    out.flush()
 
 
 def _duration(length_s: float) -> str:

@@ -16,8 +16,9 @@ from typing import TypeVar
 
 from tinsmith.engines.registry import ModelSource, find_models
 from tinsmith.model_files.cache import cache_of
-from tinsmith.observe.progress import Progress, is_seen
+from tinsmith.observe.progress import Progress
 from tinsmith.observe.sizes import size_text
+from tinsmith.observe.terminal import is_seen
 from tinsmith.serve.settings import ServiceSettings, default_data
 
 _log = logging.getLogger(__name__)

@@ -55,4 +55,22 @@ def test_a_notebook_s_cell_shows_it_too(
     shown = capsys.readouterr().err
     assert bar.line(0.0) in shown
     assert "\x1b" not in shown
-    assert shown.endswith(f"\r{' ' * len(bar.line(0.0))}")
+    assert shown.endswith(f"\r{' ' * len(bar.line(0.0))}\r")
+
+
+def test_a_bar_that_stays_says_how_far_it_came(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
+
+    with Progress("samples", 3, is_left=True) as bar:
+        bar.add(3)
+
+    assert capsys.readouterr().err.endswith(f"samples [{'#' * 24}] 3 of 3\n")
+
+
+def test_a_bar_never_shows_more_than_all_of_it() -> None:
+    bar = Progress("Downloading", 1024, in_bytes=True)
+    bar.add(2048)
+
+    assert bar.line(1.0).startswith(f"Downloading [{'#' * 24}] 1.0 KB of 1.0 KB")
