@@ -113,7 +113,7 @@ def _spec(adapter: AdapterId = A, **lora: Any) -> AdapterSpec:
 
 def _datum(tokens: list[int], **inputs: Any) -> Datum:
     given = {"target_tokens": [*tokens[1:], 5], **inputs}
-    return Datum(ModelInput.from_ints(tokens), given)
+    return Datum.received(ModelInput.from_ints(tokens), given)
 
 
 def _pass(

@@ -142,7 +142,10 @@ def round_trip(datum: Any, **rest: Any) -> ours.ForwardBackwardRequest:
 
 
 def a_datum(**inputs: Any) -> official.Datum:
-    return official.Datum(model_input=official.ModelInput.from_ints([1, 2]), loss_fn_inputs=inputs)
+    """One whose input is as long as its targets: ours is checked when it is made."""
+    length = len(inputs["target_tokens"]) if "target_tokens" in inputs else 2
+    tokens = official.ModelInput.from_ints([1] * length)
+    return official.Datum(model_input=tokens, loss_fn_inputs=inputs)
 
 
 def test_the_example_of_the_protocol_document() -> None:

@@ -36,7 +36,7 @@ CONFIGS: dict[str, dict[str, float | str]] = {
 
 
 def inputs(**given: Any) -> Inputs:
-    return Datum(ModelInput.from_ints([1]), given).loss_fn_inputs
+    return Datum.received(ModelInput.from_ints([1]), given).loss_fn_inputs
 
 
 def some_data(seed: int = 0, sizes: tuple[int, ...] = (5, 1, 9)) -> tuple[list[Inputs], Tensor]:
@@ -361,7 +361,10 @@ def test_the_fake_engine_takes_the_same_loss(name: str, seed: int) -> None:
         loss = make_loss(name, config, data)
         theirs = [
             datum_loss(
-                name, lp[span].double().numpy(), Datum(ModelInput.from_ints([1]), one), config
+                name,
+                lp[span].double().numpy(),
+                Datum.received(ModelInput.from_ints([1]), one),
+                config,
             )
             for span, one in spans(loss, data)
         ]

@@ -18,6 +18,7 @@ from tinsmith.errors import (
     AuthenticationError,
     TinkerError,
 )
+from tinsmith.wire.failures import said_in
 
 FAILED = 1
 WRONG_USAGE = 2
@@ -117,11 +118,9 @@ def in_short(error: BaseException) -> str:
 
 
 def _message(error: BaseException) -> str:
-    body = getattr(error, "body", None)
-    fields = body if isinstance(body, dict) else {}
     # What the service says of it, rather than the body that it said it with.
-    said = fields.get("detail") or fields.get("error") or fields.get("message")
-    if isinstance(said, str):
+    said = said_in(getattr(error, "body", None))
+    if said is not None:
         return said
     if isinstance(error, TinkerError) and error.args:
         return str(error.args[0])

@@ -59,6 +59,7 @@ def checked_data(data: Sequence[Datum], loss_fn: LossFnType) -> list[Datum]:
 
     Raises:
         TypeError: The data are no datums, or the loss is no name.
+        ValidationError: An input of a named loss differs in length from the targets.
     """
     if not isinstance(loss_fn, str):
         raise TypeError(
@@ -71,6 +72,11 @@ def checked_data(data: Sequence[Datum], loss_fn: LossFnType) -> list[Datum]:
     for index, datum in enumerate(datums):
         if not hasattr(datum, "model_input"):
             raise TypeError(f"data[{index}] is {type(datum).__name__}, and not a Datum")
+        if loss_fn != "custom":
+            try:
+                datum.check_rows()
+            except ValidationError as exc:
+                raise ValidationError(f"data[{index}]: {exc.args[0]}", remedy=exc.remedy) from None
     return datums
 
 

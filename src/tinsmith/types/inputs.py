@@ -301,6 +301,13 @@ class Datum(Frozen):
     The values of `loss_fn_inputs` may be given as lists, numpy arrays, torch tensors or
     `TensorData`, and are kept as `TensorData`. Provenance spans come as a pair that tiles the
     input and the targets.
+
+    `target_tokens` has a row for each token of the input, which is checked at once. What else a
+    named loss needs has as many rows, which its call checks: a loss of your own may take inputs of
+    any shape.
+
+    Raises:
+        ValidationError: `target_tokens` and the input differ in length.
     """
 
     __slots__ = ("loss_fn_input_spans", "loss_fn_inputs", "model_input", "model_input_spans")
@@ -319,10 +326,8 @@ class Datum(Frozen):
     ) -> None:
         if not isinstance(model_input, ModelInput):
             raise TypeError(f"model_input must be a ModelInput, not {type(model_input).__name__}")
-        tensors = {
-            name: tensor_from(name, value, _LIST_DTYPES.get(name))
-            for name, value in (loss_fn_inputs or {}).items()
-        }
+        tensors = _tensors(loss_fn_inputs)
+        _check_target_rows(model_input, tensors)
         set_once(self, "model_input", model_input)
         set_once(self, "loss_fn_inputs", tensors)
         set_once(self, "model_input_spans", _checked_spans("model_input_spans", model_input_spans))
@@ -378,9 +383,74 @@ class Datum(Frozen):
         inputs = plain.get("loss_fn_inputs") if isinstance(plain, dict) else None
         if not isinstance(inputs, dict):
             raise ValueError("Expected a datum: an object with model_input and loss_fn_inputs")
-        return cls(
+        return cls.received(
             ModelInput._from_plain(plain.get("model_input")),
             {name: TensorData._from_plain(tensor) for name, tensor in inputs.items()},
+        )
+
+    @classmethod
+    def received(
+        cls,
+        model_input: ModelInput,
+        loss_fn_inputs: Mapping[str, Any],
+        model_input_spans: ProvenanceSpans | None = None,
+        loss_fn_input_spans: ProvenanceSpans | None = None,
+    ) -> Self:
+        """A datum as somebody sent it: lengths are for whoever runs it to check."""
+        datum = object.__new__(cls)
+        set_once(datum, "model_input", model_input)
+        set_once(datum, "loss_fn_inputs", _tensors(loss_fn_inputs))
+        set_once(datum, "model_input_spans", model_input_spans)
+        set_once(datum, "loss_fn_input_spans", loss_fn_input_spans)
+        return datum
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).received, self._parts()  # it was checked, or is not to be
+
+    def check_rows(self) -> None:
+        """Check that inputs which named losses read have a row for each target.
+
+        Raises:
+            ValidationError: One has more or fewer.
+        """
+        targets = self.loss_fn_inputs.get("target_tokens")
+        if targets is None:
+            return
+        for name in _LIST_DTYPES:
+            tensor = self.loss_fn_inputs.get(name)
+            if tensor is not None and _rows(tensor) != _rows(targets):
+                raise ValidationError(
+                    f"loss_fn_inputs[{name!r}] has {_rows(tensor)} rows, and target_tokens "
+                    f"{_rows(targets)}",
+                    remedy="give one for each target; 0 leaves a target out of the loss",
+                )
+
+
+def _tensors(given: Mapping[str, Any] | None) -> LossFnInputs:
+    return {
+        name: tensor_from(name, value, _LIST_DTYPES.get(name))
+        for name, value in (given or {}).items()
+    }
+
+
+def _rows(tensor: TensorData) -> int:
+    return tensor.shape[0] if tensor.shape else len(tensor.numbers)
+
+
+def _check_target_rows(model_input: ModelInput, tensors: LossFnInputs) -> None:
+    targets = tensors.get("target_tokens")
+    chunks = model_input.chunks
+    # The length of an image or of audio is for the service to say; no input at all is yet to come.
+    if (
+        targets is None
+        or not chunks
+        or not all(isinstance(one, EncodedTextChunk) for one in chunks)
+    ):
+        return
+    if _rows(targets) != model_input.length:
+        raise ValidationError(
+            f"target_tokens has {_rows(targets)} rows, and model_input {model_input.length} tokens",
+            remedy="of a list of tokens the input is tokens[:-1], and the targets are tokens[1:]",
         )
 
 

@@ -113,8 +113,9 @@ def error_from_reply(
 ) -> e.APIStatusError:
     """The error for a refusal.
 
-    The message is `Error code: <status> - <body>` if the body is JSON, the text of the body if it
-    is not, and the status alone if there is none. What the server asks for by `Retry-After` is kept
+    The message is `Error code: <status> - <what the service says>`: the `detail` of a JSON body, or
+    all of it if it has none. A body that is no JSON is the message itself, and without a body it
+    is the status alone. What the server asks for by `Retry-After` is kept
     as it is: how much of that is honoured is for whoever tries again to say.
     """
     message, shown = _readable(status, body)
@@ -226,4 +227,13 @@ def _readable(status: int, body: Memory) -> tuple[str, Any]:
     except e.DecodeError:
         text = bytes(body[:_SHOWN_BYTES]).decode("utf-8", "replace").strip()
         return text or f"Error code: {status}", text
-    return f"Error code: {status} - {e.shown(plain, most=_SHOWN_BYTES)}", plain
+    said = said_in(plain)
+    shown = e.shown(plain, most=_SHOWN_BYTES) if said is None else said[:_SHOWN_BYTES]
+    return f"Error code: {status} - {shown}", plain
+
+
+def said_in(body: object) -> str | None:
+    """The sentence in an error's body, if it is one of the forms that services use."""
+    fields = body if isinstance(body, dict) else {}
+    said = fields.get("detail") or fields.get("error") or fields.get("message")
+    return said if isinstance(said, str) else None

@@ -79,7 +79,7 @@ def read_datum(reader: Reader, start: int, stop: int) -> Datum:
         elif tag == tags.DATUM__LOSS_FN_INPUT_SPANS:
             target_spans.append(_read_span(reader, at, end))
     has_spans = bool(input_spans or target_spans)
-    return Datum(
+    return Datum.received(
         ModelInput(chunks),
         tensors,
         input_spans if has_spans else None,

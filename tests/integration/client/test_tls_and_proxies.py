@@ -101,6 +101,46 @@ async def ask(made_by: Maker, url: str, **settings: Any) -> Any:
         await transport.close()
 
 
+async def close(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
+    await reader.readuntil(b"\r\n\r\n{}")
+
+
+async def alert(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.readuntil(b"\r\n\r\n{}")
+    writer.write(b"\x15\x03\x01\x00\x02\x02\x46")
+    await writer.drain()
+    writer.close()
+
+
+@pytest.mark.parametrize("serve", [close, alert])
+def test_plain_http_to_a_server_that_speaks_tls_is_told_of_https(serve: Serve) -> None:
+    """Such servers end the connection, or send an alert first."""
+
+    async def scenario() -> None:
+        async with listening(serve) as port:
+            with pytest.raises(APIConnectionError) as told:
+                await ask(DirectTransport, f"http://127.0.0.1:{port}")
+            assert f"https://127.0.0.1:{port}" in str(told.value.remedy)
+
+    asyncio.run(scenario())
+
+
+def test_tls_to_a_server_that_speaks_none_is_told_of_http() -> None:
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(16)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async def scenario() -> None:
+        async with listening(refuse) as port:
+            with pytest.raises(APIConnectionError) as told:
+                await ask(DirectTransport, f"https://127.0.0.1:{port}")
+            assert f"http://127.0.0.1:{port}" in str(told.value.remedy)
+
+    asyncio.run(scenario())
+
+
 YESTERDAY = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1)
 
 

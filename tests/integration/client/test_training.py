@@ -118,6 +118,26 @@ def test_the_loss_per_token_of_rewards_is_of_the_tokens_that_have_an_advantage(
     assert math.isfinite(pickle.loads(pickle.dumps(output)).loss_per_token)
 
 
+@pytest.mark.parametrize(
+    ("loss_fn", "inputs"),
+    [
+        ("cross_entropy", {"weights": [1.0, 1.0]}),
+        ("ppo", {"logprobs": [-1.0] * 3, "advantages": [1.0] * 4}),
+    ],
+)
+def test_inputs_of_a_named_loss_that_differ_in_length_are_refused_before_they_are_sent(
+    training: TrainingClient, service: ScriptedService, loss_fn: Any, inputs: dict[str, Any]
+) -> None:
+    tokens = ModelInput.from_ints([1, 2, 3])
+    bad = Datum(tokens, {"target_tokens": [2, 3, 4], **inputs})
+
+    with pytest.raises(ValidationError, match=r"data\[1\]: loss_fn_inputs.*target_tokens 3"):
+        _ = training.forward_backward([a_datum(), bad], loss_fn)
+
+    assert service.requests("forward_backward") == []
+    assert training.forward([a_datum()], "cross_entropy").result(WAIT_S).loss > 0
+
+
 def test_both_faces_submit_at_once_and_give_the_result_when_awaited(
     training: TrainingClient,
 ) -> None:

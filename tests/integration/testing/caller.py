@@ -125,7 +125,7 @@ class Caller:
 def forward_backward(model_id: str, seq_id: int, **fields: Any) -> r.ForwardBackwardRequest:
     """One datum of three tokens."""
     inputs = {"target_tokens": TARGETS, "weights": [0.0, 1.0, 1.0]}
-    datum = t.Datum(t.ModelInput.from_ints(TOKENS), fields.pop("inputs", inputs))
+    datum = t.Datum.received(t.ModelInput.from_ints(TOKENS), fields.pop("inputs", inputs))
     given = t.ForwardBackwardInput([datum], fields.pop("loss_fn", "cross_entropy"))
     return r.ForwardBackwardRequest(given, model_id, seq_id, **fields)
 

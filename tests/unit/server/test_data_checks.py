@@ -26,7 +26,7 @@ def a_datum(tokens: Any = (1, 2, 3), **inputs: Any) -> Datum:
     tokens = list(tokens)
     given: dict[str, Any] = {"target_tokens": tokens, "weights": [1.0] * len(tokens), **inputs}
     given = {name: value for name, value in given.items() if value is not None}
-    return Datum(ModelInput.from_ints(tokens), given)
+    return Datum.received(ModelInput.from_ints(tokens), given)
 
 
 def refusal(*data: Datum, loss_fn: Any = "cross_entropy", config: Any = None) -> str:

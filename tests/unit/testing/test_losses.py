@@ -21,7 +21,7 @@ def run(
 ) -> tuple[list[float], float, Gradient]:
     """Log-probabilities, loss and gradient of one datum."""
     inputs = {"target_tokens": TARGETS, **inputs}
-    datum = t.Datum(t.ModelInput.from_ints(TOKENS), inputs)
+    datum = t.Datum.received(t.ModelInput.from_ints(TOKENS), inputs)
     gradient: Gradient = {}
     output = run_loss(Weights("m", 100), t.ForwardBackwardInput([datum], loss_fn, config), gradient)
     return output.loss_fn_outputs[0]["logprobs"].data, output.metrics["loss:sum"], gradient
@@ -85,7 +85,7 @@ def test_several_targets_to_a_position_keep_their_shape_dense_and_sparse() -> No
     }
     outputs = []
     for inputs in (dense, sparse):
-        datum = t.Datum(t.ModelInput.from_ints(TOKENS), inputs)
+        datum = t.Datum.received(t.ModelInput.from_ints(TOKENS), inputs)
         given = t.ForwardBackwardInput([datum], "cross_entropy")
         outputs.append(run_loss(Weights("m", 100), given, {}))
 
@@ -95,7 +95,7 @@ def test_several_targets_to_a_position_keep_their_shape_dense_and_sparse() -> No
 
 def test_chunks_add_up_to_the_whole() -> None:
     inputs = {"target_tokens": TARGETS, "weights": [1.0, 0.3, 0.7]}
-    data = [t.Datum(t.ModelInput.from_ints(TOKENS), inputs) for _ in range(4)]
+    data = [t.Datum.received(t.ModelInput.from_ints(TOKENS), inputs) for _ in range(4)]
     whole: Gradient = {}
     chunked: Gradient = {}
 

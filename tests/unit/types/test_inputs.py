@@ -427,3 +427,29 @@ def test_a_span_is_not_negative(span: dict[str, int]) -> None:
     for cls in (PromptProvenanceSpan, SampledProvenanceSpan):
         with pytest.raises(ValidationError, match="negative"):
             cls(sequence_id="a", **span)
+
+
+@pytest.mark.parametrize("targets", [[2, 3], [2, 3, 4, 5], [[1, 2]], []])
+def test_a_datum_whose_lengths_differ_is_refused_where_it_is_made(targets: list[Any]) -> None:
+    """The service refused it, far from the line that was wrong."""
+    with pytest.raises(ValidationError, match=r"model_input 3 tokens.*tokens\[:-1\]"):
+        Datum(ModelInput.from_ints([1, 2, 3]), {"target_tokens": targets})
+
+
+@pytest.mark.parametrize(
+    ("tokens", "inputs"),
+    [
+        ([1, 2, 3], {"target_tokens": [2, 3, 4]}),
+        ([1, 2, 3], {"target_tokens": [[2], [3], [4]]}),
+        # What a loss of one's own takes is its own matter: a number for the whole datum, for one.
+        ([1, 2, 3], {"target_tokens": [2, 3, 4], "advantages": [1.0]}),
+        ([1, 2, 3], {"weights": [1.0]}),
+        ([], {"target_tokens": [1]}),
+    ],
+)
+def test_a_datum_that_the_official_sdk_can_train_on_is_taken(
+    tokens: list[int], inputs: dict[str, Any]
+) -> None:
+    given = ModelInput.from_ints(tokens) if tokens else ModelInput.empty()
+
+    assert Datum(given, inputs).loss_fn_inputs.keys() == inputs.keys()

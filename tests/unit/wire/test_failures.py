@@ -68,14 +68,16 @@ def test_a_status_becomes_the_error_that_programs_catch(status: int) -> None:
     assert type(error) is status_class(status) is STATUSES[status]
     assert error.status_code == status
     assert error.request_id == "r-1"
-    assert str(error) == f"Error code: {status} - {{'detail': 'no'}}"
+    assert str(error) == f"Error code: {status} - no"
     assert error.body == {"detail": "no"}
 
 
 @pytest.mark.parametrize(
     ("body", "message", "held"),
     [
-        (b'{"detail": "no"}', "Error code: 400 - {'detail': 'no'}", {"detail": "no"}),
+        (b'{"detail": "no"}', "Error code: 400 - no", {"detail": "no"}),
+        (b'{"error": "no"}', "Error code: 400 - no", {"error": "no"}),
+        (b'{"detail": [1]}', "Error code: 400 - {'detail': [1]}", {"detail": [1]}),
         (b"[1]", "Error code: 400 - [1]", [1]),
         (b'"no"', "Error code: 400 - 'no'", "no"),
         (b"null", "Error code: 400 - None", None),

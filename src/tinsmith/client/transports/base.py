@@ -308,7 +308,20 @@ def connection_error(
             remedy="check the host's name, or give the authority's ca_file; SSL_CERT_FILE of the "
             "environment can name it too",
         )
-    remedy = "check the base URL, and that the service runs there"
-    if settings.proxy is not None:
-        remedy = "check the proxy and the base URL"
-    return APIConnectionError(message, remedy=remedy if is_unreached else None)
+    remedy = _other_scheme(settings.base_url, cause)
+    if remedy is None and is_unreached:
+        remedy = "check the base URL, and that the service runs there"
+        if settings.proxy is not None:
+            remedy = "check the proxy and the base URL"
+    return APIConnectionError(message, remedy=remedy)
+
+
+def _other_scheme(base_url: str, cause: BaseException) -> str | None:
+    """What to try where one side speaks TLS and the other does not, if that is how it looks."""
+    if "WRONG_VERSION_NUMBER" in str(cause):  # what OpenSSL says of bytes that are no TLS
+        return f"the service there speaks no TLS; try http:{base_url.partition(':')[2]}"
+    # A server that waits for TLS answers plain HTTP with an alert, or with nothing at all.
+    is_like_tls = getattr(cause, "is_untouched", False) or getattr(cause, "is_tls_alert", False)
+    if base_url.startswith("http:") and is_like_tls:
+        return f"if the service has a certificate, try https:{base_url.partition(':')[2]}"
+    return None

@@ -29,6 +29,8 @@ class ConnectionLostError(ConnectionError):
         super().__init__(message)
         self.is_untouched = is_untouched
         """Whether not one byte of a reply had come."""
+        self.is_tls_alert = False
+        """Whether what came instead of a reply is an alert of TLS."""
 
 
 class ReplyProtocol(asyncio.Protocol, ABC):
@@ -89,7 +91,9 @@ class ReplyProtocol(asyncio.Protocol, ABC):
         except httptools.HttpParserCallbackError as exc:
             self.fail(exc.__context__ or exc)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
-            self.fail(self.lost(f"what came is no HTTP reply: {exc}"))
+            error = self.lost(f"what came is no HTTP reply: {exc}")
+            error.is_tls_alert = data.startswith(b"\x15\x03")
+            self.fail(error)
         if self._overhead_bytes > MOST_OVERHEAD_BYTES:
             self.fail(BodyTooLargeError(f"the reply's head has over {MOST_OVERHEAD_BYTES} bytes"))
 

@@ -29,7 +29,7 @@ def a_handle(fn: Any = weighted, **ranks: int) -> LossHandle:
 
 def a_datum(**inputs: Any) -> Datum:
     given = {"target_tokens": [2, 3, 4], "weights": [1.0, 0.0, 2.0], **inputs}
-    return Datum(
+    return Datum.received(
         ModelInput.from_ints([1, 2, 3]),
         {name: value for name, value in given.items() if value is not None},
     )
