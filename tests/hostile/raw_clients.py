@@ -6,16 +6,42 @@ import contextlib
 import re
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import msgspec
 
 from tests.e2e.service.served import Served
+from tests.hostile.test_two_tenants import make_key
 from tinsmith.wire.endpoints import ENDPOINTS
 
 MIB = 1024 * 1024
 WAIT_S = 60.0
 CREATE_SESSION = ENDPOINTS["create_session"].path
+
+
+class Keyed(Served):
+    """A service with a key for each of three tenants."""
+
+    def start(self, *, wait: bool = True) -> None:
+        self.alice, self.bob, self.carol = (
+            make_key(self, tenant)[0] for tenant in ("alice", "bob", "carol")
+        )
+        super().start(wait=wait)
+
+
+@contextlib.contextmanager
+def keyed(
+    folder: Path, *arguments: str, program: tuple[str, ...] = ("-m", "tinsmith")
+) -> Iterator[Keyed]:
+    """Such a service, running."""
+    folder.mkdir(parents=True, exist_ok=True)
+    served = Keyed(folder, *arguments, program=program)
+    try:
+        served.start()
+        yield served
+    finally:
+        served.end()
 
 
 class RawClient:

@@ -15,14 +15,15 @@ import pytest
 from tests.e2e.service.served import Served
 from tests.hostile.raw_clients import (
     MIB,
+    Keyed,
     RawClient,
     heartbeat,
+    keyed,
     metric,
     raw_clients,
     send,
     session_body,
 )
-from tests.hostile.test_two_tenants import make_key
 from tests.integration.server.in_process import InProcess
 from tinsmith.wire.content import compress
 
@@ -30,54 +31,39 @@ PIECE = b"x" * (64 * 1024)
 LARGEST = 64 * MIB
 
 
-class Keyed(Served):
-    """A service with a key for each of three tenants."""
-
-    def start(self, *, wait: bool = True) -> None:
-        self.alice, self.bob, self.carol = (
-            make_key(self, tenant)[0] for tenant in ("alice", "bob", "carol")
-        )
-        super().start(wait=wait)
-
-
-def keyed(folder: Path, *arguments: str) -> Iterator[Keyed]:
-    folder.mkdir(parents=True, exist_ok=True)
-    served = Keyed(folder, *arguments)
-    try:
-        served.start()
-        yield served
-    finally:
-        served.end()
-
-
 @pytest.fixture(scope="module")
 def usual(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
     """With the limits that are the default."""
-    yield from keyed(tmp_path_factory.mktemp("usual"))
+    with keyed(tmp_path_factory.mktemp("usual")) as running:
+        yield running
 
 
 @pytest.fixture
 def narrow(tmp_path: Path) -> Iterator[Keyed]:
     """With room for two large bodies of a tenant, three of an address, and eight in all."""
-    yield from keyed(
+    with keyed(
         tmp_path / "narrow",
         *("--limits-body-bytes", str(4 * MIB)),
         *("--limits-tenant-bodies-bytes", str(8 * MIB)),
         *("--limits-address-bodies-bytes", str(12 * MIB)),
         *("--limits-bodies-bytes", str(32 * MIB)),
-    )
+        *("--limits-upload-window-s", "600"),
+    ) as running:
+        yield running
 
 
 @pytest.fixture
 def patient(tmp_path: Path) -> Iterator[Keyed]:
     """With a window of five seconds."""
-    yield from keyed(tmp_path / "patient", "--limits-upload-window-s", "5")
+    with keyed(tmp_path / "patient", "--limits-upload-window-s", "5") as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
 def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
     """With a window of a second."""
-    yield from keyed(tmp_path_factory.mktemp("strict"), "--limits-upload-window-s", "1")
+    with keyed(tmp_path_factory.mktemp("strict"), "--limits-upload-window-s", "1") as running:
+        yield running
 
 
 def fill(client: RawClient, key: str) -> None:

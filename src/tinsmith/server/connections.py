@@ -195,11 +195,8 @@ class ConnectionGate:
             self._close(worst, limit)
 
     def _set_busy(self, connection: Connection, is_busy: bool) -> None:
-        pool = self._pool(connection)
-        if pool.discard(connection):
-            connection.is_busy = is_busy
+        if self._pool(connection).set_busy(connection, is_busy):
             connection.since = self._clock()
-            pool.add(connection)
 
     def _authenticate(self, connection: Connection, tenant_id: str) -> None:
         if not self._pool(connection).discard(connection):
@@ -247,20 +244,36 @@ class _Pool:
 
     def add(self, connection: Connection) -> None:
         """Count it, as the newest of its group."""
-        place = self._busy if connection.is_busy else self._idle
-        place.setdefault(connection.group, {})[connection] = None
+        self._put(connection)
         self._resize(connection.group, 1)
 
     def discard(self, connection: Connection) -> bool:
         """Count it no longer; False if it was not counted."""
+        is_counted = self._take(connection)
+        if is_counted:
+            self._resize(connection.group, -1)
+        return is_counted
+
+    def set_busy(self, connection: Connection, is_busy: bool) -> bool:
+        """Count it among the others from now on; False if it is not counted."""
+        is_counted = self._take(connection)
+        if is_counted:
+            connection.is_busy = is_busy
+            self._put(connection)
+        return is_counted
+
+    def _put(self, connection: Connection) -> None:
         place = self._busy if connection.is_busy else self._idle
-        members = place.get(connection.group, {})
-        if connection not in members:
+        place.setdefault(connection.group, {})[connection] = None
+
+    def _take(self, connection: Connection) -> bool:
+        place = self._busy if connection.is_busy else self._idle
+        members = place.get(connection.group)
+        if members is None or connection not in members:
             return False
         del members[connection]
         if not members:
             del place[connection.group]
-        self._resize(connection.group, -1)
         return True
 
     def _resize(self, group: str, change: int) -> None:
