@@ -36,6 +36,7 @@ from tinsmith.serve.key_guard import check_keys_lost, note_keys
 from tinsmith.serve.measuring import Measuring
 from tinsmith.serve.secret import read_secret
 from tinsmith.serve.settings import Limits, ServiceSettings
+from tinsmith.serve.store_health import StoreHealth
 from tinsmith.serve.working import Working
 from tinsmith.server.app import App, make_app
 from tinsmith.server.keys import KeyRing
@@ -160,6 +161,8 @@ class Service:
                 must_exist=await names_files(ledger),
             )
             opened.callback(store.close)
+            health = StoreHealth(store, ledger.board)
+            await health.start()
             models = await fetched_models(settings, tell)
             with loading(models, settings, tell):
                 engine = make_engine(
@@ -174,6 +177,7 @@ class Service:
             await service.free_space.look()
             opened.pop_all()
         service._begin()
+        service._start("the store's health", health.run)
         return service
 
     def _begin(self) -> None:
