@@ -209,6 +209,16 @@ class CheckpointStore(abc.ABC):
     def close(self) -> None:
         """Let go of the store. What was begun is not discarded; the next `sweep` does that."""
 
+    def check(self, *, writes: bool = False) -> None:  # noqa: B027 - memory needs none
+        """Look whether the store can be used.
+
+        Args:
+            writes: Whether to write something small too, and not only to read.
+
+        Raises:
+            CheckpointUnavailableError: It cannot be.
+        """
+
     def exists(self, path: CheckpointPath) -> bool:
         """Whether there is a checkpoint."""
         try:

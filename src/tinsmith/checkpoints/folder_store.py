@@ -192,6 +192,13 @@ class FolderStore(CheckpointStore):
                     removed += change.is_cleared
             return removed
 
+    def check(self, *, writes: bool = False) -> None:
+        """`CheckpointStore.check`."""
+        with disk_errors(f"{self.root} cannot be used"):
+            self._lock_file.stat()
+            if writes:
+                self._staging.make().remove()
+
     def free_bytes(self) -> int:
         """`CheckpointStore.free_bytes`."""
         with disk_errors(f"{self.root} cannot be measured"):

@@ -43,7 +43,6 @@ from tinsmith.checkpoints.checks import (
     not_found,
 )
 from tinsmith.checkpoints.disk import (
-    disk_error,
     make_folders,
     remove_tree,
     try_lock,
@@ -52,9 +51,9 @@ from tinsmith.checkpoints.local_reading import LockedReading
 from tinsmith.checkpoints.manifest import MANIFEST, FileEntry, Manifest
 from tinsmith.checkpoints.paths import CheckpointPath, places
 from tinsmith.checkpoints.staging_area import StagedFolder, StagingArea
+from tinsmith.checkpoints.url_faults import unavailable
 from tinsmith.errors import (
     CheckpointDamagedError,
-    CheckpointUnavailableError,
     TinkerError,
     ValidationError,
 )
@@ -63,7 +62,15 @@ GRACE_S = 3600.0
 """How long a version that is no checkpoint's any more can still be read."""
 CACHE_BYTES = 50 << 30
 """How much of what was fetched is kept, unless told otherwise. What is being read stays."""
+CALL_S = 20.0
+"""How long an S3 endpoint has for an answer, its second try included."""
+LISTING_S = 300.0
+"""... for the names of all checkpoints."""
+SLOWEST_BYTES_S = 250_000.0
+"""... and for a large file: what is slower counts as away."""
 _RANGE_BYTES = 8 << 20  # of one request for part of a file
+_PROBE = "probe"
+_PROBE_TEXT = b"Written by tinsmith to see that it can write here. It may be deleted.\n"
 _TARGET = "target.json"
 _FILES = "files"
 
@@ -101,7 +108,8 @@ class UrlStore(CheckpointStore):
         grace_s: float = GRACE_S,
     ) -> None:
         self.url = url
-        self._fs, self._root = _open_url(url)
+        self._is_s3 = url.startswith(("s3://", "s3a://"))
+        self._fs, self._root = _open_url(url, is_s3=self._is_s3)
         self._cache_bytes = cache_bytes
         self._grace_s = grace_s
         self._fetching: dict[str, threading.Lock] = {}
@@ -167,7 +175,9 @@ class UrlStore(CheckpointStore):
             for file in manifest.files:
                 source = self.address(path, manifest.version, file.name)
                 try:
-                    self._fs.get_file(source, str(files / file.name))
+                    self._ask(
+                        "get_file", source, str(files / file.name), size_bytes=file.size_bytes
+                    )
                 except FileNotFoundError as exc:
                     raise CheckpointDamagedError(f"{path}: there is no {source}") from exc
             check_digests(path, files, manifest)
@@ -217,7 +227,7 @@ class UrlStore(CheckpointStore):
             if version is not None:
                 self.note(self._staging.make(), path, [version]).leave()
             try:
-                self._fs.rm_file(self.address(path, MANIFEST))
+                self._ask("rm_file", self.address(path, MANIFEST))
             except FileNotFoundError:
                 return False
             if version is not None:
@@ -232,7 +242,8 @@ class UrlStore(CheckpointStore):
             with UrlStaging(self, target, origin, staged) as staging:
 
                 def upload(file: FileEntry, address: str) -> None:
-                    self._fs.cp_file(self.address(source, from_.version, file.name), address)
+                    old = self.address(source, from_.version, file.name)
+                    self._ask("cp_file", old, address, size_bytes=file.size_bytes)
 
                 return staging.put(from_.files, upload, overwrite=False)
 
@@ -250,7 +261,9 @@ class UrlStore(CheckpointStore):
         with _errors("checkpoints cannot be listed"):
             self._fs.invalidate_cache()
             for place in places(run_id):
-                for found in self._fs.glob(f"{self._root}/{place}/{MANIFEST}"):
+                for found in self._ask(
+                    "glob", f"{self._root}/{place}/{MANIFEST}", least_s=LISTING_S
+                ):
                     parts = found.removeprefix(self._root).strip("/").split("/")[:-1]
                     path = CheckpointPath.from_parts(tuple(parts))
                     if path is not None:
@@ -281,7 +294,21 @@ class UrlStore(CheckpointStore):
         for version in target.versions:
             if current is None or version != current.version:
                 with contextlib.suppress(FileNotFoundError):
-                    self._fs.rm(self.address(path, version), recursive=True)
+                    self._ask("rm", self.address(path, version), recursive=True)
+
+    def check(self, *, writes: bool = False) -> None:
+        """`CheckpointStore.check`. Of what it writes, one small object stays at the URL."""
+        place = f"{self._root}/{_PROBE}"
+        with _errors(f"{self._root} cannot be used"):
+            if not writes:
+                with contextlib.suppress(FileNotFoundError):  # somebody cleaned up
+                    self._part(place, 0, 1)
+                    return
+            try:
+                self._ask("pipe_file", place, _PROBE_TEXT)
+            except FileNotFoundError:
+                self.make_folder(self._root)  # as the first save would
+                self._ask("pipe_file", place, _PROBE_TEXT)
 
     def close(self) -> None:
         """`CheckpointStore.close`."""
@@ -300,20 +327,39 @@ class UrlStore(CheckpointStore):
 
     def make_folder(self, address: str) -> None:
         """Make a folder where the other side has such a thing."""
-        self._fs.makedirs(address, exist_ok=True)
+        self._ask("makedirs", address, exist_ok=True)
+
+    def _ask(
+        self,
+        method: str,
+        *arguments: Any,
+        size_bytes: int = 0,
+        least_s: float = CALL_S,
+        **named: Any,
+    ) -> Any:
+        """Call a method of the file system, for no longer than moving so many bytes may take.
+
+        The timeouts of S3's libraries do not count while a request is sent: an endpoint that takes
+        a connection and says nothing would never be given up.
+        """
+        if self._is_s3:
+            named["timeout"] = least_s + size_bytes / SLOWEST_BYTES_S
+        return getattr(self._fs, method)(*arguments, **named)
 
     def _part(self, address: str, start: int, stop: int) -> bytes:
         # By name: in s3fs the second position is another argument.
-        content: bytes = self._fs.cat_file(address, start=start, end=stop)
+        content: bytes = self._ask(
+            "cat_file", address, start=start, end=stop, size_bytes=min(stop - start, _RANGE_BYTES)
+        )
         return content
 
     def put_file(self, local: Path, address: str) -> None:
         """Upload a file."""
-        self._fs.put_file(str(local), address)
+        self._ask("put_file", str(local), address, size_bytes=local.stat().st_size)
 
     def put_manifest(self, manifest: Manifest, path: CheckpointPath) -> None:
         """Make it the one that is there, in one step."""
-        self._fs.pipe_file(self.address(path, MANIFEST), manifest.encode())
+        self._ask("pipe_file", self.address(path, MANIFEST), manifest.encode())
 
     def note(self, staged: StagedFolder, path: CheckpointPath, versions: list[str]) -> StagedFolder:
         """Write down which versions a later sweep has to look at."""
@@ -426,7 +472,7 @@ def _read_target(staged: StagedFolder) -> _Target | None:
         return None
 
 
-def _open_url(url: str) -> tuple[Any, str]:
+def _open_url(url: str, *, is_s3: bool) -> tuple[Any, str]:
     try:
         import fsspec
     except ImportError as exc:
@@ -434,13 +480,26 @@ def _open_url(url: str) -> tuple[Any, str]:
             f"{url} needs the package fsspec", remedy="pip install 'tinsmith[s3]'"
         ) from exc
     try:
-        fs, root = fsspec.core.url_to_fs(url)
+        fs, root = fsspec.core.url_to_fs(url, **(_S3_OPTIONS if is_s3 else {}))
     except (ImportError, ValueError) as exc:
         raise ValidationError(
             f"{url} cannot be used for checkpoints: {exc}",
             remedy="install what fsspec asks for, or give a local folder",
         ) from exc
+    if is_s3:
+        fs.retries = 1  # botocore has tried again already
     return fs, root.rstrip("/")
+
+
+_S3_OPTIONS = {
+    "config_kwargs": {
+        "connect_timeout": 5,
+        "read_timeout": 10,
+        "retries": {"total_max_attempts": 2, "mode": "standard"},
+    }
+}
+"""By default an endpoint that takes connections and does not answer is asked 25 times, for 15 s
+each. Whoever saves tries again for a while by itself."""
 
 
 @contextlib.contextmanager
@@ -450,10 +509,5 @@ def _errors(what: str) -> Iterator[None]:
         yield
     except TinkerError:
         raise
-    except OSError as exc:
-        raise disk_error(what, exc) from exc
     except Exception as exc:  # each of fsspec's file systems has its own
-        raise CheckpointUnavailableError(
-            f"{what}: {type(exc).__name__}: {exc}",
-            remedy="see that the service behind the URL answers and takes our credentials",
-        ) from exc
+        raise unavailable(what, exc) from exc

@@ -58,6 +58,10 @@ class Board:
         self._scheduler = SchedulerReport()
         self.ledger_doubted = asyncio.Event()
         """Set by a server that found the ledger unavailable; the scheduler then looks."""
+        self.store_problem: str | None = None
+        """What is wrong with the store of checkpoints."""
+        self.store_doubted = asyncio.Event()
+        """Set by whoever found the store unavailable; the service then looks."""
         self._everywhere = ACTIVE
         self._lines: dict[str, QueueReport] = {}
         self._streams: dict[str, _Stream] = {}
@@ -75,6 +79,13 @@ class Board:
     @scheduler.setter
     def scheduler(self, report: SchedulerReport) -> None:
         self._scheduler = report
+
+    @property
+    def readiness(self) -> SchedulerReport:
+        """How the service is: as its scheduler, unless the store of checkpoints is away."""
+        if not self.scheduler.is_ready or self.store_problem is None:
+            return self.scheduler
+        return msgspec.structs.replace(self.scheduler, is_ready=False, problem=self.store_problem)
 
     # Queue states
 

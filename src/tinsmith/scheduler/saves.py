@@ -31,33 +31,52 @@ from tinsmith.errors import (
     CheckpointUnavailableError,
 )
 from tinsmith.ledger import audit
-from tinsmith.ledger.records import CheckpointEntry, Command, Sampler
+from tinsmith.ledger.board import ACTIVE, QueueReport
+from tinsmith.ledger.records import CheckpointEntry, Command, LineId, Sampler
 from tinsmith.scheduler.models import KnownModel
 from tinsmith.scheduler.parts import Parts
 from tinsmith.types.record import to_plain
 
 _log = logging.getLogger(__name__)
 
-STORE_PATIENCE_S = 60.0
-"""How long a full or absent disk is waited for."""
+STORE_PATIENCE_S = 20.0
+"""How long a full or absent store is waited for."""
 FIRST_WAIT_S = 0.1
 LONGEST_WAIT_S = 5.0
 
 T = TypeVar("T")
 
 
-async def patiently(what: str, make: Callable[[], Awaitable[T]]) -> T:
-    """What a call of the store gives; one that is unavailable is asked again for a while."""
+async def patiently(
+    parts: Parts, what: str, make: Callable[[], Awaitable[T]], line: LineId | None = None
+) -> T:
+    """What a call of the store gives; one that is unavailable is asked again for a while.
+
+    Meanwhile whoever waits for the line is told why. A store whose settings are wrong is not
+    waited for.
+    """
     give_up_at, wait_s = time.monotonic() + STORE_PATIENCE_S, FIRST_WAIT_S
-    while True:
-        try:
-            return await make()
-        except CheckpointUnavailableError as exc:
-            if time.monotonic() + wait_s > give_up_at:
-                raise
-            _log.warning("%s: the store is unavailable, trying again: %s", what, exc)
-        await asyncio.sleep(wait_s)
-        wait_s = min(LONGEST_WAIT_S, 2 * wait_s)
+    board = parts.ledger.board
+    is_told = False
+    try:
+        while True:
+            try:
+                return await make()
+            except CheckpointUnavailableError as exc:
+                board.store_doubted.set()
+                if exc.is_lasting or time.monotonic() + wait_s > give_up_at:
+                    raise
+                _log.warning("%s: the store is unavailable, trying again: %s", what, exc)
+                if line is not None:
+                    is_told = True
+                    why = exc.reason or "it does not answer"
+                    told = f"the checkpoint store is unavailable: {why}"
+                    board.hold(QueueReport("paused_capacity", told), line)
+            await asyncio.sleep(wait_s)
+            wait_s = min(LONGEST_WAIT_S, 2 * wait_s)
+    finally:
+        if is_told:
+            board.hold(ACTIVE, line)
 
 
 @contextlib.asynccontextmanager
@@ -71,7 +90,7 @@ async def files_of(parts: Parts, path: CheckpointPath) -> AsyncIterator[Path]:
         BadRequestError: There is none.
     """
     try:
-        reading = await patiently(str(path), lambda: _open_named(parts, path))
+        reading = await patiently(parts, str(path), lambda: _open_named(parts, path))
     except CheckpointNotFoundError as exc:
         if path.kind == SAMPLERS:
             raise weights_gone(path.run_id) from exc
@@ -116,7 +135,10 @@ async def manifest_of(parts: Parts, command: Command, place: CheckpointPath) -> 
     """The files at a place, if an earlier run of this command wrote them."""
     try:
         manifest = await patiently(
-            command.request_id, lambda: asyncio.to_thread(parts.store.info, place)
+            parts,
+            command.request_id,
+            lambda: asyncio.to_thread(parts.store.info, place),
+            command.line,
         )
     except CheckpointNotFoundError:
         return None
@@ -151,7 +173,7 @@ async def write_files(
         finally:
             await asyncio.to_thread(staging.discard)
 
-    return await patiently(command.request_id, write)
+    return await patiently(parts, command.request_id, write, command.line)
 
 
 async def find_entry(

@@ -38,6 +38,7 @@ from tinsmith.serve.leasing import Leasing
 from tinsmith.serve.measuring import Measuring
 from tinsmith.serve.secret import read_secret
 from tinsmith.serve.settings import Limits, ServiceSettings
+from tinsmith.serve.store_health import StoreHealth
 from tinsmith.serve.working import Working
 from tinsmith.server.app import App, make_app
 from tinsmith.server.keys import KeyRing
@@ -183,10 +184,12 @@ class Service:
                 must_exist=await names_files(ledger),
             )
             opened.callback(store.close)
+            health = StoreHealth(store, ledger.board)
             if is_record_only:
                 engine = make_engine("fake", settings.served_models, settings.embedded)
                 await opened.enter_async_context(engine)
             else:
+                await health.start()
                 models = await fetched_models(settings, tell)
                 with loading(models, settings, tell):
                     engine = make_engine(
@@ -204,6 +207,7 @@ class Service:
             opened.pop_all()
         if not is_record_only:
             service._begin()
+            service._start("the store's health", health.run)
         return service
 
     def _begin(self) -> None:

@@ -29,7 +29,7 @@ class Measuring:
         self._spans = spans
         self._ledger = ledger
         board = ledger.board
-        metrics.ready.read_with(lambda: float(board.scheduler.is_ready))
+        metrics.ready.read_with(lambda: float(board.readiness.is_ready))
         metrics.read_figures(lambda: board.scheduler.figures)
 
     def tell_exchange(self, report: ExchangeReport) -> None:

@@ -68,7 +68,7 @@ class OperatorPages:
         if self.service is None:
             report = SchedulerReport(problem=self.waits_for)
         else:
-            report = self.service.ledger.board.scheduler
+            report = self.service.ledger.board.readiness
         problem = self._coming_problem() if report.is_ready else report.problem or RECOVERING
         told = {"status": "ready" if report.is_ready else "not ready", "problem": problem}
         return 200 if report.is_ready else UNAVAILABLE, JSON_TYPE, json.dumps(told).encode()

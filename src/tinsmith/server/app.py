@@ -25,6 +25,7 @@ from tinsmith.errors import (
     APIStatusError,
     BadRequestError,
     BodyTooLargeError,
+    CheckpointUnavailableError,
     DecodeError,
     LedgerUnavailableError,
     NotFoundError,
@@ -193,6 +194,8 @@ class App:
                 if report.endpoint in _POLLS:
                     # Clients poll again at once after a 5xx; thousands of them must not spin.
                     await asyncio.sleep(_UNAVAILABLE_S)
+            elif isinstance(exc, CheckpointUnavailableError):
+                self.service.parts.ledger.board.store_doubted.set()
             reply = _refusal(exc)
             if reply.status >= 500:
                 self._failures.tell(report.endpoint, reply.status, exc)

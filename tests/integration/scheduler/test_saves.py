@@ -290,3 +290,56 @@ def test_files_that_cannot_be_deleted_do_not_keep_a_model_from_being_released(
             assert not b.engine.capacity().adapters
 
     asyncio.run(run())
+
+
+def test_a_save_waits_for_a_store_that_is_away_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+
+    async def run() -> None:
+        async with bench(tmp_path) as b:
+            await b.create(LINE)
+            begin = b.store.begin
+
+            def once(*arguments: Any, **named: Any) -> Any:
+                if not told:
+                    told.append(None)
+                    raise CheckpointUnavailableError("no answer", reason="it is away")
+                told.append(b.ledger.board.queue(LINE).reason)
+                return begin(*arguments, **named)
+
+            monkeypatch.setattr(b.store, "begin", once)
+            assert (await _save(b, 1, path="one")).path.endswith("/one")
+            assert b.ledger.board.queue(LINE).state == "active"
+            assert b.ledger.board.store_doubted.is_set()
+
+    asyncio.run(run())
+    assert told[1] == "the checkpoint store is unavailable: it is away"
+
+
+def test_a_save_fails_at_once_where_waiting_does_not_help(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    async def run() -> Any:
+        async with bench(tmp_path) as b:
+            await b.create(LINE)
+
+            def refuse(path: CheckpointPath, **_: Any) -> Any:
+                calls.append(path.kind)
+                raise CheckpointUnavailableError(
+                    "403 from 10.0.0.1",
+                    reason="its credentials are refused",
+                    is_lasting=True,
+                )
+
+            monkeypatch.setattr(b.store, "begin", refuse)
+            request = SaveWeightsRequest(model_id=LINE, seq_id=1, path="one")
+            return await b.result(await b.submit(LINE, 1, "save_weights", request))
+
+    failed = asyncio.run(run())
+    assert "the checkpoint store is unavailable: its credentials are refused" in str(failed)
+    assert "10.0.0.1" not in str(failed)
+    assert calls.count("weights") == 1

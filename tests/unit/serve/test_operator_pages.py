@@ -61,7 +61,7 @@ def test_a_disk_that_is_nearly_full_is_told_while_the_service_is_still_ready(
     pages = OperatorPages(has_metrics=True)
     space = FreeSpace(tmp_path, lambda _: 5_000_000)
     asyncio.run(space.look())
-    board = SimpleNamespace(scheduler=SchedulerReport(is_ready=True))
+    board = SimpleNamespace(readiness=SchedulerReport(is_ready=True))
     service: Any = SimpleNamespace(ledger=SimpleNamespace(board=board), free_space=space)
     pages.service = service
 

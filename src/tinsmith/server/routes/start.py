@@ -65,7 +65,7 @@ async def auth_token(call: Call) -> AuthTokenResponse:
 
 async def healthz(call: Call) -> HealthResponse:
     """Whether commands are being accepted and run."""
-    report = call.ledger.board.scheduler
+    report = call.ledger.board.readiness
     if not report.is_ready:
         raise APIStatusError(
             report.problem or "the service is starting", status_code=_UNAVAILABLE, retry_after_s=1.0

@@ -1,0 +1,129 @@
+"""What is told of a store of checkpoints, and when."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from tinsmith.errors import CheckpointUnavailableError
+from tinsmith.ledger.board import Board, SchedulerReport
+from tinsmith.serve import store_health
+from tinsmith.serve.store_health import StoreHealth
+
+WAIT_S = 60.0
+
+
+class Store:
+    """A store of which only its health is asked."""
+
+    def __init__(self) -> None:
+        self.error: CheckpointUnavailableError | None = None
+        self.asked: list[bool] = []
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+
+    def check(self, *, writes: bool = False) -> None:
+        self.asked.append(writes)
+        assert self.goes_on.wait(WAIT_S)
+        if self.error is not None:
+            raise self.error
+
+
+def away(**more: Any) -> CheckpointUnavailableError:
+    return CheckpointUnavailableError(
+        "s3 says no", reason="its endpoint cannot be reached", remedy="look at it", **more
+    )
+
+
+def health(store: Store, board: Board) -> StoreHealth:
+    stands_in: Any = store
+    board.scheduler = SchedulerReport(is_ready=True)
+    return StoreHealth(stands_in, board)
+
+
+async def until(is_so: Any) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not is_so():  # noqa: ASYNC110 - what is waited for tells nobody
+            await asyncio.sleep(0.005)
+
+
+def test_a_store_whose_settings_are_wrong_is_refused_at_the_start() -> None:
+    async def run() -> None:
+        store = Store()
+        store.error = away(is_lasting=True)
+        await health(store, Board()).start()
+
+    with pytest.raises(CheckpointUnavailableError, match="s3 says no"):
+        asyncio.run(run())
+
+
+def test_a_store_that_is_away_keeps_the_service_from_being_ready_until_it_is_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(store_health, "AGAIN_S", 0.01)
+
+    async def run() -> None:
+        store, board = Store(), Board()
+        watched = health(store, board)
+        store.error = away()
+        await watched.start()
+        assert not board.readiness.is_ready
+        assert board.readiness.problem == (
+            "the checkpoint store is unavailable: its endpoint cannot be reached; look at it"
+        )
+        running = asyncio.create_task(watched.run())
+        store.error = None
+        await until(lambda: board.readiness.is_ready)
+        assert all(store.asked), "to read is not enough after trouble"
+        running.cancel()
+
+    asyncio.run(run())
+
+
+def test_whoever_finds_the_store_away_has_it_looked_at_at_once() -> None:
+    async def run() -> None:
+        store, board = Store(), Board()
+        watched = health(store, board)
+        await watched.start()
+        running = asyncio.create_task(watched.run())
+        store.error = away()
+        board.store_doubted.set()
+        await until(lambda: not board.readiness.is_ready)
+        running.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_store_that_does_not_answer_is_told_and_asked_once_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(store_health, "LONGEST_CHECK_S", 0.01)
+    monkeypatch.setattr(store_health, "AGAIN_S", 0.01)
+
+    async def run() -> None:
+        store, board = Store(), Board()
+        watched = health(store, board)
+        store.goes_on.clear()
+        await watched.start()
+        running = asyncio.create_task(watched.run())
+        await asyncio.sleep(0.1)
+        assert "it does not answer" in (board.readiness.problem or "")
+        assert len(store.asked) == 1
+        store.goes_on.set()
+        await until(lambda: board.readiness.is_ready)
+        running.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_scheduler_that_is_not_ready_is_told_before_the_store() -> None:
+    async def run() -> None:
+        board = Board()
+        board.store_problem = "away"
+        board.scheduler = SchedulerReport(problem="recovering")
+        assert board.readiness.problem == "recovering"
+
+    asyncio.run(run())
