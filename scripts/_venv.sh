@@ -86,13 +86,30 @@ _install() {
     rm -rf "$dir"
     "$python" -m venv "$dir"
   fi
-  say "installing ${wanted[*]} as pinned in constraints.txt; this may take minutes"
+  say "installing ${wanted[*]} as pinned in constraints.txt; the first time takes minutes"
   # By variable, not by option: so the pins hold for the build backend too.
   PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
-    "$dir/bin/python" -m pip install --quiet "${wanted[@]}"
+    "$dir/bin/python" -u -m pip install --progress-bar off "${wanted[@]}" | _show_install
   _fingerprint "$extras" "$version" >"$dir/stamp.new"
   mv "$dir/stamp.new" "$dir/stamp"
   say "environment $dir is ready"
+}
+
+# One line for each package that is fetched, and one for the installation, which has no steps to show.
+_show_install() {
+  awk '
+    $1 == "Downloading" || ($1 == "Using" && $2 == "cached") {
+      size = $0
+      if (!sub(/.*\(/, "(", size)) size = ""
+      name = $1 == "Using" ? $3 : $2
+      sub(/.*\//, "", name)
+      sub(/\.metadata$/, "", name)
+      if (/\.metadata/) next
+      printf "    %3d  %s %s\n", ++count, name, size; fflush()
+    }
+    /^Installing collected packages:/ {
+      printf "    installing %d packages; this takes about a minute\n", gsub(/,/, ",") + 1; fflush()
+    }' >&2
 }
 
 # Each candidate is run, not just looked up: a version manager leaves shims for Pythons it has not.
