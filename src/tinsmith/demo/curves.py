@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH, HEIGHT = 640, 280
-LEFT, RIGHT, TOP, BOTTOM = 62, 16, 16, 48
+LEFT, RIGHT, TOP, BOTTOM = 84, 16, 16, 58
 MOST_TICKS = 10
 
 _STYLE = """
@@ -135,12 +135,12 @@ def _picture(part: Curve) -> str:
     for step in range(1, last + 1, every):
         x = x_of(step)
         drawn.append(f'<path class="axis" d="M{x:.1f},{floor}v5"/>')
-        drawn.append(_text(x, floor + 22, "middle", str(step)))
+        drawn.append(_text(x, floor + 24, "middle", str(step)))
     drawn.append(f'<path class="axis" d="M{LEFT},{TOP}V{floor}H{WIDTH - RIGHT}"/>')
     drawn.append(_text(LEFT + width / 2, HEIGHT - 6, "middle", "step"))
     middle = TOP + height / 2
-    turned = f'transform="rotate(-90 16 {middle:.1f})"'
-    drawn.append(_text(16, middle, "middle", part.figure, turned))
+    turned = f'transform="rotate(-90 20 {middle:.1f})"'
+    drawn.append(_text(20, middle, "middle", part.figure, turned))
     points = [(x_of(step), y_of(value)) for step, value in enumerate(part.values, 1)]
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     drawn.append(f'<polyline points="{line}"/>')
