@@ -88,28 +88,37 @@ _install() {
   fi
   say "installing ${wanted[*]} as pinned in constraints.txt; the first time takes minutes"
   # By variable, not by option: so the pins hold for the build backend too.
-  PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
-    "$dir/bin/python" -u -m pip install --progress-bar off "${wanted[@]}" | _show_install
+  PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1 \
+    "$dir/bin/python" -m pip install --progress-bar off "${wanted[@]}" | _show_install
   _fingerprint "$extras" "$version" >"$dir/stamp.new"
   mv "$dir/stamp.new" "$dir/stamp"
   say "environment $dir is ready"
 }
 
-# One line for each package that is fetched, and one for the installation, which has no steps to show.
+# Reads what pip prints, and shows each package as it comes. Not in awk: some read ahead, and show
+# nothing for minutes.
 _show_install() {
-  awk '
-    $1 == "Downloading" || ($1 == "Using" && $2 == "cached") {
-      size = $0
-      if (!sub(/.*\(/, "(", size)) size = ""
-      name = $1 == "Using" ? $3 : $2
-      sub(/.*\//, "", name)
-      sub(/\.metadata$/, "", name)
-      if (/\.metadata/) next
-      printf "    %3d  %s %s\n", ++count, name, size; fflush()
-    }
-    /^Installing collected packages:/ {
-      printf "    installing %d packages; this takes about a minute\n", gsub(/,/, ",") + 1; fflush()
-    }' >&2
+  local line name size count=0 commas
+  while IFS= read -r line; do
+    read -r line <<<"$line" # without the spaces before it
+    case "$line" in
+      *.metadata\ * | *.metadata) ;;
+      Downloading\ *.whl* | Using\ cached\ *.whl* | Processing\ *.whl* | *.tar.gz\ \(*)
+        name="${line#Using }"
+        read -r _ name _ <<<"$name"
+        name="${name##*/}"
+        size="${line##*(}"
+        [[ "$line" == *[kM]B\) ]] && size=" (${size%)})" || size=""
+        count=$((count + 1))
+        [[ "$name" =~ ^([^-]+-[^-]+)-.*\.whl$ ]] && name="${BASH_REMATCH[1]}"
+        printf '    %3d  %s%s\n' "$count" "$name" "$size"
+        ;;
+      Installing\ collected\ packages:*)
+        commas="${line//[^,]/}"
+        printf '    installing %d packages; this takes about a minute\n' "$((${#commas} + 1))"
+        ;;
+    esac
+  done >&2
 }
 
 # Each candidate is run, not just looked up: a version manager leaves shims for Pythons it has not.
