@@ -86,13 +86,39 @@ _install() {
     rm -rf "$dir"
     "$python" -m venv "$dir"
   fi
-  say "installing ${wanted[*]} as pinned in constraints.txt; this may take minutes"
+  say "installing ${wanted[*]} as pinned in constraints.txt; the first time takes minutes"
   # By variable, not by option: so the pins hold for the build backend too.
-  PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
-    "$dir/bin/python" -m pip install --quiet "${wanted[@]}"
+  PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1 \
+    "$dir/bin/python" -m pip install --progress-bar off "${wanted[@]}" | _show_install
   _fingerprint "$extras" "$version" >"$dir/stamp.new"
   mv "$dir/stamp.new" "$dir/stamp"
   say "environment $dir is ready"
+}
+
+# Reads what pip prints, and shows each package as it comes. Not in awk: some read ahead, and show
+# nothing for minutes.
+_show_install() {
+  local line name size count=0 commas
+  while IFS= read -r line; do
+    read -r line <<<"$line" # without the spaces before it
+    case "$line" in
+      *.metadata\ * | *.metadata) ;;
+      Downloading\ *.whl* | Using\ cached\ *.whl* | Processing\ *.whl* | *.tar.gz\ \(*)
+        name="${line#Using }"
+        read -r _ name _ <<<"$name"
+        name="${name##*/}"
+        size="${line##*(}"
+        [[ "$line" == *[kM]B\) ]] && size=" (${size%)})" || size=""
+        count=$((count + 1))
+        [[ "$name" =~ ^([^-]+-[^-]+)-.*\.whl$ ]] && name="${BASH_REMATCH[1]}"
+        printf '    %3d  %s%s\n' "$count" "$name" "$size"
+        ;;
+      Installing\ collected\ packages:*)
+        commas="${line//[^,]/}"
+        printf '    installing %d packages; this takes about a minute\n' "$((${#commas} + 1))"
+        ;;
+    esac
+  done >&2
 }
 
 # Each candidate is run, not just looked up: a version manager leaves shims for Pythons it has not.

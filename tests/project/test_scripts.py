@@ -110,6 +110,32 @@ def test_there_are_commands_to_try() -> None:
     assert {"check", "regenerate-proto", "test"} <= {command.name for command in COMMANDS}
 
 
+def test_an_install_shows_each_package_while_it_lasts(checkout: Checkout) -> None:
+    checkout.pip_does("""
+echo 'Collecting torch==2.13.0'
+echo '  Downloading torch-2.13.0-cp311-cp311-linux.whl.metadata (29 kB)'
+echo 'Downloading torch-2.13.0-cp311-cp311-linux.whl (175.5 MB)'
+echo '  Using cached https://files/a/msgspec-0.20.0-py3-none-any.whl (212 kB)'
+echo 'Processing /files/idna-3.20-py3-none-any.whl (from yarl)'
+until [[ -e go ]]; do sleep 0.01; done
+echo 'Installing collected packages: torch, msgspec, idna'
+""")
+    with checkout.start_use_venv() as run:
+        assert run.stderr is not None
+        said = iter(run.stderr.readline, "")
+        shown = [next(line for line in said if line.startswith("      ")) for _ in range(3)]
+        (checkout.root / "go").touch()
+        rest = "".join(said)
+
+    assert [line.split(maxsplit=1)[1].strip() for line in shown] == [
+        "torch-2.13.0 (175.5 MB)",
+        "msgspec-0.20.0 (212 kB)",
+        "idna-3.20",
+    ]
+    assert "installing 3 packages" in rest
+    assert run.returncode == 0
+
+
 def test_environment_is_made_once(checkout: Checkout) -> None:
     status, said = checkout.use_venv()
     assert status == 0, said

@@ -3,10 +3,10 @@
 A user waits for a future that is not settled: it may be queued, held back by a pause, between two
 attempts, on the server, in a download or in a loss of the user's own. That is normal work, however
 long it takes: a training step may well last a minute. It is *unusual* when it has lasted several
-times as long as calls of its kind did lately (`FUTURES`), or when a request has no answer or the
-service asked for a pause. Of unusual waits one warning tells, and no other until a call of that
-kind has ended in its usual time. Retries and paused queues are told by those who know of them
-(`retry.py`, `queue_state.py`).
+times as long as calls of its kind, and those ahead of it, did lately (`FUTURES`), or when a request
+has no answer or the service asked for a pause. Of unusual waits one warning tells, and no other
+until a call of that kind has ended in its usual time. Retries and paused queues are told by those
+who know of them (`retry.py`, `queue_state.py`).
 
 One look per second serves all waits of a kind; of those with one name one line tells, with the
 reasons that were last given by `say`. Programs that ask for INFO get a line every ten seconds for
@@ -173,7 +173,7 @@ class Waits:
                 long.setdefault(wait.what, []).append(wait)
         self._told_at = {what: self._told_at.get(what, float("-inf")) for what in long}
         for what, group in long.items():
-            is_new = self._is_unusual(group, now)
+            is_new = self._is_unusual(group, waits, now)
             if is_new or now - self._told_at[what] >= self._telling.every_s:
                 self._told_at[what] = now
                 level = logging.WARNING if is_new else logging.INFO
@@ -182,12 +182,16 @@ class Waits:
         if waits:
             self._look_later()
 
-    def _is_unusual(self, group: list[Wait], now: float) -> bool:
-        """Whether one of them is unusual, and no warning has told of its kind yet."""
-        kind = group[0].kind
+    def _is_unusual(self, group: list[Wait], waits: list[Wait], now: float) -> bool:
+        """Whether one of them is unusual, and no warning has told of its kind yet.
+
+        A call may be queued behind those that were made before it, and take as long as they do.
+        """
+        kind, began = group[0].kind, min(wait.began for wait in group)
         if kind in self._warned:
             return False
-        limit_s = self._usual_limit_s(kind)
+        ahead = {wait.kind for wait in waits if wait.began <= began}
+        limit_s = max(map(self._usual_limit_s, ahead))
         is_unusual = any(wait.is_stalled or now - wait.began >= limit_s for wait in group)
         if is_unusual:
             self._warned.add(kind)

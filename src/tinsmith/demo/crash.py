@@ -1,4 +1,4 @@
-"""The same short training run twice: left alone, and with the service killed in the middle."""
+"""The same short training run twice: undisturbed, and with the service killed in the middle."""
 
 from __future__ import annotations
 
@@ -16,23 +16,25 @@ from tinsmith.types import AdamParams, Datum
 STEPS = 4
 RANK = 4
 BATCH = 2
+LEARNING_RATE = 1e-3
 
 
 class Compared(msgspec.Struct, frozen=True, kw_only=True):
     """What the two runs gave."""
 
-    left_alone: list[float]
+    undisturbed: list[float]
     """The loss of each step, and of what was learned at the end."""
     killed: list[float]
 
 
 def compare_runs(
-    client: ServiceClient, model: str, *, seed: int, kill: Callable[[], None]
+    connect: Callable[[], ServiceClient], model: str, *, seed: int, kill: Callable[[], None]
 ) -> Compared:
-    """Train twice from the same seed; `kill` is called in the second run, with steps under way."""
-    return Compared(
-        left_alone=_run(client, model, seed, None), killed=_run(client, model, seed, kill)
-    )
+    """Train twice from the same seed; `kill` is called in the second run, with steps in flight."""
+    with connect() as client:
+        undisturbed = _run(client, model, seed, None)
+    with connect() as client:
+        return Compared(undisturbed=undisturbed, killed=_run(client, model, seed, kill))
 
 
 def _run(
@@ -47,7 +49,7 @@ def _run(
     asked = [
         (
             training.forward_backward(batch, "cross_entropy"),
-            training.optim_step(AdamParams(learning_rate=1e-3)),
+            training.optim_step(AdamParams(learning_rate=LEARNING_RATE)),
         )
         for batch in batches[1:]
     ]
@@ -62,5 +64,5 @@ def _run(
 
 def _step(training: TrainingClient, batch: list[Datum]) -> float:
     output = training.forward_backward(batch, "cross_entropy")
-    training.optim_step(AdamParams(learning_rate=1e-3)).result()
+    training.optim_step(AdamParams(learning_rate=LEARNING_RATE)).result()
     return output.result().metrics["loss:sum"]

@@ -1,4 +1,4 @@
-"""Learning from examples: sentences become JSON."""
+"""Supervised learning: sentences become JSON."""
 
 from __future__ import annotations
 

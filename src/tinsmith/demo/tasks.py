@@ -1,10 +1,11 @@
-"""The two things that the model learns, and how its answers are judged.
+"""The two tasks that the model learns, and how its answers are scored.
 
 *Sentences to JSON* is learned from examples. The names and cities of the test are in none of them,
 so that what is learned is the form and not the words.
 
-*Answers to the point* is learned from rewards alone: an answer is worth something if it is right
-and short. The model knows most of the answers, and often talks past them.
+*Short answers* is learned from rewards alone: an answer is worth 1 if it is correct and short, else
+0. The model knows most of the answers and often talks past them. It is trained on some questions
+and tested on others.
 """
 
 from __future__ import annotations
@@ -85,16 +86,48 @@ _SENTENCES = (
     "{name}, who lives in {city}, works as a {job}.",
 )
 
-QUESTIONS = (
-    Example("What is the capital of France?", "paris"),
-    Example("What is the capital of Italy?", "rome"),
-    Example("What is the capital of Japan?", "tokyo"),
-    Example("What is the capital of Spain?", "madrid"),
-    Example("What is the capital of England?", "london"),
-    Example("What is the capital of Germany?", "berlin"),
-    Example("Which planet do we live on?", "earth"),
-    Example("What do bees make?", "honey"),
-)
+_CAPITALS = {
+    "France": "Paris",
+    "Japan": "Tokyo",
+    "Germany": "Berlin",
+    "Russia": "Moscow",
+    "China": "Beijing",
+    "Cuba": "Havana",
+    "Peru": "Lima",
+    "Poland": "Warsaw",
+    "Ireland": "Dublin",
+    "Canada": "Ottawa",
+    "Hungary": "Budapest",
+    "England": "London",
+    "Norway": "Oslo",
+    "Denmark": "Copenhagen",
+    "Finland": "Helsinki",
+    "South Korea": "Seoul",
+}
+_OTHER_CAPITALS = {
+    "Italy": "Rome",
+    "Spain": "Madrid",
+    "Sweden": "Stockholm",
+    "Egypt": "Cairo",
+    "Portugal": "Lisbon",
+    "Thailand": "Bangkok",
+    "Austria": "Vienna",
+    "Greece": "Athens",
+}
+
+
+def _asked(capitals: dict[str, str]) -> tuple[Example, ...]:
+    return tuple(
+        Example(f"What is the capital of {country}?", city.lower())
+        for country, city in capitals.items()
+    )
+
+
+QUESTIONS = _asked(_CAPITALS)
+"""What is trained on."""
+TEST_QUESTIONS = _asked(_OTHER_CAPITALS)
+"""Held out: asked before and after, and never trained on."""
+REWARD = f"1 if the answer names the capital in at most {MOST_WORDS} words, else 0"
 
 
 def sentences(chance: random.Random, count: int, *, is_test: bool = False) -> list[Example]:
@@ -121,6 +154,6 @@ def is_right(example: Example, answer: str) -> bool:
 
 
 def reward(example: Example, answer: str) -> float:
-    """1 if the right word is among a few, else 0."""
+    """As `REWARD` says."""
     words = re.findall(r"[^\W_]+", answer.lower())
     return 1.0 if example.answer in words and len(words) <= MOST_WORDS else 0.0

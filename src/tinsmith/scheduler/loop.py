@@ -241,6 +241,7 @@ class Scheduler:
             self._report()
             if self._parts.is_recovered:
                 told = self._tell_waits(told)
+                self._snapshots.consider_idle()
             else:
                 self._tell_recovery()
 

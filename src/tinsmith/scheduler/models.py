@@ -6,6 +6,8 @@ known with the reason, which every later command of it is answered with.
 
 from __future__ import annotations
 
+import time
+
 import msgspec
 
 from tinsmith.engines.base import AdapterId, AdapterSpec
@@ -38,12 +40,15 @@ class KnownModel(msgspec.Struct, kw_only=True):
     unsaved_commands: int = 0
     unsaved_work_s: float = 0.0
     unsaved_bytes: int = 0
+    worked_at: float = 0.0
+    """When it was last trained, by the monotonic clock."""
     must_save: bool = False
     """Whether it has to be saved at once: a replay would need what may not be there any more."""
 
     def note_work(self, commands: int, payload_bytes: int, work_s: float) -> None:
         """Count what a replay would have to do again."""
         self.has_trained = True
+        self.worked_at = time.monotonic()
         self.unsaved_commands += commands
         self.unsaved_bytes += payload_bytes
         self.unsaved_work_s += work_s

@@ -37,5 +37,9 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """... or after so much time of the engine."""
     snapshot_payload_bytes: int = 256 * 1024 * 1024
     """... or when the commands to be replayed take so much room."""
+    snapshot_idle_s: float = 3.0
+    """A model that has had nothing to do for so long is snapshotted ..."""
+    snapshot_idle_work_s: float = 1.0
+    """... if so much time of the engine is not in its last snapshot."""
     autosave_ttl_s: float = 7 * 24 * 3600.0
     """How long the checkpoint of a lost session is kept."""

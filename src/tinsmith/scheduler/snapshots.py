@@ -42,6 +42,22 @@ class Snapshots:
         if self._is_due(line, known) and not self._parts.order.is_busy(line):
             self._tasks[line] = self._start(line, known)
 
+    def consider_idle(self) -> None:
+        """Start a snapshot of each model that has nothing to do and would take long to replay."""
+        settings = self._parts.settings
+        before = time.monotonic() - settings.snapshot_idle_s
+        for line, known in self._parts.models.all_ready():
+            is_idle = known.worked_at < before and not self._parts.order.is_busy(line)
+            is_late = time.monotonic() >= self._not_before.get(line, 0.0)
+            if (
+                is_idle
+                and is_late
+                and line not in self._tasks
+                and known.unsaved_commands
+                and known.unsaved_work_s >= settings.snapshot_idle_work_s
+            ):
+                self._tasks[line] = self._start(line, known)
+
     def _is_due(self, line: LineId, known: KnownModel) -> bool:
         settings = self._parts.settings
         if time.monotonic() < self._not_before.get(line, 0.0):

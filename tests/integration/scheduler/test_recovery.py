@@ -117,6 +117,34 @@ def test_weights_after_crashes_are_those_of_an_undisturbed_run(tmp_path: Path, s
     assert found == asyncio.run(_undisturbed(tmp_path / "other"))
 
 
+def test_a_model_that_was_idle_before_a_crash_is_not_trained_again(tmp_path: Path) -> None:
+    """A service that has many of them is ready soon, however long each of them was trained."""
+    idle = SchedulerSettings(snapshot_idle_s=0.05, snapshot_idle_work_s=0.0)
+
+    async def trained_and_killed() -> None:
+        ledger = await SqliteLedger.open(tmp_path / "ledger")
+        b = Bench(tmp_path / "data", ledger, settings=idle)
+        await b.open()
+        for line in LINES:
+            for number in range(5):
+                await b.result(await _submit(b, line, number))
+        await until(lambda: b.scheduler.statistics().get("snapshots", 0) >= len(LINES))
+        await b.kill()
+        await ledger.close()
+
+    async def redone() -> float:
+        ledger = await SqliteLedger.open(tmp_path / "ledger")
+        async with bench(tmp_path / "data", ledger, settings=idle) as b:
+            await until(lambda: b.scheduler.statistics()["recovered_models"] == len(LINES))
+            commands = b.scheduler.statistics()["redone_commands"]
+        await ledger.close()
+        return commands
+
+    asyncio.run(trained_and_killed())
+
+    assert asyncio.run(redone()) == 0
+
+
 def test_a_save_that_was_cut_off_is_made_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

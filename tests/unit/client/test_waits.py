@@ -82,6 +82,28 @@ def test_a_call_that_takes_far_longer_than_others_of_its_kind_is_one_warning(
     assert warnings(caplog) == [expected]
 
 
+def test_a_quick_call_behind_a_long_one_is_no_reason_for_a_warning(
+    waits: Waits, time: Time, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a save behind a training step, which is sent with it and waits for it."""
+
+    def step(length_s: float) -> None:
+        passing = waits.begin("forward_backward of m")
+        saving = waits.begin("save_weights_for_sampler of m")
+        time.pass_s(length_s)
+        waits.end(passing)
+        waits.end(saving)
+
+    for _ in range(3):
+        waits.end(waits.begin("save_weights_for_sampler of m"))
+    step(20)  # of the long one nothing is known yet
+    step(20)
+    step(20)
+    step(60)
+
+    assert warnings(caplog) == []
+
+
 def test_many_unusual_calls_are_one_warning_until_one_is_usual_again(
     waits: Waits, time: Time, caplog: pytest.LogCaptureFixture
 ) -> None:

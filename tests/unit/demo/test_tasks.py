@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from tinsmith.demo.tasks import QUESTIONS, Example, is_right, reward, sentences
+from tinsmith.demo.tasks import QUESTIONS, TEST_QUESTIONS, Example, is_right, reward, sentences
 
 
 def test_examples_and_tests_share_no_name_and_no_city() -> None:
@@ -16,6 +16,14 @@ def test_examples_and_tests_share_no_name_and_no_city() -> None:
 
     for fact in ("name", "city"):
         assert not {one[fact] for one in taught} & {one[fact] for one in tested}
+
+
+def test_no_question_of_the_test_is_trained_on() -> None:
+    trained, tested = ({one.question for one in asked} for asked in (QUESTIONS, TEST_QUESTIONS))
+
+    assert trained
+    assert tested
+    assert not trained & tested
 
 
 def test_a_sentence_holds_every_fact_of_its_answer() -> None:
