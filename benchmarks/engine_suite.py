@@ -12,6 +12,7 @@ from typing import TypeAlias
 from benchmarks.harness.machine import multiplies_bfloat16
 from benchmarks.harness.plan import Aim, Benchmark, Contestant, Figures, Metric, Page, Turns
 
+NOBODY_BESIDE = "tinsmith, nobody else"
 OURS, ANOTHER, ALONE = "tinsmith", "tinsmith, one after another", "tinsmith, one thread"
 LOOP, SET_ADAPTER = "transformers + peft", "transformers + peft, `set_adapter`"
 BUCKETS, PADDED = "peft, sorted buckets", "peft, padded"
@@ -190,7 +191,9 @@ _SAMPLING_NOTE = (
     "1,536 tokens, and eight short ones of 32 come right behind it: the first token is that of "
     "the short ones. The aims for 32 samples were set for bfloat16 and stand with its tables, "
     "below; the share of the matmul rate that a rival has tells the most that can be gained on it: "
-    "of one that is at half of it, twice the tokens."
+    "of one that is at half of it, twice the tokens. *Beside 900 of another tenant* is one sample "
+    "of 16 tokens, from when it comes to its end, with whatever is computed for the other tenant "
+    "meanwhile; it is held against the same sample with nobody beside it."
 )
 
 
@@ -223,6 +226,14 @@ def _long(model: str) -> Benchmark:
     return _sampling(model, "long", "a long prompt among short ones", contestants)
 
 
+def _beside_many(model: str) -> Benchmark:
+    contestants = (
+        _turns(OURS, "ours:beside", model=model, others="900"),
+        _turns(NOBODY_BESIDE, "ours:beside", model=model, others="0"),
+    )
+    return _sampling(model, "beside", "beside 900 of another tenant", contestants, _times(1 / 5))
+
+
 SAMPLING = (
     _at_once("135m", 1, _batched, _llama_cpp, _vllm, aims=(_times(1),)),
     _at_once("135m", 8, _batched, _vllm),
@@ -241,6 +252,7 @@ SAMPLING = (
     _at_once("1m", 1),
     _at_once("1m", 32),
     _at_once("1m", 128),
+    _beside_many("1m"),
 )
 
 # bfloat16

@@ -141,3 +141,38 @@ def test_a_prompt_that_another_owner_is_reading_is_not_waited_for(model: Transfo
     steps, _ = _steps_of(sampler, work("b", prompt, owner="b", max_tokens=1))
 
     assert steps <= 15
+
+
+def _drawn(sampler: Sampler, others: tuple[str, ...] = ()) -> int:
+    """How many tokens one step draws."""
+    before = sampler.statistics().drawn_tokens
+    sampler.step(others)
+    return sampler.statistics().drawn_tokens - before
+
+
+def test_a_step_is_short_while_another_owner_waits_for_it(model: Transformer) -> None:
+    """Also one whose samples are of another base model; alone, an owner has whole steps."""
+    sampler = Sampler(model, settings=SamplerSettings(most_sequences=32, shared_rows=8))
+    for one in _many(40):
+        sampler.admit(one)
+    _step(sampler, 5)
+
+    assert _drawn(sampler) == 32
+    assert _drawn(sampler, ("b",)) == 8
+    assert _drawn(sampler) == 32
+
+
+def test_owners_have_equal_parts_of_a_step_or_what_they_need(model: Transformer) -> None:
+    """The largest has no more than twice the least, and a step no more than it may."""
+    sampler = Sampler(model, settings=SamplerSettings(most_sequences=48, shared_rows=8))
+    for one in _many(40):
+        sampler.admit(one)
+    for number in range(10):
+        sampler.admit(work(f"b{number}", prompt_of(9, number), owner="b", max_tokens=300))
+    _step(sampler, 10)
+    assert _drawn(sampler) == 20 + 10
+
+    for number in range(10, 60):
+        sampler.admit(work(f"b{number}", prompt_of(9, number), owner="b", max_tokens=300))
+    _step(sampler, 10)
+    assert _drawn(sampler) == 48

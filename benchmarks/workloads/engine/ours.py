@@ -110,6 +110,7 @@ class Running:
         for work in works:
             self.engine.admit(work)
         tokens, ended, first_s = 0, 0, dict[str, float]()
+        asked = {work.work_id for work in works}
         while ended < len(works):
             for event in await self.engine.step_sampler():
                 if isinstance(event, SampleTokens):
@@ -117,12 +118,30 @@ class Running:
                 elif isinstance(event, SampleOutcome):
                     if event.result is None:
                         raise event.error or RuntimeError("no result and no error")
-                    ended += 1
-                    tokens += sum(len(one.tokens) for one in event.result.sequences)
+                    if event.work_id in asked:  # not of those that run beside them
+                        ended += 1
+                        tokens += sum(len(one.tokens) for one in event.result.sequences)
         return tokens, first_s
 
+    def begin(self, works: list[SampleWork]) -> None:
+        """Admit samples, and return when the first of them, which is streamed, has tokens."""
+        self._loop.run_until_complete(self._begin(works))
+
+    async def _begin(self, works: list[SampleWork]) -> None:
+        for work in works:
+            self.engine.admit(work)
+        while works and not await self.engine.step_sampler():
+            pass
+
     def sample_work(
-        self, prompt: list[int], new: int, *, samples: int, with_lora: bool, is_streamed: bool
+        self,
+        prompt: list[int],
+        new: int,
+        *,
+        samples: int = 1,
+        with_lora: bool = False,
+        is_streamed: bool = False,
+        owner: str = "",
     ) -> SampleWork:
         number = next(self._numbers)
         # No stop: every sample has all its tokens.
@@ -138,6 +157,7 @@ class Running:
                 base_model=NAME,
             ),
             is_streamed=is_streamed,
+            owner=owner,
         )
 
 
@@ -263,4 +283,31 @@ def long_among_short(model: str, long: str, shorts: str) -> Callable[[], dict[st
         turn.first_tokens(list(first_s.values()))
         return turn.figures(tokens, running.size.sampling_flops(sum(map(len, asked)), tokens))
 
+    return run
+
+
+def beside(model: str, others: str) -> Callable[[], dict[str, float]]:
+    """A sample of 16 tokens, while so many of another owner are in the engine."""
+    running = Running(model)
+    turns = itertools.count(1)
+
+    def run() -> dict[str, float]:
+        number, vocabulary = next(turns), running.size.vocabulary
+        many = [
+            running.sample_work(one, 200, owner="many", is_streamed=place == 0)
+            for place, one in enumerate(prompts(int(others), 128, vocabulary, number))
+        ]
+        [prompt] = prompts(1, 32, vocabulary, 500 + number)
+        running.begin(many)
+        turn = Turn(running.computes_in)
+        work = running.sample_work(prompt, 16, owner="one", is_streamed=True)
+        tokens, first_s = running.sample([work], turn)
+        turn.first_tokens([first_s[work.work_id]])
+        found = turn.figures(tokens, running.size.sampling_flops(len(prompt), tokens))
+        for one in many:
+            running.engine.cancel(one.work_id)
+        return found
+
+    run()
+    settle()
     return run

@@ -52,6 +52,8 @@ from tinsmith.model.transformer import Transformer
 PACKS_AT_A_TIME = 4
 """How many packs one call of `train` should fill at most."""
 
+MOST_SEQUENCES = 512
+"""How many sequences take part in a step of the sampler, where these cost little more than one."""
 UPLOADED_LOSS_THREADS = 2
 """How many batches with uploaded losses run at a time. Each may take `pass_bytes` of memory."""
 
@@ -107,7 +109,7 @@ class EmbeddedEngine(Engine):
                 for one in self._given
             }
             self._trainer = Trainer(self._transformers, pass_bytes=self._settings.pass_bytes)
-            self._samplers = self._make_samplers()
+            self._samplers = self._make_samplers(threads)
             self._sampling = SamplerThread(self._samplers, threads)
         except BaseException:
             await self.close()
@@ -123,20 +125,22 @@ class EmbeddedEngine(Engine):
         )
         return load_models(self._given, types, device)
 
-    def _make_samplers(self) -> dict[str, Sampler]:
+    def _make_samplers(self, threads: int) -> dict[str, Sampler]:
         """One for each model, under all of its names; the memory for keys is shared out."""
         made: dict[int, Sampler] = {}
         folders = {id(self._transformers[one.name]): one.folder for one in self._given}
         kv_bytes = self._settings.kv_bytes // max(1, len(folders))
         for model in self._transformers.values():
             if id(model) not in made:
-                settings = SamplerSettings(kv_bytes=kv_bytes)
-                if model.device.type != "cpu":  # where many rows take little longer than few
-                    settings = SamplerSettings(
-                        kv_bytes=kv_bytes, most_sequences=512, shared_rows=256
-                    )
+                rows = _shared_rows(model, threads)
                 made[id(model)] = Sampler(
-                    model, tokenizer_folder=folders[id(model)], settings=settings
+                    model,
+                    tokenizer_folder=folders[id(model)],
+                    settings=SamplerSettings(
+                        kv_bytes=kv_bytes,
+                        most_sequences=min(MOST_SEQUENCES, 8 * rows),
+                        shared_rows=rows,
+                    ),
                 )
         return {name: made[id(model)] for name, model in self._transformers.items()}
 
@@ -326,6 +330,18 @@ class EmbeddedEngine(Engine):
     async def step_sampler(self) -> list[SampleEvent]:
         """`Engine.step_sampler`."""
         return [] if self._sampling is None else await self._sampling.events()
+
+
+def _shared_rows(model: Transformer, threads: int) -> int:
+    """How many rows take about two to three times as long as one.
+
+    A step reads all weights, however few rows it has, and then computes for each row. The more
+    arithmetic a device has for its memory, the more rows cost about what one costs.
+    """
+    if model.device.type != "cpu":
+        return MOST_SEQUENCES // 2
+    rows = 16 * threads * (4 if model.dtype == torch.bfloat16 else 1)
+    return min(MOST_SEQUENCES // 2, rows)
 
 
 def _base_model(given: EmbeddedModel, architecture: Architecture) -> BaseModel:

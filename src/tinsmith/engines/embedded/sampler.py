@@ -62,8 +62,8 @@ class SamplerSettings(msgspec.Struct, frozen=True, kw_only=True):
     busy_prefill_tokens: int = 2 * CHUNK_TOKENS
     """The same when some are, and wait for their next token meanwhile; more if many are."""
     most_sequences: int = 128
-    """How many sequences take part in a step, and how many of one owner run; others wait. A CPU
-    gains nothing from more, and whoever comes waits for the end of a step."""
+    """How many sequences take part in a step, and how many of one owner run; others wait. A core
+    gains little from more, and whoever comes waits for the end of a step."""
     shared_rows: int = 16
     """How many sequences of one owner take part in a step while other owners have fewer."""
 
