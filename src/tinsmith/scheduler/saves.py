@@ -137,7 +137,8 @@ async def keep_entry(
     entries = parts.ledger.entries(CheckpointEntry)
     there = await parts.ask(lambda: entries.get(str(path)))
     if there is not None and there.details.get("version") == manifest.version:
-        return there  # a run before this one came so far
+        await _note_created(parts, command, path)  # a run before this one came so far, or less
+        return there
     now = parts.ledger.now()
     entry = CheckpointEntry(
         id=str(path),
@@ -157,6 +158,12 @@ async def keep_entry(
         },
     )
     await parts.ask(lambda: entries.put(entry))
+    await _note_created(parts, command, path)
+    return entry
+
+
+async def _note_created(parts: Parts, command: Command, path: CheckpointPath) -> None:
+    """Tell the audit log of a save, once however often it is run."""
     await parts.ask(
         lambda: audit.note(
             parts.ledger,
@@ -168,7 +175,6 @@ async def keep_entry(
             change=audit.change_id("save", command.request_id),
         )
     )
-    return entry
 
 
 async def keep_sampler(
