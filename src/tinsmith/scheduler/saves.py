@@ -189,6 +189,7 @@ async def find_entry(
     if there is None:
         return None
     if await manifest_of(parts, command, there.files) is not None:
+        await _note_created(parts, command, path)  # it may have been cut off before its note
         return there
     if not overwrite:
         can_overwrite = ", or save it with overwrite=True" if command.kind == "save_weights" else ""
@@ -234,6 +235,12 @@ async def keep_entry(
     old = await parts.ask(lambda: entries.put(entry))
     if old is not None and old.files != entry.files:
         await _delete_replaced(parts, old.files)
+    await _note_created(parts, command, path)
+    return entry
+
+
+async def _note_created(parts: Parts, command: Command, path: CheckpointPath) -> None:
+    """Tell the audit log of a save, once however often it is run."""
     await parts.ask(
         lambda: audit.note(
             parts.ledger,
@@ -245,7 +252,6 @@ async def keep_entry(
             change=audit.change_id("save", command.request_id),
         )
     )
-    return entry
 
 
 async def _delete_replaced(parts: Parts, place: CheckpointPath) -> None:

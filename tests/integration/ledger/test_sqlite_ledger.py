@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.contract.ledgers import INLINE_BYTES, MODEL, ended, raised, training
@@ -270,6 +271,23 @@ def test_large_payloads_are_files_and_go_when_they_are_not_needed(tmp_path: Path
             assert files() in (2, 3)  # the second result is deleted behind the answer
             await ledger.acknowledge([request])
             await ledger.record_snapshot(MODEL, 2, None)
+        assert files() == 0
+
+    asyncio.run(tell())
+
+
+def test_the_file_of_a_sample_goes_when_it_is_settled(tmp_path: Path) -> None:
+    """It is never replayed."""
+
+    def files() -> int:
+        return sum(path.is_file() for path in (tmp_path / "payloads").rglob("*"))
+
+    async def tell() -> None:
+        async with await opened(tmp_path) as ledger:
+            sample = msgspec.structs.replace(training(1, LARGE), is_ordered=False)
+            request = (await ledger.append(sample)).request_id
+            assert files() == 1
+            await ledger.settle([ended(request, b"J{}")])
         assert files() == 0
 
     asyncio.run(tell())

@@ -7,7 +7,7 @@ import random
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -19,9 +19,10 @@ from tinsmith.checkpoints.paths import SNAPSHOTS, CheckpointPath
 from tinsmith.engines.base import AdapterId
 from tinsmith.engines.fake.engine import FakeSettings
 from tinsmith.errors import CheckpointUnavailableError, LedgerUnavailableError
+from tinsmith.ledger import audit
 from tinsmith.ledger.base import Ledger
 from tinsmith.ledger.memory import MemoryLedger
-from tinsmith.ledger.records import CheckpointEntry, LineId
+from tinsmith.ledger.records import AuditEntry, CheckpointEntry, LineId
 from tinsmith.ledger.sqlite import SqliteLedger
 from tinsmith.scheduler import loop, recovering, saves
 from tinsmith.scheduler.settings import SchedulerSettings
@@ -145,10 +146,12 @@ def test_a_model_that_was_idle_before_a_crash_is_not_trained_again(tmp_path: Pat
     assert asyncio.run(redone()) == 0
 
 
+@pytest.mark.parametrize("cut_off", ["before its entry", "before its note", "after both"])
 def test_a_save_that_was_cut_off_is_made_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut_off: str
 ) -> None:
     """Killed after its files were there and before it was settled, it settles after the start."""
+    keep_entry = saves.keep_entry
 
     async def run() -> None:
         ledger = await SqliteLedger.open(tmp_path / "ledger")
@@ -159,12 +162,19 @@ def test_a_save_that_was_cut_off_is_made_once(
         await first.result(await first.forward_backward(line, 1))
         reached = asyncio.Event()
 
-        async def stuck(*_: object, **__: object) -> None:
+        kept: list[CheckpointEntry] = []
+
+        async def stuck(*values: Any, **named: Any) -> None:
+            if cut_off == "after both":
+                kept.append(await keep_entry(*values, **named))
             reached.set()
             await asyncio.Event().wait()
 
         with monkeypatch.context() as patch:
-            patch.setattr(saves, "keep_entry", stuck)
+            if cut_off == "before its note":
+                patch.setattr(audit, "note", stuck)
+            else:
+                patch.setattr(saves, "keep_entry", stuck)
             request = SaveWeightsRequest(model_id=line, seq_id=2, path="x")
             request_id = await first.submit(line, 2, "save_weights", request)
             await asyncio.wait_for(reached.wait(), WAIT_S)
@@ -175,10 +185,13 @@ def test_a_save_that_was_cut_off_is_made_once(
         async with bench(tmp_path, ledger) as second:
             saved = await second.result(request_id)
             entry = await ledger.entries(CheckpointEntry).get(saved.path)
+            noted = await ledger.entries(AuditEntry).all()
         await ledger.close()
 
         assert saved.path == f"tinker://{line}/weights/x"
         assert entry is not None
+        assert kept in ([], [entry])
+        assert [one.event for one in noted] == [audit.CHECKPOINT_CREATED]
 
     asyncio.run(run())
 

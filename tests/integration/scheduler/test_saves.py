@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.integration.scheduler.bench import BASE, Bench, bench, until
 from tinsmith.checkpoints.paths import CheckpointPath
 from tinsmith.engines.fake.engine import FakeSettings
 from tinsmith.errors import CheckpointUnavailableError, RequestErrorCategory
+from tinsmith.ledger.memory import MemoryLedger
 from tinsmith.ledger.model_config import write_config
 from tinsmith.ledger.records import (
     CheckpointEntry,
@@ -24,6 +26,7 @@ from tinsmith.ledger.records import (
     Submission,
     TenantId,
 )
+from tinsmith.scheduler import saves
 from tinsmith.types import LoraConfig
 from tinsmith.types.requests import (
     LoadWeightsRequest,
@@ -269,6 +272,22 @@ def test_a_lost_session_leaves_its_state_behind(tmp_path: Path) -> None:
     assert finished("success") is None
 
 
+def test_a_lost_session_leaves_the_state_of_a_model_behind_that_came_back_after_a_restart(
+    tmp_path: Path,
+) -> None:
+    async def run() -> None:
+        ledger = MemoryLedger()
+        async with bench(tmp_path, ledger) as first:
+            await first.create(LINE)
+            await _train(first, 1)
+        async with bench(tmp_path, ledger) as second:
+            await _end(second, {"type": "cancelled"})
+            path = f"tinker://{LINE}/weights/autosave"
+            assert await ledger.entries(CheckpointEntry).get(path) is not None
+
+    asyncio.run(run())
+
+
 def test_files_that_cannot_be_deleted_do_not_keep_a_model_from_being_released(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,3 +362,70 @@ def test_a_save_fails_at_once_where_waiting_does_not_help(
     assert "the checkpoint store is unavailable: its credentials are refused" in str(failed)
     assert "10.0.0.1" not in str(failed)
     assert calls.count("weights") == 1
+
+
+def test_a_store_that_is_away_for_a_moment_costs_no_save_and_one_that_stays_away_costs_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        async with bench(tmp_path) as b:
+            begin, refusals = b.store.begin, itertools.count()
+
+            def begin_at_last(*values: Any, **named: Any) -> Any:
+                if next(refusals) < away_for:
+                    raise CheckpointUnavailableError("the store is away")
+                return begin(*values, **named)
+
+            await b.create(LINE)
+            await _train(b, 1)
+            monkeypatch.setattr(b.store, "begin", begin_at_last)
+            away_for = 2
+            saved = await _save(b, 3, path="one")
+            monkeypatch.setattr(saves, "STORE_PATIENCE_S", 0.0)
+            away_for = 4
+            failed = await _save(b, 4, path="two")
+
+            assert saved.path == f"tinker://{LINE}/weights/one"
+            assert failed.category is RequestErrorCategory.Server
+
+    monkeypatch.setattr(saves, "FIRST_WAIT_S", 0.01)
+    asyncio.run(run())
+
+
+def test_a_save_that_the_engine_fails_leaves_nothing_in_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object) -> None:
+        raise RuntimeError("no memory")
+
+    async def run() -> None:
+        async with bench(tmp_path) as b:
+            await b.create(LINE)
+            await _train(b, 1)
+            monkeypatch.setattr(b.engine, "save_adapter", fail)
+
+            failed = await _save(b, 3, path="one")
+
+            assert failed.category is RequestErrorCategory.Server
+            assert list((b.store.root / "staging").iterdir()) == []
+            monkeypatch.undo()
+
+    asyncio.run(run())
+
+
+def test_the_number_of_another_sampler_is_not_taken(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with bench(tmp_path) as b:
+            await b.create(LINE)
+            await _train(b, 1)
+            await b.add_sampler("session-1:sample:5", path="tinker://other/sampler_weights/a")
+            request = SaveWeightsForSamplerRequest(
+                model_id=LINE, seq_id=3, sampling_session_seq_id=5
+            )
+
+            failed = await b.result(await b.submit(LINE, 3, "save_weights_for_sampler", request))
+
+            assert failed.category is RequestErrorCategory.User
+            assert "used for another" in failed.error
+
+    asyncio.run(run())

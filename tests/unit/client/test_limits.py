@@ -459,14 +459,14 @@ def test_a_pause_that_is_seen_while_an_older_poll_is_looked_at_stays(time: FakeT
         if told:
             told.clear()
             time.now += 1.0
-            paused.queue_paused(60.0, "again")
+            own.queue_paused(60.0, "again")
         return time.now
 
-    paused = Limiter(clock=clock, sleep=time.sleep)
-    paused.queue_paused(10.0, "first")
+    own = Limiter(clock=clock, sleep=time.sleep)
+    own.queue_paused(10.0, "first")
     time.now += 1.0
     told.append(None)
 
-    paused.queue_active(asked_at=time.now)
+    own.queue_active(asked_at=time.now)
 
-    assert paused.pause().reason == "again"
+    assert own.pause().reason == "again"

@@ -151,3 +151,14 @@ def test_a_quota_of_requests_in_a_minute_is_kept_and_refilled() -> None:
             await scene.submit()
 
     play(Scene(10_000), work)
+
+
+def test_a_command_that_is_told_twice_counts_once() -> None:
+    async def work(scene: Scene) -> None:
+        for _ in range(2):
+            scene.admission.accepted(TENANT, "a:1", 10)
+        assert scene.admission.under_way()[TENANT] == (1, 10)
+        scene.admission.settled(TENANT, "a:1")
+        assert scene.admission.under_way()[TENANT] == (0, 0)
+
+    play(Scene(10), work)

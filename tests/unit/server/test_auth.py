@@ -106,3 +106,19 @@ def test_a_token_is_good_for_its_time_whichever_clock_is_set(is_set: str) -> Non
             await credentials.holder(token)
 
     asyncio.run(work())
+
+
+def test_where_nobody_needs_a_key_one_that_is_given_counts_all_the_same() -> None:
+    """A wrong one is refused, and a right one is its tenant's."""
+
+    async def work() -> None:
+        ledger = MemoryLedger()
+        _, key = await create_key(ledger, await add_tenant(ledger, "a"), "")
+        credentials = Credentials(ledger, b"secret", trusts_keyless=True)
+
+        assert (await credentials.holder(None)).tenant.id == "default"
+        assert (await credentials.holder(key)).tenant.id == "a"
+        with pytest.raises(AuthenticationError):
+            await credentials.holder("tml-wrong")
+
+    asyncio.run(work())

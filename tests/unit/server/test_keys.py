@@ -15,7 +15,7 @@ from tinsmith.errors import (
 )
 from tinsmith.ledger.base import Entries
 from tinsmith.ledger.memory import MemoryLedger
-from tinsmith.ledger.records import ApiKey, Entry, Tenant
+from tinsmith.ledger.records import ApiKey, Entry, Tenant, TenantId
 from tinsmith.server.keys import (
     DEFAULT_TENANT,
     MOST_REMEMBERED,
@@ -437,5 +437,47 @@ def test_what_is_remembered_is_given_without_waiting_and_only_for_its_time() -> 
         assert ring.remembered(key + "x") is None
         ticks.now += 1.0
         assert ring.remembered(key) is None
+
+    run(work())
+
+
+def test_a_key_whose_tenant_is_gone_opens_nothing() -> None:
+    async def work() -> None:
+        ledger = MemoryLedger()
+        nobody = Tenant(id="gone", tenant_id=TenantId("gone"), created_at=0.0, name="gone")
+        _, key = await create_key(ledger, nobody, "")
+
+        with pytest.raises(AuthenticationError):
+            await KeyRing(ledger).holder(key)
+
+    run(work())
+
+
+def test_quotas_of_everybody_are_looked_up_again_while_there_are_no_keys() -> None:
+    """Another process may have changed them."""
+
+    async def work() -> None:
+        ledger, clock = MemoryLedger(), Ticks()
+        ring = KeyRing(ledger, recheck_s=1.0, clock=clock)
+        assert (await ring.holder(None)).tenant.quotas == {}
+
+        await add_tenant(ledger, DEFAULT_TENANT, {"models": 3})
+        clock.now += 2.0
+
+        assert (await ring.holder(None)).tenant.quotas == {"models": 3}
+
+    run(work())
+
+
+def test_a_changed_quota_leaves_the_others_and_none_takes_one_away() -> None:
+    async def work() -> None:
+        ledger = MemoryLedger()
+        await add_tenant(ledger, "acme", {"models": 3, "sessions": 4})
+
+        changed = await add_tenant(ledger, "acme", {"sessions": 5})
+        less = await add_tenant(ledger, "acme", {"models": None})
+
+        assert changed.quotas == {"models": 3, "sessions": 5}
+        assert less.quotas == {"sessions": 5}
 
     run(work())
