@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from tinsmith.ledger.run_progress import RunBoard
 from tinsmith.types.futures import QueueStateName
 
 MOST_STREAMS = 4096
@@ -55,6 +56,7 @@ class Board:
         self.scheduler = SchedulerReport()
         self.ledger_doubted = asyncio.Event()
         """Set by a server that found the ledger unavailable; the scheduler then looks."""
+        self.runs = RunBoard()
         self._everywhere = ACTIVE
         self._lines: dict[str, QueueReport] = {}
         self._streams: dict[str, _Stream] = {}

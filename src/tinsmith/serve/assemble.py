@@ -31,9 +31,11 @@ from tinsmith.observe.metrics import ServiceMetrics
 from tinsmith.observe.spans import Spans, open_spans
 from tinsmith.scheduler.loop import Scheduler
 from tinsmith.scheduler.settings import SchedulerSettings
+from tinsmith.serve import run_log
 from tinsmith.serve.fetching import fetched_models, loading
 from tinsmith.serve.free_space import FreeSpace
 from tinsmith.serve.measuring import Measuring
+from tinsmith.serve.run_log import RunLog
 from tinsmith.serve.settings import Limits, ServiceSettings
 from tinsmith.serve.working import Working
 from tinsmith.server.app import App, make_app
@@ -95,6 +97,7 @@ class Service:
             lambda suspects: Scheduler(ledger, engine, store, scheduling, spans, suspects),
         )
         self._measuring = Measuring(self.metrics, ledger, spans)
+        self._run_log = RunLog(ledger)
         self.app: App = make_app(
             Parts(
                 ledger=ledger,
@@ -190,6 +193,7 @@ class Service:
         self._start("sweeping", _every(SWEEP_S, Sweeper(self.ledger, self.store).sweep))
         self._start("free space", _every(SPACE_S, self.free_space.look))
         self._start("measuring", self._measuring.run)
+        self._start("runs", _every(run_log.LOOK_S, self._run_log.look))
 
     async def _work(self) -> None:
         try:
@@ -235,6 +239,7 @@ class Service:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._has_begun:
             await self._working.close(self._settings.drain_s)
+            await self._run_log.look()
         await self._engine.close()
         await asyncio.to_thread(self.store.close)
         await self.ledger.close()
