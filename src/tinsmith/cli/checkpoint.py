@@ -264,14 +264,16 @@ def list_checkpoints(arguments: argparse.Namespace) -> None:
     from tinsmith.cli.connect import limit_s, rest_client, wait
     from tinsmith.cli.listing import page_size, taken, title_of
     from tinsmith.cli.output import Table, plain_of, show
+    from tinsmith.cli.run import whole_run_id
 
     rest = rest_client(arguments)
     plain: dict[str, Any] = {}
     found: list[Checkpoint]
     if arguments.run_id:
-        plain["run_id"] = arguments.run_id
-        found = wait(rest.list_checkpoints(arguments.run_id), arguments).checkpoints
-        title = f"{title_of(len(found), None, 'checkpoint')} for run {arguments.run_id}"
+        run_id = whole_run_id(rest, arguments.run_id, arguments)
+        plain["run_id"] = run_id
+        found = wait(rest.list_checkpoints(run_id), arguments).checkpoints
+        title = f"{title_of(len(found), None, 'checkpoint')} for run {run_id}"
     else:
         pages = rest.iter_checkpoints(page_size(arguments.limit), timeout=limit_s(arguments))
         found = taken(pages, arguments, "checkpoints")

@@ -16,6 +16,7 @@ from tinsmith.cli.checkpoint import TYPES
 from tinsmith.cli.connect import rest_client, wait
 from tinsmith.cli.failures import CommandError, UsageError, in_short
 from tinsmith.cli.output import plain_of, show
+from tinsmith.cli.run import whole_run_id
 from tinsmith.cli.text import counted, printable, time_text
 from tinsmith.client.management.bulk_delete import CheckpointFilter
 from tinsmith.client.rest import RestClient
@@ -108,7 +109,8 @@ def _chosen(rest: RestClient, arguments: argparse.Namespace) -> list[Checkpoint]
         before=arguments.before,
         after=arguments.after,
     )
-    listing = wait(rest.list_checkpoints(arguments.run_id), arguments)
+    run_id = whole_run_id(rest, arguments.run_id, arguments)
+    listing = wait(rest.list_checkpoints(run_id), arguments)
     return [checkpoint for checkpoint in listing.checkpoints if wanted.fits(checkpoint)]
 
 

@@ -52,7 +52,8 @@ def run(arguments: argparse.Namespace) -> None:
         CommandError: The folder exists, or not everything could be fetched.
     """
     path = arguments.checkpoint_path
-    name = path.removeprefix("tinker://").replace("/", "_")
+    # A colon, as in the ids of runs, is not in every file system, nor in every `scp` or PATH.
+    name = path.removeprefix("tinker://").replace("/", "_").replace(":", "_")
     target = pathlib.Path(arguments.output or ".") / name
     if target.exists() and not arguments.force:
         raise exists_already(target)

@@ -27,7 +27,7 @@ NOUNS = {
     "run": "list and show training runs",
     "checkpoint": "list, show, publish, delete and download saved weights",
     "model": "list a service's models, keep base models here",
-    "session": "export what happened in a session",
+    "session": "list sessions, and export what happened in one",
     "sample": "sample from a model or a checkpoint",
     "auth": "sign in and out, and see who you are",
     "billing": "show what was used and what is stored",

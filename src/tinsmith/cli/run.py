@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 
 from tinsmith.cli.parser import Parser, count
 from tinsmith.cli.text import MISSING, time_text
@@ -10,16 +11,25 @@ from tinsmith.cli.text import MISSING, time_text
 TYPE_CHECKING = False  # loading `typing` takes longer than all of a help
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import Any
 
+    from tinsmith.client.rest import RestClient
     from tinsmith.types.checkpoints import Checkpoint
     from tinsmith.types.runs import TrainingRun
 
 # Each column: its heading, what it shows, and its line in the help.
 COLUMNS: dict[str, tuple[str, Callable[[TrainingRun], str], str]] = {
     "id": ("Run ID", lambda run: run.training_run_id, "the run's id"),
+    "name": (
+        "Name",
+        lambda run: name_of(run) or MISSING,
+        "`name` of its metadata, or its session's",
+    ),
     "model": ("Base Model", lambda run: run.base_model, "what it was trained from"),
     "owner": ("Owner", lambda run: run.model_owner, "whose it is"),
     "lora": ("LoRA", lambda run: lora_text(run.is_lora, run.lora_rank), "the adapter's rank"),
+    "steps": ("Step", lambda run: _number(run.steps), "steps of the optimizer, where it is told"),
+    "loss": ("Loss/Token", lambda run: _number(run.loss_per_token), "of its last pass, likewise"),
     "updated": ("Last Update", lambda run: time_text(run.last_request_time), "last request"),
     "status": ("Status", lambda run: "Failed" if run.corrupted else "OK", "OK or Failed"),
     "checkpoint": (
@@ -33,7 +43,14 @@ COLUMNS: dict[str, tuple[str, Callable[[TrainingRun], str], str]] = {
         "when that was saved",
     ),
 }
-DEFAULT_COLUMNS = ["id", "model", "lora", "updated", "status"]
+DEFAULT_COLUMNS = ["id", "name", "model", "lora", "steps", "loss", "updated", "status"]
+_SOMETIMES: dict[str, Callable[[TrainingRun], object]] = {
+    "name": lambda run: name_of(run) or None,
+    "steps": lambda run: run.steps,
+    "loss": lambda run: run.loss_per_token,
+}
+"""Columns that are shown by default if a run has something in them."""
+_WHOLE_ID = re.compile(r"session-[0-9a-f]{32}:|[0-9a-f]{8}-[0-9a-f]{4}-")
 
 
 def configure(parser: Parser) -> None:
@@ -46,12 +63,13 @@ def configure(parser: Parser) -> None:
         "-c",
         "--columns",
         type=_columns,
-        default=DEFAULT_COLUMNS,
+        default=None,
         metavar="NAMES",
-        help=f"which columns to show, with commas (default {','.join(DEFAULT_COLUMNS)})",
+        help=f"which columns to show, with commas (default {','.join(DEFAULT_COLUMNS)}; "
+        "with short ids)",
     )
     info = parser.add_verb("info", "show a training run", show_run)
-    info.add_argument("run_id", help="the run's id")
+    info.add_argument("run_id", help="the run's id, or the short one that `run list` shows")
 
 
 def add_limit(parser: Parser, what: str) -> None:
@@ -79,16 +97,23 @@ def list_runs(arguments: argparse.Namespace) -> None:
     """Show the newest runs."""
     from tinsmith.cli.connect import limit_s, rest_client
     from tinsmith.cli.listing import page_size, taken, title_of
-    from tinsmith.cli.output import Table, plain_of, show
+    from tinsmith.cli.output import Table, show
 
     pages = rest_client(arguments).iter_training_runs(
         page_size=page_size(arguments.limit), timeout=limit_s(arguments)
     )
     runs: list[TrainingRun] = taken(pages, arguments, "runs")
-    chosen = [COLUMNS[name] for name in arguments.columns]
+    columns = dict(COLUMNS)
+    names = arguments.columns
+    if names is None:
+        is_empty = {name: not any(map(has, runs)) for name, has in _SOMETIMES.items()}
+        names = [name for name in DEFAULT_COLUMNS if not is_empty.get(name)]
+        short = _short_ids(runs)
+        columns["id"] = ("Run ID", lambda run: short[run.training_run_id], "")
+    chosen = [columns[name] for name in names]
     show(
         arguments.format,
-        {"runs": [plain_of(run) for run in runs]},
+        {"runs": [_plain(run) for run in runs]},
         Table(
             title_of(len(runs), pages.total_count, "training run"),
             [heading for heading, _, _ in chosen],
@@ -100,21 +125,84 @@ def list_runs(arguments: argparse.Namespace) -> None:
 def show_run(arguments: argparse.Namespace) -> None:
     """Show all that is known of a run."""
     from tinsmith.cli.connect import rest_client, wait
-    from tinsmith.cli.output import Properties, plain_of, show
+    from tinsmith.cli.output import Properties, show
 
-    run: TrainingRun = wait(rest_client(arguments).get_training_run(arguments.run_id), arguments)
+    rest = rest_client(arguments)
+    run_id = whole_run_id(rest, arguments.run_id, arguments)
+    run: TrainingRun = wait(rest.get_training_run(run_id), arguments)
     pairs = [
         ("Run ID", run.training_run_id),
+        *([("Name", name_of(run))] if name_of(run) else []),
         ("Base Model", run.base_model),
         ("Owner", run.model_owner),
         ("LoRA", lora_text(run.is_lora, run.lora_rank)),
         ("Last Update", time_text(run.last_request_time)),
         ("Status", "Failed" if run.corrupted else "OK"),
+        *([("Step", _number(run.steps))] if run.steps is not None else []),
+        *([("Loss/Token", _number(run.loss_per_token))] if run.loss_per_token is not None else []),
         *_checkpoint_pairs("Last Training Checkpoint", run.last_checkpoint),
         *_checkpoint_pairs("Last Sampler Checkpoint", run.last_sampler_checkpoint),
         *((f"Metadata {name}", value) for name, value in (run.user_metadata or {}).items()),
     ]
-    show(arguments.format, plain_of(run), Properties(f"Training run {run.training_run_id}", pairs))
+    show(arguments.format, _plain(run), Properties(f"Training run {run.training_run_id}", pairs))
+
+
+def whole_run_id(rest: RestClient, given: str, arguments: argparse.Namespace) -> str:
+    """The id of a run that was named by a part of it, as `run list` shows them.
+
+    Looks through all runs, unless it is a whole id. What no run has is returned as it is, for the
+    service to refuse.
+
+    Raises:
+        CommandError: Several runs begin so.
+    """
+    from tinsmith.cli.connect import limit_s
+    from tinsmith.cli.failures import CommandError
+    from tinsmith.types.runs import is_short_for
+
+    if _WHOLE_ID.match(given):
+        return given
+    runs = rest.iter_training_runs(page_size=1000, timeout=limit_s(arguments))
+    ids = [run.training_run_id for run in runs]
+    found = [run_id for run_id in ids if is_short_for(given, run_id)]
+    if given in ids or not found:
+        return given
+    if len(found) > 1:
+        raise CommandError(
+            f"{len(found)} runs begin with {given!r}: {', '.join(found[:5])}",
+            remedy="give more of the id",
+        )
+    return found[0]
+
+
+def name_of(run: TrainingRun) -> str:
+    """What its owner calls a run; empty if nothing."""
+    return (run.user_metadata or {}).get("name") or run.display_name or ""
+
+
+def _short_ids(runs: list[TrainingRun]) -> dict[str, str]:
+    """Each id with a short form that no other of these has."""
+    from collections import Counter
+
+    from tinsmith.types.runs import short_run_id
+
+    short = {run.training_run_id: short_run_id(run.training_run_id) for run in runs}
+    counts = Counter(short.values())
+    return {whole: one if counts[one] == 1 else whole for whole, one in short.items()}
+
+
+def _plain(run: TrainingRun) -> Any:
+    from tinsmith.cli.output import plain_of
+
+    plain = plain_of(run)
+    for name in ("display_name", "steps", "loss_per_token"):
+        if plain[name] is None:
+            del plain[name]  # only services of ours know of them
+    return plain
+
+
+def _number(value: float | None) -> str:
+    return MISSING if value is None else f"{value:.6g}"
 
 
 def _checkpoint_pairs(name: str, checkpoint: Checkpoint | None) -> list[tuple[str, str]]:

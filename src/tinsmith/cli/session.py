@@ -15,6 +15,10 @@ EXPORT_TIMEOUT_S = 600.0
 
 def configure(parser: Parser) -> None:
     """Add the verbs of `tinsmith session`."""
+    from tinsmith.cli.run import add_limit
+
+    listing = parser.add_verb("list", "list sessions, newest first", list_sessions)
+    add_limit(listing, "sessions")
     export = parser.add_verb(
         "export-trace",
         "export a session's timeline as a Perfetto trace",
@@ -27,6 +31,42 @@ def configure(parser: Parser) -> None:
     )
     export.add_argument(
         "--url-only", action="store_true", help="print its address instead of downloading it"
+    )
+
+
+def list_sessions(arguments: argparse.Namespace) -> None:
+    """Show the newest sessions, with what each holds."""
+    from tinsmith.cli.connect import limit_s, rest_client, wait
+    from tinsmith.cli.listing import page_size, taken, title_of
+    from tinsmith.cli.output import Table, plain_of, show
+    from tinsmith.cli.text import MISSING
+
+    rest = rest_client(arguments)
+    pages = rest.iter_sessions(page_size=page_size(arguments.limit), timeout=limit_s(arguments))
+    ids: list[str] = taken(pages, arguments, "sessions")
+    asked = [rest.get_session(session_id) for session_id in ids]  # all at once
+    found = [wait(one, arguments) for one in asked]
+    show(
+        arguments.format,
+        {
+            "sessions": [
+                {"session_id": session_id, **plain_of(session)}
+                for session_id, session in zip(ids, found, strict=True)
+            ]
+        },
+        Table(
+            title_of(len(ids), pages.total_count, "session"),
+            ["Session ID", "Name", "Training Runs", "Samplers"],
+            [
+                [
+                    session_id,
+                    session.display_name or MISSING,
+                    str(len(session.training_run_ids)),
+                    str(len(session.sampler_ids)),
+                ]
+                for session_id, session in zip(ids, found, strict=True)
+            ],
+        ),
     )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from tinsmith.ledger.run_progress import RunBoard
 from tinsmith.types.futures import QueueStateName
 
 MOST_STREAMS = 4096
@@ -62,6 +63,7 @@ class Board:
         """What is wrong with the store of checkpoints."""
         self.store_doubted = asyncio.Event()
         """Set by whoever found the store unavailable; the service then looks."""
+        self.runs = RunBoard()
         self._everywhere = ACTIVE
         self._lines: dict[str, QueueReport] = {}
         self._streams: dict[str, _Stream] = {}

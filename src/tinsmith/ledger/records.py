@@ -297,6 +297,10 @@ class Model(Entry, frozen=True, kw_only=True):
     user_metadata: dict[str, Any] | None = None
     released_at: float | None = None
     """When the engine let go of it."""
+    steps: int | None = None
+    """Of the optimizer, as of the last look at how far it is; None if it has had none."""
+    loss_per_token: float | None = None
+    """Of the last pass by then."""
 
     @property
     def parent_id(self) -> str:

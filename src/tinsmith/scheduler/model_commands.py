@@ -120,12 +120,14 @@ class ModelCommands:
 
     async def _create(self, command: Command) -> Done:
         await self.make(command)
+        self._parts.ledger.board.runs.begin(command.line)
         return CreateModelResponse(model_id=command.line), ()
 
     async def _load(self, command: Command) -> Done:
         request: LoadWeightsRequest = await self._parts.request(command)
         if command.seq_id == 0:
             await self.make(command)
+            self._parts.ledger.board.runs.begin(command.line)
         else:
             await self.load_into(self._parts.models.ready(command.line), request)
         response = LoadWeightsResponse(
@@ -267,6 +269,7 @@ class ModelCommands:
             _log.warning("model %s of a lost session could not be saved: %s", command.line, exc)
 
     async def _let_go(self, line: LineId, why: str) -> None:
+        self._parts.ledger.board.runs.end(line, why)
         known = self._parts.models.get(line)
         if known is not None:
             known.is_ready = False

@@ -315,11 +315,21 @@ class Training:
                 _log.error("a command failed", extra=about(command), exc_info=outcome.error)
             return failure(command, outcome.error)
         uses = []
+        self._note_progress(command, work, outcome)
         if isinstance(work, PassWork):
             base_model = self._base_model(command.line)
             uses = [use(command, "training", work.tokens, base_model)]
             self._parts.statistics.count("trained_tokens", work.tokens)
         return success(command, outcome.result, uses)
+
+    def _note_progress(
+        self, command: Command, work: TrainingWork, outcome: TrainingOutcome
+    ) -> None:
+        runs, metrics = self._parts.ledger.board.runs, getattr(outcome.result, "metrics", None)
+        if isinstance(work, StepWork):
+            runs.note_step(command.line, metrics)
+        elif work.with_gradients:
+            runs.note_pass(command.line, metrics or {}, work.tokens)
 
 
 def _parted(

@@ -31,11 +31,13 @@ from tinsmith.observe.metrics import ServiceMetrics
 from tinsmith.observe.spans import Spans, open_spans
 from tinsmith.scheduler.loop import Scheduler
 from tinsmith.scheduler.settings import SchedulerSettings
+from tinsmith.serve import run_log
 from tinsmith.serve.fetching import fetched_models, loading
 from tinsmith.serve.free_space import FreeSpace
 from tinsmith.serve.key_guard import check_keys_lost, note_keys
 from tinsmith.serve.leasing import Leasing
 from tinsmith.serve.measuring import Measuring
+from tinsmith.serve.run_log import RunLog
 from tinsmith.serve.secret import read_secret
 from tinsmith.serve.settings import Limits, ServiceSettings
 from tinsmith.serve.store_health import StoreHealth
@@ -108,6 +110,7 @@ class Service:
             ledger, store, lambda: None if self._lease is None else self._lease.epoch
         )
         self._measuring = Measuring(self.metrics, ledger, spans)
+        self._run_log = RunLog(ledger)
         self.app: App = make_app(
             Parts(
                 ledger=ledger,
@@ -220,6 +223,7 @@ class Service:
         self._start("sweeping", _every(SWEEP_S, self._sweep))
         self._start("free space", _every(SPACE_S, self.free_space.look))
         self._start("measuring", self._measuring.run)
+        self._start("runs", _every(run_log.LOOK_S, self._run_log.look))
 
     async def _note_keys(self) -> None:
         """The first key may be made while the service runs."""
@@ -278,6 +282,7 @@ class Service:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._has_begun:
             await self._working.close(self._settings.drain_s)
+            await self._run_log.look()
         await self._engine.close()
         await asyncio.to_thread(self.store.close)
         if self._leasing is not None:

@@ -15,6 +15,7 @@ import resource
 import signal
 import socket
 import ssl
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from tinsmith.serve.loading import check_certificate
 from tinsmith.serve.operator_pages import OperatorPages
 from tinsmith.serve.settings import ServiceSettings, masked
 from tinsmith.server.connections import ConnectionGate, ConnectionLimits
+from tinsmith.server.keys import KeyRing
 
 _log = logging.getLogger(__name__)
 
@@ -139,6 +141,7 @@ async def _serve(settings: ServiceSettings) -> int:
                         masked(settings.checkpoints),
                         settings.engine,
                     )
+                    await _tell_variables(settings, listener, service)
                     await _until_it_ends(ending, serving, service, settings)
             finally:
                 ending.begin()
@@ -234,6 +237,25 @@ def _address(settings: ServiceSettings, listener: socket.socket) -> str:
     scheme = "https" if settings.tls.cert is not None else "http"
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     return f"{scheme}://{host}:{listener.getsockname()[1]}"
+
+
+async def _tell_variables(
+    settings: ServiceSettings, listener: socket.socket, service: Service
+) -> None:
+    """Print what a client sets to come here, as lines for a shell; programs read the log instead.
+
+    No key is printed: the ledger does not have them.
+    """
+    if settings.unix_socket is not None or settings.log.format != "text":
+        return
+    url = settings.public_url or _address(settings, listener)
+    if settings.public_url is None and settings.host in ("0.0.0.0", "::"):  # noqa: S104 - read only
+        url = url.replace("[::]" if settings.host == "::" else settings.host, socket.gethostname())
+    has_keys = await KeyRing(service.ledger).has_keys()
+    key = "'<a key>'  # `tinsmith key create` makes one" if has_keys else "tml-anything"
+    lines = ["for clients:", f"  export TINKER_BASE_URL={url}", f"  export TINKER_API_KEY={key}"]
+    sys.stderr.write("\n".join(lines) + "\n")
+    sys.stderr.flush()
 
 
 def _tls(settings: ServiceSettings) -> ssl.SSLContext | None:

@@ -137,6 +137,7 @@ async def shown_run(ledger: Ledger, model: Model) -> TrainingRun:
     known_at = max([model.created_at, *(entry.created_at for entry in saved)])
     line = await ledger.line(LineId(model.id))
     lora, _ = read_config(model.config)
+    session = await ledger.entries(Session).get(model.session_id)
     return TrainingRun(
         training_run_id=model.id,
         base_model=model.base_model,
@@ -147,6 +148,9 @@ async def shown_run(ledger: Ledger, model: Model) -> TrainingRun:
         last_checkpoint=last.get("training"),
         last_sampler_checkpoint=last.get("sampler"),
         user_metadata=metadata_as_text(model.user_metadata),
+        display_name=None if session is None else session.display_name,
+        steps=model.steps,
+        loss_per_token=model.loss_per_token,
     )
 
 

@@ -15,8 +15,24 @@ AwareDatetime: TypeAlias = Annotated[datetime.datetime, msgspec.Meta(tz=True)]
 AccessScope: TypeAlias = Literal["owned", "accessible"]
 
 
+def short_run_id(run_id: str) -> str:
+    """A run's id as people read it: eight characters of its session, and which of its runs."""
+    session, colon, rest = run_id.removeprefix("session-").partition(":")
+    return f"{session[:8]}{colon}{rest}"
+
+
+def is_short_for(given: str, run_id: str) -> bool:
+    """Whether text is the beginning of a run's session, and names the run if the id does."""
+    session, _, rest = run_id.removeprefix("session-").partition(":")
+    start, colon, named = given.removeprefix("session-").partition(":")
+    return bool(start) and session.startswith(start) and (not colon or rest == named)
+
+
 class TrainingRun(Record):
-    """A model in training and its newest checkpoints."""
+    """A model in training and its newest checkpoints.
+
+    The last three are known of services of ours alone, and are a few seconds old.
+    """
 
     training_run_id: str
     base_model: str
@@ -28,6 +44,12 @@ class TrainingRun(Record):
     last_checkpoint: Checkpoint | None = None
     last_sampler_checkpoint: Checkpoint | None = None
     user_metadata: dict[str, str] | None = None
+    display_name: str | None = None
+    """Of its session."""
+    steps: int | None = None
+    """Of the optimizer."""
+    loss_per_token: float | None = None
+    """Of its last pass."""
 
 
 class TrainingRunsResponse(Record):

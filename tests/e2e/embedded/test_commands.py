@@ -50,6 +50,49 @@ def test_commands_show_what_a_program_that_set_nothing_has_trained(tmp_path: Pat
     assert listed.stderr == found.stderr == ""
 
 
+def test_runs_are_listed_with_their_name_step_and_loss_and_found_by_short_ids(
+    tmp_path: Path,
+) -> None:
+    made = run(
+        """
+client = tinsmith.ServiceClient(display_name="first try")
+training = client.create_lora_training_client(MODEL, rank=8, seed=1)
+for _ in range(3):
+    step(training)
+say(training.model_id)
+say(training.save_state("one").result().path)
+""",
+        tmp_path,
+    )
+    model_id, path = made.stdout.split()
+    short = model_id.removeprefix("session-")[:8] + ":train:0"
+
+    shown = command(tmp_path, "run", "list")
+    whole = command(tmp_path, "run", "list", "-c", "id,steps")
+    plain = command(tmp_path, "run", "info", short[:6], "-f", "json")
+    saved = command(tmp_path, "checkpoint", "list", "--run-id", short, "-f", "json")
+    sessions = command(tmp_path, "session", "list", "-f", "json")
+
+    heading, row = shown.stdout.splitlines()[2:]
+    assert heading.split()[:2] == ["Run", "ID"]
+    assert row.split()[:3] == [short, "first", "try"]
+    assert model_id in whole.stdout
+    found = json.loads(plain.stdout)
+    assert (found["training_run_id"], found["steps"]) == (model_id, 3)
+    assert 0 < found["loss_per_token"] < 20
+    assert f"{found['loss_per_token']:.6g}" in row
+    assert [one["tinker_path"] for one in json.loads(saved.stdout)["checkpoints"]] == [path]
+    assert json.loads(sessions.stdout)["sessions"] == [
+        {
+            "session_id": model_id.partition(":")[0],
+            "training_run_ids": [model_id],
+            "sampler_ids": [],
+            "user_metadata": {},
+            "display_name": "first try",
+        }
+    ]
+
+
 def test_commands_reach_the_service_of_a_program_that_still_runs(tmp_path: Path) -> None:
     with running(TRAIN + "input()\nsay(step(training))", tmp_path) as program:
         model_id = program.hears()

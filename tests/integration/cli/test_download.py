@@ -19,7 +19,9 @@ NAMES = ["adapter_config.json", "adapter_model.safetensors"]
 
 
 def folder_of(tinsmith: Commands, path: str) -> pathlib.Path:
-    return tinsmith.folder / path.removeprefix("tinker://").replace("/", "_")
+    name = path.removeprefix("tinker://").replace("/", "_").replace(":", "_")
+    assert ":" not in name
+    return tinsmith.folder / name
 
 
 def names_in(folder: pathlib.Path) -> list[str]:

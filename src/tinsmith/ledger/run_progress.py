@@ -1,0 +1,77 @@
+"""How far training runs are: steps, the last loss per token, and tokens trained on.
+
+A scheduler notes it as it goes, in memory. Whoever runs the service reads it now and then, says it
+in the log, and keeps the steps and the loss with the run, where listings find them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import msgspec
+
+
+class RunProgress(msgspec.Struct):
+    """One run, since this service has had it."""
+
+    begun: bool = False
+    """Whether it was made or loaded now, and nobody has been told."""
+    steps: int = 0
+    """Since the run began, also before a restart where the engine says so."""
+    loss_per_token: float = math.nan
+    tokens: int = 0
+    """Trained on since the last look."""
+    is_changed: bool = False
+    ended: str | None = None
+    """Why it has ended, if it has."""
+
+
+class RunBoard:
+    """The progress of all runs that were at work since the last look. For one event loop."""
+
+    def __init__(self) -> None:
+        self._runs: dict[str, RunProgress] = {}
+
+    def begin(self, run_id: str) -> None:
+        """Note that a run was made, or goes on from a checkpoint."""
+        self._of(run_id).begun = True
+
+    def note_pass(self, run_id: str, metrics: Mapping[str, float], tokens: int) -> None:
+        """Note a pass with gradients."""
+        run = self._of(run_id)
+        counted = metrics.get("weighted_tokens:sum") or metrics.get("tokens:sum")
+        if counted and "loss:sum" in metrics:
+            run.loss_per_token = metrics["loss:sum"] / counted
+        run.tokens += tokens
+        run.is_changed = True
+
+    def note_step(self, run_id: str, metrics: Mapping[str, float] | None) -> None:
+        """Note a step of the optimizer."""
+        run = self._of(run_id)
+        # Whatever name space it is in: a run that was resumed goes on counting.
+        told = [value for name, value in (metrics or {}).items() if name.split("/")[-1] == "step"]
+        run.steps = int(told[0]) if told else run.steps + 1
+        run.is_changed = True
+
+    def end(self, run_id: str, why: str) -> None:
+        """Note that a run is let go of."""
+        self._of(run_id).ended = why
+
+    def take(self) -> dict[str, RunProgress]:
+        """What has changed since this was last called, with the tokens since then."""
+        runs = self._runs
+        # Those that go on are kept, for their steps and loss.
+        self._runs = {
+            run_id: RunProgress(steps=run.steps, loss_per_token=run.loss_per_token)
+            for run_id, run in runs.items()
+            if run.ended is None
+        }
+        return {
+            run_id: run
+            for run_id, run in runs.items()
+            if run.is_changed or run.begun or run.ended is not None
+        }
+
+    def _of(self, run_id: str) -> RunProgress:
+        return self._runs.setdefault(run_id, RunProgress())
