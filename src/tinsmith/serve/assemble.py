@@ -150,7 +150,9 @@ class Service:
             ledger = await opened.enter_async_context(
                 await open_ledger(settings.database, retention=settings.retention)
             )
+            tell("it waits for its lease on the ledger, which another server may hold")
             leasing = await Leasing.acquire(ledger, settings.lease_s)
+            tell("the service is starting")
             opened.push_async_callback(leasing.close)
             if not is_private:
                 await _check_reach(settings, ledger)

@@ -157,3 +157,20 @@ def test_a_command_without_a_result_is_settled_with_nothing() -> None:
     settlement = success(a_command(kind="release_model"), None)
 
     assert (settlement.payload, settlement.is_failed) == (b"J{}", False)
+
+
+def test_no_more_is_made_while_the_lease_is_not_held() -> None:
+    async def run() -> None:
+        ledger = SlowLedger()
+        settler = ledger.settler()
+        ledger.board.may_work = lambda: False
+        waiting = asyncio.create_task(settler.wait_room())
+        done, _ = await asyncio.wait([waiting], timeout=0.2)
+        assert not done
+
+        ledger.board.may_work = lambda: True
+
+        async with asyncio.timeout(30):
+            await waiting
+
+    asyncio.run(run())
