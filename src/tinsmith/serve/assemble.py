@@ -175,7 +175,9 @@ class Service:
             )
             leasing = None
             if not is_record_only:
+                tell("it waits for its lease on the ledger, which another server may hold")
                 leasing = await Leasing.acquire(ledger, settings.lease_s)
+                tell("the service is starting")
                 opened.push_async_callback(leasing.close)
             if not await _has_keys(settings, KeyRing(ledger)) and not is_private:
                 _check_reach(settings)

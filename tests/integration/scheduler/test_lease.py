@@ -13,7 +13,7 @@ from tinsmith.checkpoints.paths import CheckpointPath
 from tinsmith.engines.base import AdapterId, Saved
 from tinsmith.ledger.base import Ledger
 from tinsmith.ledger.memory import MemoryLedger
-from tinsmith.ledger.records import CheckpointEntry, LineId, RequestId, Sampler
+from tinsmith.ledger.records import CheckpointEntry, CommandState, LineId, RequestId, Sampler
 from tinsmith.types.requests import (
     LoadWeightsRequest,
     SaveWeightsForSamplerRequest,
@@ -123,6 +123,29 @@ def test_a_lost_lease_ends_the_scheduler_and_changes_nothing_when_it_closes(
         assert claimed.request_id == asked
         assert (await ledger.command(asked)).claimed_by == "scheduler"
         assert (await ledger.line(LineId(LINE))).snapshot is None
+
+    asyncio.run(run())
+
+
+def test_a_scheduler_whose_lease_has_run_out_leaves_its_claims_to_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The database may be away, and nobody waits for it then."""
+
+    async def run() -> None:
+        ledger = MemoryLedger()
+        made = Bench(tmp_path, ledger, lease=await ledger.acquire_lease("first"))
+        await made.open()
+        await made.create(LINE)
+        await _train(made, 1)
+        held = Held(made, monkeypatch)
+        asked = await _save(made, 3)
+        await held.is_saving.wait()
+
+        ledger.board.may_work = lambda: False
+        await made.close(0.0)
+
+        assert (await ledger.command(asked)).state is CommandState.CLAIMED
 
     asyncio.run(run())
 

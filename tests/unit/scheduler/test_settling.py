@@ -208,3 +208,20 @@ def test_what_is_wrong_with_the_store_is_told_to_the_operator_alone(
 
     assert "/var/checkpoints" not in read_failure(settlement.payload).error
     assert "m:7 failed: /var/checkpoints cannot be read" in caplog.text
+
+
+def test_no_more_is_made_while_the_lease_is_not_held() -> None:
+    async def run() -> None:
+        ledger = SlowLedger()
+        settler = ledger.settler()
+        ledger.board.may_work = lambda: False
+        waiting = asyncio.create_task(settler.wait_room())
+        done, _ = await asyncio.wait([waiting], timeout=0.2)
+        assert not done
+
+        ledger.board.may_work = lambda: True
+
+        async with asyncio.timeout(30):
+            await waiting
+
+    asyncio.run(run())
