@@ -56,13 +56,13 @@ async def patiently(
     waited for.
     """
     give_up_at, wait_s = time.monotonic() + STORE_PATIENCE_S, FIRST_WAIT_S
-    board = parts.ledger.board
     is_told = False
     try:
         while True:
             try:
                 return await make()
             except CheckpointUnavailableError as exc:
+                board = parts.ledger.board
                 board.store_doubted.set()
                 if exc.is_lasting or time.monotonic() + wait_s > give_up_at:
                     raise
@@ -76,7 +76,7 @@ async def patiently(
             wait_s = min(LONGEST_WAIT_S, 2 * wait_s)
     finally:
         if is_told:
-            board.hold(ACTIVE, line)
+            parts.ledger.board.hold(ACTIVE, line)
 
 
 @contextlib.asynccontextmanager
