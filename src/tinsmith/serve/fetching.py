@@ -44,8 +44,8 @@ async def fetched_models(
     if settings.engine == "fake":
         return sources
     names = ", ".join(source.name for source in sources)
-    with Progress(names, None, in_bytes=True) as bar:
-        report = _Report(bar, tell)
+    with Progress(_short(names), None, in_bytes=True) as bar:
+        report = _Report(names, bar, tell)
         cache = cache_of(settings.data, default_data(os.environ))
         return await _on_daemon(lambda: find_models(sources, cache, report.take))
 
@@ -60,30 +60,36 @@ def loading(
     if settings.engine == "fake":
         yield
         return
-    with Progress(f"{names}: loading", None):
+    with Progress(f"{_short(names)}: loading", None):
         yield
+
+
+def _short(names: str) -> str:
+    """Names without their organisations, which would leave no room for a bar."""
+    return ", ".join(name.rpartition("/")[2] for name in names.split(", "))
 
 
 class _Report:
     """Passes on how far a model is."""
 
-    def __init__(self, bar: Progress, tell: Callable[[str], None]) -> None:
+    def __init__(self, names: str, bar: Progress, tell: Callable[[str], None]) -> None:
         self._bar = bar
-        self._name = bar.label
+        self._names = names
         self._tell = tell
         self._logged_at = float("-inf")
         self._is_seen = is_seen()
 
     def take(self, what: str, done: int, total: int | None) -> None:
         """As `model_files.base.Tell`."""
-        label = f"{self._name}: {what}"
+        label = f"{_short(self._names)}: {what}"
         if self._bar.label != label:
             self._bar.label = label
             self._bar.begin(total, done)
             self._logged_at = float("-inf")
         else:
             self._bar.add(done - self._bar.done)
-        text = f"{label}, {size_text(done)}" if done or total else label
+        text = f"{self._names}: {what}"
+        text = f"{text}, {size_text(done)}" if done or total else text
         text = f"{text} of {size_text(total)}" if total else text
         self._tell(text)
         if not self._is_seen and time.monotonic() - self._logged_at >= TOLD_EVERY_S:
