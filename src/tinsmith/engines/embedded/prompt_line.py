@@ -127,7 +127,8 @@ class PromptLine:
             try:
                 is_begun = self._try_begin(sample, source, self._headroom())
                 while not is_begun and self._try_displace(sample):
-                    is_begun = self._try_begin(sample, source)
+                    # What it would reuse may have gone with the other one.
+                    is_begun = self._try_begin(sample, self._find_source(sample) or _Source(0))
                 if not is_begun and not self._begun:
                     # What it would reuse takes the room that it needs; nothing else can leave.
                     is_begun = self._try_begin(sample, _Source(0))
