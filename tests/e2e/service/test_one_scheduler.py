@@ -33,7 +33,7 @@ LEASE_S = 2.0
 LOOK_S = 0.02
 CLIENTS = 4
 STEPS = 25
-DROPS = 250
+DROPS = 200
 """How often all connections to the database are dropped."""
 
 Losses = list[float]
