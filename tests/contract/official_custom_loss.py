@@ -57,7 +57,7 @@ def main(base_url: str, api_key: str) -> None:
             metrics[case] = training.forward_backward_custom(data, whole_batch).result().metrics
         handle = client.create_custom_loss(cross_entropy, UPLOADED_RANKS).result()
         _ = training.forward_backward_custom([a_datum(UPLOADED_INPUTS)], handle).result()
-    print(json.dumps(metrics))
+    print(json.dumps(metrics), flush=True)
 
 
 if __name__ == "__main__":

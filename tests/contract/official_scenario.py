@@ -35,7 +35,7 @@ def main(base_url: str) -> None:
             model_path=said["sampler path"]
         ).get_base_model()
         said |= manage(trainer.model_id, base_url)
-    print(json.dumps(said))
+    print(json.dumps(said), flush=True)
 
 
 def train(trainer: tinker.TrainingClient) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def absent_of(wanted: dict[str, list[str]]) -> list[str]:
         input=json.dumps(wanted),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert finished.returncode == 0, finished.stderr
@@ -166,7 +166,7 @@ def test_modules_are_found_as_attributes_too() -> None:
     )
 
     finished = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False
     )
 
     assert finished.returncode == 0, finished.stderr
@@ -189,7 +189,7 @@ def test_pickles_of_the_official_package_are_refused_and_not_misread(made: str) 
     program = f"import tinsmith, pickle; tinsmith.as_tinker(); pickle.loads({pickled!r})"
 
     finished = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False
     )
 
     assert finished.returncode != 0

@@ -5,9 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +24,7 @@ from tests.contract.official_custom_loss import (
     inputs,
     whole_batch,
 )
+from tests.contract.official_process import said_by
 from tinsmith.client.losses.graph import trace
 from tinsmith.client.service import ServiceClient
 from tinsmith.testing import ScriptedService, running_service
@@ -213,20 +211,11 @@ def with_ours(service: ScriptedService) -> dict[str, Any]:
 
 
 def with_theirs(service: ScriptedService) -> dict[str, Any]:
-    finished = subprocess.run(
-        [
-            *(sys.executable, "-m", "tests.contract.official_custom_loss"),
-            *(service.base_url, service.api_key),
-        ],
-        cwd=ROOT,
-        env={**os.environ, "TINKER_TELEMETRY": "0", "NO_PROXY": "*"},
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-        check=False,
+    said = said_by(
+        *("-m", "tests.contract.official_custom_loss", service.base_url, service.api_key),
+        environment={"NO_PROXY": "*"},
     )
-    assert finished.returncode == 0, finished.stderr
-    metrics: dict[str, Any] = json.loads(finished.stdout)
+    metrics: dict[str, Any] = json.loads(said)
     return metrics
 
 

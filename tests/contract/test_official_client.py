@@ -7,9 +7,6 @@ Each scenario runs once, in a process of its own, against a loopback server made
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -18,6 +15,7 @@ import pytest
 from tinker.proto import tinker_public_pb2
 
 from tests.contract.loopback import Call, LoopbackServer
+from tests.contract.official_process import said_by
 from tests.contract.small_service import JWT, SmallService
 from tinsmith.types import ClientConfigResponse
 from tinsmith.wire.endpoints import ENDPOINTS
@@ -51,17 +49,11 @@ class Run(NamedTuple):
 def run(request: pytest.FixtureRequest) -> Run:
     flags = FLAGS[request.param]
     with LoopbackServer(SmallService(flags)) as server:
-        finished = subprocess.run(
-            [sys.executable, "-m", "tests.contract.official_scenario", server.url],
-            cwd=ROOT,
-            env={**os.environ, "TINKER_TELEMETRY": "0", "TINKER_TAGS": "a", "NO_PROXY": "*"},
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
+        said = said_by(
+            *("-m", "tests.contract.official_scenario", server.url),
+            environment={"TINKER_TAGS": "a", "NO_PROXY": "*"},
         )
-    assert finished.returncode == 0, finished.stderr
-    return Run(flags, server, json.loads(finished.stdout))
+    return Run(flags, server, json.loads(said))
 
 
 def test_every_call_finds_its_route_and_is_read(run: Run) -> None:

@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 from tinker.proto import tinker_public_pb2
 
+from tests.contract.official_process import said_by
 from tinsmith.testing import ReceivedRequest, ScriptedService, running_service
 from tinsmith.wire.content import decompress, is_protobuf
 from tinsmith.wire.limits import DEFAULT_LIMITS
@@ -101,21 +99,12 @@ def spend(interpreter: list[str], stack: contextlib.ExitStack) -> Day:
         for name, flags in CASES.items()
     }
     urls = [service.base_url for service in services.values()]
-    finished = subprocess.run(
-        [sys.executable, *interpreter, str(SCENARIO), "tml-test", *urls],
-        env={
-            **os.environ,
-            "TINKER_TELEMETRY": "0",
-            "TINKER_API_KEY": "tml-test",
-            "TINKER_TAGS": "a",
-        },
-        capture_output=True,
-        text=True,
-        timeout=TIME_LIMIT_S,
-        check=False,
+    said = said_by(
+        *(*interpreter, str(SCENARIO), "tml-test", *urls),
+        environment={"TINKER_API_KEY": "tml-test", "TINKER_TAGS": "a"},
+        may_abort=not interpreter,  # else it is ours
     )
-    assert finished.returncode == 0, finished.stderr[-4000:]
-    return Day([json.loads(line) for line in finished.stdout.splitlines()], services)
+    return Day([json.loads(line) for line in said.splitlines()], services)
 
 
 @pytest.fixture(scope="module")

@@ -268,7 +268,7 @@ def main(url: str, key: str) -> None:
     said["copied"] = service.copy_weights(said["saved"]["state"], ttl_seconds=4000).result(WAIT_S)
     said["managed"] = manage(url, key, client.model_id, said["saved"])
     service.close("success", detail="done").result(timeout=WAIT_S)
-    print(json.dumps(said))
+    print(json.dumps(said), flush=True)
 
 
 if __name__ == "__main__":

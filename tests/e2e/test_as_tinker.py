@@ -57,7 +57,7 @@ def run(arguments: list[str], **environment: str) -> subprocess.CompletedProcess
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=300,
         check=False,
     )
 

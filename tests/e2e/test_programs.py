@@ -14,7 +14,7 @@ from tinsmith.testing import ScriptedService, running_service
 
 PROGRAMS = Path(__file__).with_name("programs")
 NAMES = sorted(path.stem for path in PROGRAMS.glob("*.py") if path.stem != "batches")
-TIME_LIMIT_S = 150
+TIME_LIMIT_S = 300
 
 
 def prepare(service: ScriptedService, name: str) -> None:

@@ -27,7 +27,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(
     r"^(?P<indent> *)```python *\n(?P<code>.*?)^(?P=indent)```", re.MULTILINE | re.DOTALL
 )
-TIME_LIMIT_S = 120
+TIME_LIMIT_S = 300
 
 
 def printed_examples() -> Iterator[ParameterSet]:

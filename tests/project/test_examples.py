@@ -129,7 +129,7 @@ def test_the_tour_of_the_client_shows_faults_that_cost_nothing() -> None:
     tour = ROOT / "examples" / "client_tour.py"
 
     said = subprocess.run(
-        [sys.executable, str(tour)], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, str(tour)], capture_output=True, text=True, timeout=300, check=True
     ).stdout
 
     assert "[1, 3, 3, 5]: sent again, done once" in said
@@ -142,7 +142,7 @@ def test_the_tour_of_the_service_loses_nothing_to_a_kill() -> None:
     tour = ROOT / "examples" / "service_tour.py"
 
     said = subprocess.run(
-        [sys.executable, str(tour)], capture_output=True, text=True, timeout=240, check=True
+        [sys.executable, str(tour)], capture_output=True, text=True, timeout=600, check=True
     ).stdout
 
     assert "killed; the client is not told" in said

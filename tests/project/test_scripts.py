@@ -33,7 +33,7 @@ case "$*" in
 esac
 """
 USE_VENV = 'set -euo pipefail; source "$1/scripts/_venv.sh"; use_venv .venv-x ""'
-TIME_LIMIT_S = 60
+TIME_LIMIT_S = 300
 
 
 class Checkout:

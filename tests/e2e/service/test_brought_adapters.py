@@ -35,7 +35,7 @@ def brought(served: Served, folder: Path) -> dict[str, Any]:
         [sys.executable, "-m", "tinsmith", "checkpoint", "upload", str(folder), "-f", "json"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
         env=environment,
     )

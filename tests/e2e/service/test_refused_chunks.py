@@ -34,7 +34,7 @@ def test_a_refused_chunk_fails_its_call_and_no_later_one(
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 

@@ -535,7 +535,7 @@ def test_a_program_may_end_while_a_loss_runs(service: ScriptedService) -> None:
         [sys.executable, "-c", LEAVES_WHILE_A_LOSS_RUNS, service.base_url, service.api_key],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
 

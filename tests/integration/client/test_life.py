@@ -324,7 +324,7 @@ def in_child(work):
 """
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", start + lines],
-        timeout=60,
+        timeout=300,
         check=False,
         capture_output=True,
         text=True,

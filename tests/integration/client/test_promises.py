@@ -326,7 +326,7 @@ assert isinstance(client.holder.get_loop(), held_gil.HeldLoop) == held_gil.IS_AV
 """
     result = subprocess.run(
         [sys.executable, "-W", "error", "-c", program],
-        timeout=60,
+        timeout=300,
         check=False,
         capture_output=True,
         text=True,

@@ -73,7 +73,7 @@ def test_w5_a_sampler_that_was_used_before_a_fork_is_refused_in_the_child_at_onc
             ],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             check=False,
         )
 

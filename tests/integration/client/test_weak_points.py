@@ -86,7 +86,7 @@ training.optim_step(tinsmith.AdamParams()).result(20)
 
     finished = subprocess.run(
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program],
-        timeout=60,
+        timeout=300,
         check=False,
         capture_output=True,
         text=True,

@@ -49,7 +49,7 @@ def main(base_url: str, api_key: str, run: str, session: str) -> None:
     told("audit", admin.get_audit_log())
     told("usage", admin.get_billing_usage(hour, hour + datetime.timedelta(hours=1)))
     told("storage", admin.get_current_checkpoint_storage_usage())
-    print(json.dumps(seen, default=str))
+    print(json.dumps(seen, default=str), flush=True)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import pathlib
-import subprocess
-import sys
 from typing import Any
 
 import httpx
 
+from tests.contract.official_process import said_by
 from tests.integration.server import official_management
 from tests.integration.server.managed import FILES, SIZE_BYTES, ManagedServer, key_of, server
 
@@ -23,16 +22,9 @@ def test_the_official_sdk_manages_runs_checkpoints_and_sessions(server: ManagedS
     server.save(run, "e", "external_weights")
 
     program = pathlib.Path(str(official_management.__file__))
-    done = subprocess.run(
-        [sys.executable, str(program), server.base_url, key_of("alice"), run, session],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    said = said_by(str(program), server.base_url, key_of("alice"), run, session)
 
-    assert done.returncode == 0, done.stderr[-3000:]
-    seen: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    seen: dict[str, Any] = json.loads(said.splitlines()[-1])
     assert seen["run"]["training_run_id"] == run
     assert seen["run_by_path"] == seen["run"] == seen["runs"]["training_runs"][0]
     assert seen["info"]["lora_rank"] == 8

@@ -138,7 +138,7 @@ def main(base_url: str, api_key: str) -> None:
     seen["models"] = [model.model_name for model in models]
     seen["rest"] = manage(base_url, api_key, path, info.model_id)
     service.close("success", detail="done").result(timeout=30)
-    print(json.dumps(seen))
+    print(json.dumps(seen), flush=True)
 
 
 if __name__ == "__main__":

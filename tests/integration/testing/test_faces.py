@@ -153,7 +153,7 @@ def test_waiting_for_requests_that_do_not_come_says_how_many_did() -> None:
 def test_importing_tinsmith_does_not_load_it() -> None:
     program = "import sys, tinsmith; assert 'tinsmith.testing' not in sys.modules"
 
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
 
 
 def test_it_needs_neither_numpy_nor_a_web_framework() -> None:
@@ -163,4 +163,4 @@ def test_it_needs_neither_numpy_nor_a_web_framework() -> None:
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )
 
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)

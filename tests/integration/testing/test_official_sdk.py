@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.contract.official_process import said_by
 from tests.integration.testing.official_scenario import ABANDONED_LENGTH
 from tinsmith.testing import Faults, ReceivedRequest, ScriptedService, running_service
 from tinsmith.types.requests import SampleRequest
@@ -77,16 +75,8 @@ def days() -> Iterator[dict[str, Day]]:
         for service in services.values():
             service.faults.hold_commands(on="asample", when=is_abandoned)
         urls = [service.base_url for service in services.values()]
-        finished = subprocess.run(
-            [sys.executable, SCENARIO, "tml-test", *urls],
-            env={**os.environ, "TINKER_TELEMETRY": "0"},
-            capture_output=True,
-            text=True,
-            timeout=90,
-            check=False,
-        )
-        assert finished.returncode == 0, finished.stderr[-4000:]
-        seen = [json.loads(line) for line in finished.stdout.splitlines()]
+        said = said_by(str(SCENARIO), "tml-test", *urls)
+        seen = [json.loads(line) for line in said.splitlines()]
         yield dict(zip(services, zip(services.values(), seen, strict=True), strict=True))
 
 

@@ -30,7 +30,7 @@ def completed(words: list[str], capsys: pytest.CaptureFixture[str]) -> set[str]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=300,
     )
     assert finished.stderr == ""
     return set(finished.stdout.split())

@@ -500,7 +500,7 @@ assert not isinstance(background().loop, held_gil.HeldLoop)
 """
     result = subprocess.run(
         [sys.executable, "-W", "error", "-c", program],
-        timeout=60,
+        timeout=300,
         check=False,
         capture_output=True,
         text=True,

@@ -430,7 +430,7 @@ def run_python(program: str, *arguments: str, stdin: bytes) -> Any:
         input=stdin,
         stdout=subprocess.PIPE,
         check=True,
-        timeout=60,
+        timeout=300,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
     return json.loads(finished.stdout)
