@@ -113,6 +113,9 @@ _show_install() {
         [[ "$name" =~ ^([^-]+-[^-]+)-.*\.whl$ ]] && name="${BASH_REMATCH[1]}"
         printf '    %3d  %s%s\n' "$count" "$name" "$size"
         ;;
+      Installing\ build\ dependencies*started*) printf '    fetching the build tools\n' ;;
+      *editable*metadata*started*) printf '    compiling the kernels of the engine\n' ;;
+      *still\ running...) printf '    still running\n' ;;
       Installing\ collected\ packages:*)
         commas="${line//[^,]/}"
         printf '    installing %d packages; this takes about a minute\n' "$((${#commas} + 1))"

@@ -112,6 +112,8 @@ def test_there_are_commands_to_try() -> None:
 
 def test_an_install_shows_each_package_while_it_lasts(checkout: Checkout) -> None:
     checkout.pip_does("""
+echo '  Installing build dependencies: started'
+echo '  Preparing editable metadata (pyproject.toml): started'
 echo 'Collecting torch==2.13.0'
 echo '  Downloading torch-2.13.0-cp311-cp311-linux.whl.metadata (29 kB)'
 echo 'Downloading torch-2.13.0-cp311-cp311-linux.whl (175.5 MB)'
@@ -123,6 +125,7 @@ echo 'Installing collected packages: torch, msgspec, idna'
     with checkout.start_use_venv() as run:
         assert run.stderr is not None
         said = iter(run.stderr.readline, "")
+        phases = [next(line for line in said if line.startswith("    ")) for _ in range(2)]
         shown = [next(line for line in said if line.startswith("      ")) for _ in range(3)]
         (checkout.root / "go").touch()
         rest = "".join(said)
@@ -132,6 +135,8 @@ echo 'Installing collected packages: torch, msgspec, idna'
         "msgspec-0.20.0 (212 kB)",
         "idna-3.20",
     ]
+    assert "build tools" in phases[0]
+    assert "compiling the kernels" in phases[1]
     assert "installing 3 packages" in rest
     assert run.returncode == 0
 
