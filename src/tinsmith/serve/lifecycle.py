@@ -252,7 +252,7 @@ async def _tell_variables(
     if settings.public_url is None and settings.host in ("0.0.0.0", "::"):  # noqa: S104 - read only
         url = url.replace("[::]" if settings.host == "::" else settings.host, socket.gethostname())
     has_keys = await KeyRing(service.ledger).has_keys()
-    key = "'<a key>'  # `tinsmith key create` makes one" if has_keys else "tml-anything"
+    key = "'<a key>'  # `tinsmith key create` makes one" if has_keys else "tml-local"
     lines = ["for clients:", f"  export TINKER_BASE_URL={url}", f"  export TINKER_API_KEY={key}"]
     sys.stderr.write("\n".join(lines) + "\n")
     sys.stderr.flush()
