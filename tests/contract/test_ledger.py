@@ -202,6 +202,16 @@ async def test_an_unknown_request_is_an_error(ledger: Ledger) -> None:
         await raised(ledger.wait_settled(wanted, timeout_s=LONG_S), UnknownEntryError)
 
 
+@story
+async def test_another_kind_of_command_under_a_used_number_is_refused(ledger: Ledger) -> None:
+    first = training(1)
+    await ledger.append(first)
+
+    other = msgspec.structs.replace(first, kind="optim_step")
+
+    await raised(ledger.append(other), CommandConflictError)
+
+
 # Claiming and settling
 
 

@@ -117,3 +117,29 @@ def test_what_is_being_taken_is_not_taken_back(tmp_path: Path) -> None:
         return await standing.future
 
     assert asyncio.run(test()) == "claimed"
+
+
+def test_a_writer_that_is_closed_behind_queued_writes_writes_them_and_ends(tmp_path: Path) -> None:
+    is_busy, goes_on = threading.Event(), threading.Event()
+
+    def slow(_: Effects) -> Steps[None]:
+        is_busy.set()
+        assert goes_on.wait(WAIT_S)
+        yield from ()
+
+    async def test() -> list[str]:
+        path = tmp_path / "db"
+        writer = GroupWriter(lambda: sqlite3.connect(path, isolation_level=None), lambda _: None)
+        await writer.start()
+        first = asyncio.create_task(writer.write(slow))
+        assert await asyncio.to_thread(is_busy.wait, WAIT_S)
+        queued = [asyncio.create_task(writer.write(claim)) for _ in range(3)]
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(writer.close())
+        await asyncio.sleep(0)
+        goes_on.set()
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.gather(first, closing)
+        return await asyncio.gather(*queued)
+
+    assert asyncio.run(test()) == ["claimed"] * 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from tinsmith.checkpoints.base import Reading
 from tinsmith.checkpoints.folder_store import FolderStaging
 from tinsmith.checkpoints.manifest import Manifest
 from tinsmith.checkpoints.paths import SNAPSHOTS, CheckpointPath
-from tinsmith.engines.base import AdapterId
+from tinsmith.engines.base import AdapterId, TrainingOutcome, TrainingWork
 from tinsmith.engines.fake.engine import FakeSettings
 from tinsmith.errors import CheckpointUnavailableError, LedgerUnavailableError
 from tinsmith.ledger import audit
@@ -310,6 +310,30 @@ def test_weights_that_are_damaged_at_the_start_cost_their_model_alone(
     assert not told.exc_info
 
 
+def test_a_command_that_fails_when_it_is_run_again_costs_its_model_and_no_step_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(works: Sequence[TrainingWork]) -> list[TrainingOutcome]:
+        return [TrainingOutcome(work_id=work.work_id, error=RuntimeError()) for work in works]
+
+    async def run() -> RequestFailedResponse:
+        ledger, line = MemoryLedger(), LINES[0]
+        first = Bench(tmp_path, ledger)
+        await first.open()
+        await first.create(line)
+        await first.result(await first.forward_backward(line, 1))
+        await first.kill()
+        second = Bench(tmp_path, ledger)
+        with monkeypatch.context() as patch:
+            patch.setattr(second.engine, "train", fail)
+            await second.open()
+        failed: RequestFailedResponse = await second.result(await second.step(line, 2))
+        await second.close()
+        return failed
+
+    assert "could not be brought back" in asyncio.run(run()).error
+
+
 def _damage(folder: Path) -> None:
     for weights in folder.rglob("adapter_model.safetensors"):
         weights.write_bytes(b"no weights")
@@ -364,6 +388,7 @@ def test_a_store_that_is_away_at_the_start_costs_no_model(
         await until(lambda: "is not mounted" in str(ledger.board.scheduler.problem))
         is_back.set()
         await opening
+        await until(lambda: ledger.board.scheduler.problem is None)
         done = await second.result(await second.step(line, 2))
         await second.close()
 

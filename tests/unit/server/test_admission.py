@@ -162,3 +162,19 @@ def test_a_command_that_is_told_twice_counts_once() -> None:
         assert scene.admission.under_way()[TENANT] == (0, 0)
 
     play(Scene(10), work)
+
+
+def test_a_tenant_that_was_idle_for_long_has_the_requests_of_one_minute() -> None:
+    async def work(scene: Scene) -> None:
+        quotas = {"requests_per_minute": 60}
+        await scene.ledger.entries(Tenant).add(
+            Tenant(id=TENANT, tenant_id=TENANT, created_at=0.0, name="t", quotas=quotas)
+        )
+        await scene.submit()
+        scene.time += 3600.0
+        for _ in range(60):
+            await scene.submit()
+        with pytest.raises(RateLimitError):
+            await scene.submit()
+
+    play(Scene(10_000), work)
