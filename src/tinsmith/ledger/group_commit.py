@@ -231,6 +231,7 @@ class GroupWriter:
             return False
         if self._position is not None:
             self._position.advance(self._connection)  # every commit is counted
+            self._position.note_committed(self._connection, is_durable=False)
         # Of a statement that gives no columns `execute` runs one step, which is one page.
         self._connection.executescript(f"PRAGMA incremental_vacuum({GIVEN_BACK_PAGES})")
         return self._pages()[1] < pages
@@ -275,8 +276,8 @@ class GroupWriter:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
             raise
-        if self._position is not None and not is_soft:
-            self._position.note_durable()
+        if self._position is not None:
+            self._position.note_committed(self._connection, is_durable=not is_soft)
         self.commits += 1
         self.writes += sum(write.effects.writes for write in group)
 

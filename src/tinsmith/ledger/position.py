@@ -48,10 +48,7 @@ _CREATE = (
     "commits INTEGER NOT NULL, committed_at REAL NOT NULL) STRICT"
 )
 _BEGIN = "INSERT OR IGNORE INTO durable_position VALUES (1, 0, 0.0)"
-_ADVANCE = (
-    "UPDATE durable_position SET commits = commits + 1, committed_at = ? WHERE id = 1 "
-    "RETURNING commits"
-)
+_ADVANCE = "UPDATE durable_position SET commits = commits + 1, committed_at = ? WHERE id = 1"
 _READ = "SELECT commits, committed_at FROM durable_position"
 
 
@@ -80,9 +77,10 @@ class PositionFile:
         self._database = database
         self._path = database.with_name(FILE)
         self._descriptor: int | None = None
-        self._reached: Position | None = None
-        """That of the transaction which is under way."""
-        self._durable: Position | None = None
+        self._commits = 0
+        """How many there are. Another process may make some that are not counted here for a while:
+        then the file lags."""
+        self._durable = Position()
         self._written_at = 0.0
         self._is_behind = False
         """Whether the file is yet to be written."""
@@ -245,29 +243,41 @@ class PositionFile:
                 # What is there may not be durable yet: a commit of our own makes it that.
                 self.advance(connection)
             connection.execute("COMMIT")
+            self._commits = self._durable_commits(connection)
         except BaseException:
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
             raise
         self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         if is_new:
-            self._durable = self._reached
+            self._durable = Position(self._commits, time.time())
             self._write()
             os.ftruncate(self._descriptor, FILE_BYTES)
             os.fsync(self._descriptor)  # its length; from now on it is overwritten in place
 
     def advance(self, connection: sqlite3.Connection) -> None:
         """Count the commit of the transaction that is under way."""
-        now = time.time()
-        [(commits,)] = connection.execute(_ADVANCE, (now,))
-        self._reached = Position(commits, now)
+        connection.execute(_ADVANCE, (time.time(),))
 
-    def note_durable(self) -> None:
-        """The transaction that was counted last is on the disk, and all before it are."""
-        self._durable = self._reached
+    def note_committed(self, connection: sqlite3.Connection, *, is_durable: bool) -> None:
+        """The transaction that was counted last is committed; if synced, all before it are too."""
+        self._commits += 1
+        if not is_durable:
+            return
+        is_due = time.monotonic() - self._written_at >= WRITE_EVERY_S
+        if is_due:
+            with contextlib.suppress(sqlite3.Error):
+                self._commits = self._durable_commits(connection)
+        self._durable = Position(self._commits, time.time())
         self._is_behind = True
-        if time.monotonic() - self._written_at >= WRITE_EVERY_S:
+        if is_due:
             self.catch_up()
+
+    @staticmethod
+    def _durable_commits(connection: sqlite3.Connection) -> int:
+        """How many there are, right after one of ours that was synced: others' always are."""
+        [(commits, _)] = connection.execute(_READ)
+        return int(commits)
 
     @property
     def is_behind(self) -> bool:

@@ -17,10 +17,11 @@ import pytest
 
 from tests.contract.ledgers import training
 from tinsmith.errors import LedgerDamagedError
+from tinsmith.ledger import position
 from tinsmith.ledger.base import Ledger
 from tinsmith.ledger.registry import open_ledger, open_ledger_beside
 
-WAIT_S = 60.0
+WAIT_S = 30.0
 COMMANDS = 40
 LEAF_OF_TABLE = 0x0D
 """The first byte of such a page in SQLite's file format."""
@@ -181,6 +182,23 @@ def test_the_commands_beside_a_service_do_not_cover_a_loss_up(tmp_path: Path) ->
 
     with pytest.raises(LedgerDamagedError):
         asyncio.run(beside())
+
+
+def test_commits_of_another_process_are_in_the_position(tmp_path: Path) -> None:
+    folder = tmp_path / "ledger"
+
+    async def run() -> None:
+        async with await open_ledger(address(folder)) as ledger:
+            await append(ledger, 1, 3)
+            async with await open_ledger_beside(address(folder)) as beside:
+                await append(beside, 3, 10)
+            # The file is written now and then, and what others did is looked up with that.
+            await asyncio.sleep(2 * position.WRITE_EVERY_S)
+            await append(ledger, 10, 11)
+            assert reached(folder) >= 10
+            await caught_up(folder)
+
+    asyncio.run(run())
 
 
 def test_an_older_copy_of_the_database_alone_is_refused(tmp_path: Path) -> None:
