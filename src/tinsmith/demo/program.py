@@ -44,17 +44,17 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def json_steps(self) -> int:
         """Steps of supervised learning."""
-        return 4 if self.is_quick else 10
+        return 5 if self.is_quick else 10
 
     @property
     def reward_steps(self) -> int:
         """Steps of reinforcement learning."""
-        return 3 if self.is_quick else 10
+        return 4 if self.is_quick else 10
 
     @property
     def questions(self) -> int:
         """How many are asked in each of them."""
-        return 2 if self.is_quick else 4
+        return 3 if self.is_quick else 4
 
     @property
     def tests(self) -> int:
