@@ -68,7 +68,9 @@ from __future__ import annotations
 
 import enum
 import functools
-from typing import Any
+from typing import Any, TypeVar
+
+_Error = TypeVar("_Error", bound=BaseException)
 
 
 class RequestErrorCategory(enum.StrEnum):
@@ -97,6 +99,34 @@ def shown(value: object, most: int = 80) -> str:
         return repr(value)[:most]
     except (RecursionError, ValueError):
         return f"a {type(value).__name__} that cannot be shown"
+
+
+def without_frames(error: _Error) -> _Error:
+    """The same error without its traceback: call it on every error that is stored.
+
+    A traceback references the frames that the error passed through. They hold what was at hand,
+    such as the body of a request, and often what the error is stored in, so that only the garbage
+    collector could free them. This clears the causes and contexts of the error too.
+
+    Where an error that is not ours was raised is kept as text, in a note: it may be a bug.
+    """
+    if error.__traceback__ is not None and not isinstance(error, TinkerError | MemoryError):
+        import traceback
+
+        where = "".join(traceback.format_tb(error.__traceback__)).rstrip()
+        error.add_note(f"It was raised in:\n{where}")
+    found: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while found:
+        one = found.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        one.__traceback__ = None
+        found += (one.__cause__, one.__context__)
+        if isinstance(one, BaseExceptionGroup):
+            found += one.exceptions
+    return error
 
 
 class TinkerError(Exception):

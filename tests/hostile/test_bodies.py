@@ -101,7 +101,7 @@ def test_what_unpacks_to_very_much_does_not_hold_up_the_event_loop(encoding: str
         import gzip
 
         service = InProcess()
-        large = msgspec.json.encode({"tags": [], "sdk_version": "1", "x": " " * (100 * MIB)})
+        large = msgspec.json.encode({"tags": [], "sdk_version": "1", "x": " " * (60 * MIB)})
         packed = compress([large]) if encoding == "zstd" else gzip.compress(large, 1)
         assert len(packed) < 512 * 1024
         turns = 0
@@ -122,7 +122,7 @@ def test_what_unpacks_to_very_much_does_not_hold_up_the_event_loop(encoding: str
         )
         turning.cancel()
 
-        assert reply.status == 413  # as JSON it could take more than it may
+        assert reply.status == 200
         assert turns - started_turns > 50  # 3 or 4 if it is unpacked on the loop
 
     asyncio.run(run())

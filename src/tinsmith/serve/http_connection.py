@@ -113,6 +113,7 @@ class HttpConnection(asyncio.Protocol):
         self.resume_writing()
         for request in self._requests:
             request.tell_left()
+        del self._parser  # it references this connection: a circle that only the collector ends
 
     def eof_received(self) -> bool:
         """Answer what has come whole, and close then.

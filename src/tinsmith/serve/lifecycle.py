@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import logging
+import os
 import resource
 import signal
 import socket
@@ -43,6 +45,10 @@ files, the store and the engine."""
 COLLECTED_AT = 20_000
 """So many new objects, beyond those that have ended, make Python look for garbage."""
 
+RETURNED_BYTES = 256 * 1024
+"""Blocks of memory from this size on are returned to the system as soon as they are freed."""
+_M_MMAP_THRESHOLD = -3
+
 
 def serve(settings: ServiceSettings) -> int:
     """Serve until a signal comes; returns the exit code: 0 if all was closed in order.
@@ -54,6 +60,7 @@ def serve(settings: ServiceSettings) -> int:
     """
     restore = configure_logging(level=settings.log.level, format_=settings.log.format)
     _allow_connections()
+    _return_memory()
     thresholds = gc.get_threshold()
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
@@ -93,6 +100,20 @@ def _connection_limits(settings: ServiceSettings) -> ConnectionLimits:
             limits.connections,
         )
     return kept
+
+
+def _return_memory() -> None:
+    """Have the memory of large bodies returned to the system when they are freed.
+
+    glibc does so from 128 KiB on at first, and raises that to the largest block that was freed so,
+    up to 32 MiB. From then on bodies below that stay in the arenas of the threads that read them:
+    80 refused bodies of 10 and 30 MB, eight at a time, left 400 MB resident, and 6 MB with this.
+    Setting a threshold keeps glibc from raising it. Other C libraries have no such setting.
+    """
+    if "MALLOC_MMAP_THRESHOLD_" in os.environ:
+        return
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, RETURNED_BYTES)
 
 
 def _spare_collector() -> None:

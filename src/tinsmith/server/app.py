@@ -18,8 +18,10 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import parse_qsl
+
+import msgspec
 
 from tinsmith.errors import (
     APIStatusError,
@@ -31,6 +33,7 @@ from tinsmith.errors import (
     NotFoundError,
     RateLimitError,
     TinkerError,
+    without_frames,
 )
 from tinsmith.ledger.records import TenantId
 from tinsmith.observe.log_fields import bind
@@ -57,10 +60,13 @@ from tinsmith.wire.endpoint_types import Endpoint, Format, Pool
 from tinsmith.wire.endpoints import ENDPOINTS
 from tinsmith.wire.exchange import HttpReply, read_request, to_reply
 from tinsmith.wire.failures import reply_from_error
+from tinsmith.wire.json_format import text_limits
 from tinsmith.wire.limits import DecodeLimits
 from tinsmith.wire.routes import Router
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _PROCESS, _NUMBERS = secrets.token_hex(4), itertools.count()
 """Of which the names of exchanges are made: a random one for each would ask the system."""
@@ -73,8 +79,13 @@ _POLLS = frozenset(name for name, endpoint in ENDPOINTS.items() if endpoint.pool
 _UNAVAILABLE_S = 1.0
 _DECODE_ASIDE_BYTES = 512 * 1024
 """Larger bodies are decoded on a thread, so that others are answered meanwhile."""
+_MESSAGES_PER_DATUM = 64
+"""On average, in the largest request: two for each chunk of its input and two for each tensor."""
 _MOST_UNPACKING = 4
-"""Large bodies at a time: how large they become is known when they are unpacked, not before."""
+"""Large bodies at a time: how large they become is known when they are unpacked, not before. The
+same for reading them, which takes memory too."""
+_MESSAGES_READ_HERE = 16 * 1024
+"""More, in however few bytes, are decoded on a thread too."""
 _DECODED_HERE = DecodeLimits(memory_bytes=_DECODE_ASIDE_BYTES)
 
 
@@ -103,7 +114,11 @@ class App:
         self._router = Router(routes.endpoints)
         self._bodies = BodyBudget(service.parts.settings)
         self.answers = BodyBudget(service.parts.settings)
-        self._limits = DecodeLimits(memory_bytes=service.parts.settings.decoded_bytes)
+        self._limits = DecodeLimits(
+            memory_bytes=service.parts.settings.decoded_bytes,
+            messages=_MESSAGES_PER_DATUM * service.parts.settings.most_datums,
+        )
+        self._read_here = msgspec.structs.replace(self._limits, messages=_MESSAGES_READ_HERE)
         self._unpacking = asyncio.Semaphore(_MOST_UNPACKING)
         self._prefix = service.parts.settings.path_prefix
         self._failures = Failures()
@@ -187,8 +202,8 @@ class App:
             return await self._written(answer, headers)
         except ClientLeftError:
             raise
-        except TinkerError as exc:
-            report.error = exc
+        except (TinkerError, MemoryError) as exc:
+            report.error = without_frames(exc)
             if isinstance(exc, LedgerUnavailableError):
                 self.service.parts.ledger.board.ledger_doubted.set()
                 if report.endpoint in _POLLS:
@@ -202,7 +217,7 @@ class App:
             return reply
         except Exception as exc:  # noqa: BLE001 - the outer edge; told in full in the log
             _log.exception("a request failed")
-            report.error = exc
+            report.error = without_frames(exc)
             return reply_from_error(exc)
         finally:
             held.release()
@@ -278,11 +293,15 @@ class App:
                 body = decompress(raw, encoding, _DECODED_HERE)
                 aside = False
         if aside:
-            body = await self._unpack_aside(raw, encoding)
+            body = await self._unpack_aside(raw, encoding, _format(headers))
             held.hold(len(body))
         read = functools.partial(self._read, endpoint, fields, query, headers, body)
         try:
-            return await asyncio.to_thread(read) if aside else read(), body
+            if not aside:
+                with contextlib.suppress(BodyTooLargeError):
+                    return read(self._read_here), body
+            async with self._unpacking:
+                return await _aside(functools.partial(read, self._limits)), body
         except TinkerError:
             if endpoint.name in NUMBERED:
                 read_number = functools.partial(number_of, body, _format(headers))
@@ -294,14 +313,15 @@ class App:
     ) -> None:
         """A command that cannot be read: what comes after it need not wait for its number."""
         with contextlib.suppress(DecodeError, NotFoundError):
-            told = await asyncio.to_thread(read_number) if aside else read_number()
+            told = await _aside(read_number) if aside else read_number()
             await spend_unread(self.service.lookups, self.service.parts.ledger, tenant_id, *told)
 
-    async def _unpack_aside(self, raw: Memory, encoding: str | None) -> Memory:
+    async def _unpack_aside(self, raw: Memory, encoding: str | None, form: Format) -> Memory:
         if not encoding:
             return raw
+        limits = self._limits if form is Format.PROTOBUF else text_limits(self._limits)
         async with self._unpacking:
-            return await asyncio.to_thread(decompress, raw, encoding, self._limits)
+            return await _aside(functools.partial(decompress, raw, encoding, limits))
 
     def _read(
         self,
@@ -310,6 +330,7 @@ class App:
         query: dict[str, str],
         headers: Mapping[str, str],
         body: Memory,
+        limits: DecodeLimits,
     ) -> Any:
         return read_request(
             endpoint,
@@ -317,7 +338,7 @@ class App:
             query,
             headers,
             body,
-            self._limits,
+            limits,
             on_unknown=lambda names: self._tell_unknown(endpoint, names),
         )
 
@@ -353,7 +374,29 @@ class _WrongMethodError(APIStatusError):
         self.allow = ", ".join(methods)
 
 
-def _refusal(error: TinkerError) -> HttpReply:
+async def _aside(work: Callable[[], T]) -> T:
+    """Run work on a thread that has let go of all of it when this returns or raises.
+
+    What a thread of the pool is called with, and what comes of it, it keeps until it has its next
+    turn. The request may be answered by then, and its body would still be there.
+    """
+    given = [work]
+    values: list[T] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            values.append(given.pop()())
+        except Exception as exc:  # noqa: BLE001 - raised below
+            errors.append(without_frames(exc))
+
+    await asyncio.to_thread(run)
+    if errors:
+        raise errors.pop()
+    return values.pop()
+
+
+def _refusal(error: TinkerError | MemoryError) -> HttpReply:
     reply = reply_from_error(error)
     headers = dict(reply.headers)
     if isinstance(error, _WrongMethodError):

@@ -78,4 +78,5 @@ class Failures:
             return
         self._told[key] = now + TOLD_AGAIN_S, 0
         before = f" (and {untold} times before)" if untold else ""
-        _failures_log.warning("%s is answered %d%s: %s", endpoint, status, before, error)
+        what = str(error) or type(error).__name__
+        _failures_log.warning("%s is answered %d%s: %s", endpoint, status, before, what)

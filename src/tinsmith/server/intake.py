@@ -11,7 +11,7 @@ import asyncio
 
 import msgspec
 
-from tinsmith.errors import CommandConflictError, DecodeError, TinkerError, UnknownEntryError
+from tinsmith.errors import CommandConflictError, TinkerError, UnknownEntryError
 from tinsmith.ledger.base import Ledger
 from tinsmith.ledger.records import (
     LARGEST_NUMBER,
@@ -31,6 +31,8 @@ from tinsmith.types.futures import UntypedAPIFuture
 from tinsmith.types.requests import LoadWeightsRequest, SampleRequest
 from tinsmith.wire.endpoint_types import Format
 from tinsmith.wire.failures import is_retried, status_of
+from tinsmith.wire.json_format import decode as decode_json
+from tinsmith.wire.limits import DecodeLimits
 from tinsmith.wire.proto_format import read_number
 from tinsmith.wire.stored import fingerprint, stored_body, stored_request, stored_sample
 
@@ -131,6 +133,10 @@ class _Numbered(msgspec.Struct):
     seq_id: int
 
 
+_UNLIMITED = DecodeLimits(memory_bytes=2**62, messages=2**62)
+"""For what takes no memory: all fields but two are passed over."""
+
+
 def number_of(body: Memory, form: Format) -> tuple[str, int]:
     """The model and the number of a command that cannot be read: a NaN is sent as null, say.
 
@@ -139,10 +145,7 @@ def number_of(body: Memory, form: Format) -> tuple[str, int]:
     """
     if form is Format.PROTOBUF:
         return read_number(body)
-    try:
-        told = msgspec.json.decode(body, type=_Numbered)
-    except msgspec.DecodeError as exc:
-        raise DecodeError(str(exc)) from exc
+    told = decode_json(body, _Numbered, _UNLIMITED)
     return told.model_id, told.seq_id
 
 

@@ -44,6 +44,10 @@ _SMALLEST_FRAME_BYTES = 9
 _ZSTD_MAGIC = (0xFD2FB528).to_bytes(4, "little")
 _ZSTD_SKIPPABLE_MAGIC = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")
 
+# How the libraries say that the fault is ours. They have no error of its own for it.
+_ZSTD_NO_MEMORY = "not enough memory"
+_ZLIB_NO_MEMORY = "Error -4 "
+
 _ZERO_WEIGHT = re.compile(r"q[ \t]*=[ \t]*0(?:\.0*)?", re.ASCII | re.IGNORECASE)
 
 Body = bytes | bytearray | memoryview
@@ -126,6 +130,7 @@ def decompress(
         BodyTooLargeError: The result would pass the limit, or a zstd frame looks back over 8 MiB.
         DecodeError: The encoding is not supported, or more than one is named; or the body is cut
             off, damaged, of another encoding, followed by other bytes, or in over 1,024 frames.
+        MemoryError: There is not enough memory here, whatever the body is.
     """
     name = _only_encoding(encoding) if encoding else "identity"
     if name == "identity":
@@ -205,6 +210,8 @@ def _unpack_zstd(body: memoryview, unpacked: _Unpacked) -> None:
                     raise DecodeError("the zstd body is cut off in the middle of a frame")
                 unpacked.add(decoder.decompress(chunk, unpacked.room()))
     except zstd.ZstdError as exc:
+        if _ZSTD_NO_MEMORY in str(exc):
+            raise MemoryError("there is no memory to unpack a zstd body") from exc
         raise DecodeError("the zstd body is cut off or damaged") from exc
 
 
@@ -287,6 +294,8 @@ def _unpack_zlib(
             if start == len(body):
                 return
     except zlib.error as exc:
+        if str(exc).startswith(_ZLIB_NO_MEMORY):
+            raise MemoryError(f"there is no memory to unpack a {name} body") from exc
         raise DecodeError(f"the body is not sound {name}: {exc}") from exc
     raise DecodeError(f"the {name} body goes on at byte {start}, after {max_streams} stream(s)")
 

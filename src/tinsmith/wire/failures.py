@@ -31,7 +31,7 @@ _CLASSES: dict[int, type[e.APIStatusError]] = {
     422: e.UnprocessableEntityError,
     429: e.RateLimitError,
 }
-_STATUSES: dict[type[e.TinkerError], int] = {
+_STATUSES: dict[type[BaseException], int] = {
     e.BodyTooLargeError: 413,
     e.DecodeError: 400,
     e.ValidationError: 422,
@@ -46,11 +46,14 @@ _STATUSES: dict[type[e.TinkerError], int] = {
     e.CheckpointExistsError: 400,
     e.CheckpointFormatError: 422,
     e.CheckpointUnavailableError: 503,
+    # Whoever sent the request that met it need not be who took the memory.
+    MemoryError: 503,
 }
 _RETRY_AFTER_S: dict[type[BaseException], float] = {
     e.LedgerUnavailableError: 1.0,
     e.CheckpointUnavailableError: 5.0,
     e.StorageFullError: 30.0,
+    MemoryError: 1.0,
 }
 """When to come back after an error that does not say so itself."""
 _RETRIED = frozenset({408, 409, 429})
@@ -197,6 +200,8 @@ def failed_from_error(error: BaseException) -> RequestFailedResponse:
 
 def _told(error: BaseException) -> str:
     """What a client is told of an error: nothing of the server's inside, such as its folders."""
+    if isinstance(error, MemoryError):
+        return "the service is short of memory; send the request again later"
     if not isinstance(error, e.TinkerError):
         return "internal server error"
     if isinstance(error, e.CheckpointDamagedError):

@@ -44,6 +44,8 @@ _SMALLEST_BLOCK = 192
 _MARK = b"\0"  # stands in no JSON text: inside a string it would be escaped
 _SET_ASIDE = msgspec.Raw(_MARK)
 _MARKS_OF_OTHERS = (b"e", b"l", b".", b"-", b'"', b"{")  # e: true, false, 1e9; l: null
+_SMALLEST_OBJECT = 2
+_SLICE_BYTES = 32 * 1024
 _MOST_PER_BYTE = _TEXT_FACTOR + _VALUE_BYTES // 2
 """No body decodes to more than this for each of its bytes: a value takes at least two."""
 
@@ -114,6 +116,11 @@ def decode_any(body: Memory | str, limits: DecodeLimits = DEFAULT_LIMITS) -> Any
         raise DecodeError(f"not valid JSON: {exc}") from exc
 
 
+def text_limits(limits: DecodeLimits) -> DecodeLimits:
+    """As `limits`, for the text of a body: one that is longer is refused without a look into it."""
+    return msgspec.structs.replace(limits, memory_bytes=limits.memory_bytes // _TEXT_FACTOR)
+
+
 def finite_metrics(metrics: dict[str, float]) -> dict[str, float]:
     """The metrics that JSON can hold: without NaN, infinities cut to the largest double."""
     largest = 1.7976931348623157e308
@@ -131,11 +138,13 @@ def _decoder(as_type: Any) -> msgspec.json.Decoder[Any]:
 
 def _check_size(body: Memory | str, limits: DecodeLimits) -> None:
     """Refuse a body by what it could become, counted from the marks between its values."""
-    if len(body) * _MOST_PER_BYTE <= limits.memory_bytes:
-        return
     needed = _TEXT_FACTOR * len(body)
     if needed <= limits.memory_bytes:  # else there is no need to look into it
-        needed += _VALUE_BYTES * _marks(body)
+        if len(body) > _SMALLEST_OBJECT * limits.messages:
+            _check_objects(_count(body, b"{"), limits)
+        if len(body) * _MOST_PER_BYTE <= limits.memory_bytes:
+            return
+        needed += _VALUE_BYTES * _count(body, b",:[{")
     if needed > limits.memory_bytes:
         raise BodyTooLargeError(
             f"a JSON body of {len(body)} bytes could take {needed} bytes or more; "
@@ -143,11 +152,22 @@ def _check_size(body: Memory | str, limits: DecodeLimits) -> None:
         )
 
 
-def _marks(body: Memory | str) -> int:
+def _check_objects(count: int, limits: DecodeLimits) -> None:
+    if count > limits.messages:
+        raise BodyTooLargeError(
+            f"a JSON body has {count} objects, the limit is {limits.messages}; send it in parts"
+        )
+
+
+def _count(body: Memory | str, marks: bytes) -> int:
+    """How many of its characters are one of the marks."""
     if isinstance(body, str):
-        return sum(map(body.count, ",:[{"))
-    held = bytes(body)  # no copy if it is bytes already; a memoryview cannot count
-    return sum(map(held.count, (b",", b":", b"[", b"{")))
+        return sum(map(body.count, marks.decode()))
+    if isinstance(body, bytes):
+        return sum(map(body.count, marks))
+    # A memoryview cannot count; one slice of it at a time is copied.
+    slices = (bytes(body[at : at + _SLICE_BYTES]) for at in range(0, len(body), _SLICE_BYTES))
+    return sum(piece.count(mark) for piece in slices for mark in marks)
 
 
 @functools.cache

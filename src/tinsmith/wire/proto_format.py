@@ -45,6 +45,9 @@ from tinsmith.wire.protobuf import (
     signed32,
 )
 
+_LOOKED_THROUGH = 16 * 1024
+"""As many messages as a request may have datums, and a few times more."""
+
 
 def encode_forward_backward_request(request: ForwardBackwardRequest) -> Parts:
     """The body of `forward_backward`, for both directions."""
@@ -105,16 +108,21 @@ def decode_forward_backward_request(
 def read_number(body: Memory) -> tuple[str, int]:
     """The model and the number of a `forward_backward`, whatever else its body holds.
 
+    The body was refused, and may be as large as one can be: this stops as soon as it has both.
+    Clients write them first.
+
     Raises:
-        DecodeError: They cannot be found.
+        DecodeError: They cannot be found, or not among the first fields.
     """
-    reader = Reader(body, DecodeLimits(memory_bytes=len(body)))
+    reader = Reader(body, DecodeLimits(memory_bytes=len(body), messages=_LOOKED_THROUGH))
     model_id, seq_id = "", 0
     for tag, start, stop in reader.fields(0, len(body)):
         if tag == tags.FORWARD_BACKWARD_REQUEST__MODEL_ID:
             model_id = str(reader.memory(start, stop), "utf-8", "replace")
         elif tag == tags.FORWARD_BACKWARD_REQUEST__SEQ_ID:
             seq_id = signed32(start)
+        if model_id and seq_id:
+            break
     return model_id, seq_id
 
 

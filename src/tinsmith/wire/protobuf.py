@@ -15,7 +15,7 @@ from typing import TypeAlias, TypeVar
 
 from tinsmith.errors import BodyTooLargeError, DecodeError, ValidationError
 from tinsmith.types.buffers import Memory
-from tinsmith.wire.limits import DecodeLimits
+from tinsmith.wire.limits import FIELDS_PER_MESSAGE, DecodeLimits
 
 T = TypeVar("T")
 
@@ -166,9 +166,9 @@ def merged(parts: Parts) -> Parts:
 
 
 class Reader:
-    """A body being decoded, and how much memory may still be taken for what is made of it."""
+    """A body being decoded, and how much memory and time may still be taken for it."""
 
-    __slots__ = ("_bytes_left", "_given", "_limit_bytes", "body")
+    __slots__ = ("_bytes_left", "_fields_left", "_given", "_limits", "_messages_left", "body")
 
     def __init__(self, body: Memory, limits: DecodeLimits) -> None:
         if len(body) > limits.memory_bytes:
@@ -178,12 +178,29 @@ class Reader:
         self._given = memoryview(body)
         # A view of unchanging memory: what is decoded must not change under its holder.
         self.body = self._given.toreadonly()
-        self._limit_bytes = limits.memory_bytes
+        self._limits = limits
         self._bytes_left = limits.memory_bytes
+        self._messages_left = limits.messages
+        self._fields_left = FIELDS_PER_MESSAGE * limits.messages
 
     def take_items(self, count: int) -> None:
         """Count messages about to be made; raises as `take_bytes`."""
+        self._messages_left -= count
+        if self._messages_left < 0:
+            raise BodyTooLargeError(
+                f"a body of {len(self.body)} bytes has more than {self._limits.messages} messages; "
+                "send it in parts"
+            )
         self.take_bytes(count * ITEM_BYTES)
+
+    def _take_fields(self, count: int) -> None:
+        """Count fields, known or not, and numbers in lists; raises as `take_bytes`."""
+        self._fields_left -= count
+        if self._fields_left < 0:
+            most = FIELDS_PER_MESSAGE * self._limits.messages
+            raise BodyTooLargeError(
+                f"a body of {len(self.body)} bytes has more than {most} fields; send it in parts"
+            )
 
     def take_bytes(self, count: int) -> None:
         """Count memory about to be taken, beyond that of the body itself.
@@ -194,7 +211,8 @@ class Reader:
         self._bytes_left -= count
         if self._bytes_left < 0:
             raise BodyTooLargeError(
-                f"a body of {len(self.body)} bytes decodes to more than {self._limit_bytes} bytes"
+                f"a body of {len(self.body)} bytes decodes to more than "
+                f"{self._limits.memory_bytes} bytes"
             )
 
     def fields(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
@@ -206,6 +224,7 @@ class Reader:
         body = self.body
         position = start
         while position < stop:
+            self._take_fields(1)
             tag = body[position]
             position += 1
             if tag >= 0x80:
@@ -251,7 +270,7 @@ class Reader:
 
     def message(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """As `fields`, for a message that something is made of."""
-        self.take_bytes(ITEM_BYTES)
+        self.take_items(1)
         return self.fields(start, stop)
 
     def memory(self, start: int, stop: int) -> memoryview:
@@ -289,6 +308,7 @@ class Reader:
         """The numbers of a packed list."""
         numbers = []
         while start < stop:
+            self._take_fields(1)
             number, start = self._varint(start, stop)
             numbers.append(signed(number))
         return numbers
