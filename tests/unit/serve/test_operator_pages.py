@@ -8,6 +8,7 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -62,7 +63,11 @@ def test_a_disk_that_is_nearly_full_is_told_while_the_service_is_still_ready(
     space = FreeSpace(tmp_path, lambda _: 5_000_000)
     asyncio.run(space.look())
     board = SimpleNamespace(scheduler=SchedulerReport(is_ready=True))
-    service: Any = SimpleNamespace(ledger=SimpleNamespace(board=board), free_space=space)
+    service: Any = SimpleNamespace(
+        ledger=SimpleNamespace(board=board),
+        free_space=space,
+        app=SimpleNamespace(check_reached=AsyncMock()),
+    )
     pages.service = service
 
     status, _, told = _ask(pages, "/readyz")
