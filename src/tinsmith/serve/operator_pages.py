@@ -1,6 +1,7 @@
 """What an operator looks at, beside the API: `/metrics`, `/healthz` and `/readyz`.
 
-They need no key and tell nothing of any tenant. Everything else is the API's, which is there once
+They need no key and tell nothing of any tenant. A service without keys tells them to programs of
+its own machine alone, as it does everything: not to a web page that is seen there. Everything else is the API's, which is there once
 the models are loaded; until then it is answered with 503, and clients come again.
 """
 
@@ -9,13 +10,16 @@ from __future__ import annotations
 import json
 from contextlib import AbstractContextManager, nullcontext
 
+from tinsmith.errors import PermissionDeniedError
 from tinsmith.ledger.board import SchedulerReport
 from tinsmith.observe.instruments import CONTENT_TYPE
 from tinsmith.serve.assemble import Service
 from tinsmith.server.incoming import Incoming
+from tinsmith.wire.failures import reply_from_error
 
 JSON_TYPE = "application/json"
 UNAVAILABLE = 503
+_LOCAL = frozenset({"/metrics", "/readyz"})
 RECOVERING = "models are being brought back to where they were"
 
 
@@ -34,6 +38,13 @@ class OperatorPages:
 
     async def __call__(self, incoming: Incoming) -> None:
         """Answer a request."""
+        if self.service is not None and incoming.path in _LOCAL:
+            try:
+                await self.service.app.check_reached(incoming.headers)
+            except PermissionDeniedError as exc:
+                reply = reply_from_error(exc)
+                await incoming.answer(reply.status, reply.headers, b"".join(reply.parts))
+                return
         page = self._page(incoming)
         if page is None:
             assert self.service is not None

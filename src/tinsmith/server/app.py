@@ -29,6 +29,7 @@ from tinsmith.errors import (
     BodyTooLargeError,
     CheckpointUnavailableError,
     DecodeError,
+    LedgerError,
     LedgerUnavailableError,
     NotFoundError,
     RateLimitError,
@@ -137,6 +138,21 @@ class App:
             await _lifespan(receive, send)
         else:
             await send({"type": "websocket.close", "code": 1003})
+
+    async def check_reached(self, headers: Mapping[str, str]) -> None:
+        """Refuse what a web page sent, if the service has no keys; see `local_only.py`.
+
+        For pages beside the API, which need no key. One whose ledger cannot tell may have none.
+
+        Raises:
+            PermissionDeniedError: It comes from a page, or was sent to a name of somebody else.
+        """
+        try:
+            has_keys = await self.service.credentials.has_keys()
+        except LedgerError:
+            has_keys = False
+        if not has_keys:
+            check_local(headers)
 
     # One exchange
 

@@ -64,6 +64,10 @@ class Credentials:
             credential = None
         return await self._keys.holder(credential)
 
+    async def has_keys(self) -> bool:
+        """Whether a key was ever made; a service without one is for its own machine alone."""
+        return await self._keys.has_keys()
+
     def token(self, holder: Holder) -> str:
         """A signed token that stands for this holder for an hour."""
         now = int(self._wall())
