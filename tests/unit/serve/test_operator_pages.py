@@ -62,17 +62,12 @@ def test_a_disk_that_is_nearly_full_is_told_while_the_service_is_still_ready(
     pages = OperatorPages(has_metrics=True)
     space = FreeSpace(tmp_path, lambda _: 5_000_000)
     asyncio.run(space.look())
-<<<<<<< HEAD
     board = SimpleNamespace(readiness=SchedulerReport(is_ready=True))
-    service: Any = SimpleNamespace(ledger=SimpleNamespace(board=board), free_space=space)
-=======
-    board = SimpleNamespace(scheduler=SchedulerReport(is_ready=True))
     service: Any = SimpleNamespace(
         ledger=SimpleNamespace(board=board),
         free_space=space,
         app=SimpleNamespace(check_reached=AsyncMock()),
     )
->>>>>>> 1cf49d5a73c2c8017bee63d7f1a13a33ca6f39eb
     pages.service = service
 
     status, _, told = _ask(pages, "/readyz")
