@@ -28,7 +28,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
-from tinsmith.errors import LedgerUnavailableError, TinkerError
+from tinsmith.errors import LedgerUnavailableError, TinkerError, without_frames
 from tinsmith.ledger.statements import sqlite_queries
 from tinsmith.ledger.steps import Effects, Operation, Row, Values, run_steps
 
@@ -153,7 +153,7 @@ class GroupWriter:
         try:
             self._connection = self._connect()
         except BaseException as exc:  # noqa: BLE001 - whoever opens the ledger raises it
-            self._tell(_set_error, self._started, exc)
+            self._tell(_set_error, self._started, without_frames(exc))
             self._tell(_set_value, self._ended, None)
             return
         self._tell(_set_value, self._started, None)
@@ -230,7 +230,8 @@ class GroupWriter:
             if len(group) == 1:
                 group[0].value = None
                 group[0].effects = Effects()
-                group[0].error = unavailable(exc) if isinstance(exc, sqlite3.Error) else exc
+                error = unavailable(exc) if isinstance(exc, sqlite3.Error) else exc
+                group[0].error = without_frames(error)
                 return
             for write in list(group):
                 alone = [write]
@@ -246,7 +247,7 @@ class GroupWriter:
                 try:
                     write.value = run_steps(write.operation(write.effects), self._ask)
                 except TinkerError as exc:  # it refused, and has changed nothing
-                    write.effects, write.error = Effects(), exc
+                    write.effects, write.error = Effects(), without_frames(exc)
             self._connection.execute("COMMIT")
         except BaseException:
             if self._connection.in_transaction:

@@ -1,8 +1,10 @@
 """What an operator looks at, beside the API: `/metrics`, `/healthz` and `/readyz`.
 
 They need no key and tell nothing of any tenant. A service without keys tells them to programs of
-its own machine alone, as it does everything: not to a web page that is seen there. Everything else is the API's, which is there once
-the models are loaded; until then it is answered with 503, and clients come again.
+its own machine alone, as it does everything: not to a web page that is seen there.
+
+Everything else is the API's, which is there once the models are loaded; until then it is answered
+with 503, and clients come again.
 """
 
 from __future__ import annotations

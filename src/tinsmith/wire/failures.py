@@ -210,6 +210,10 @@ def _told(error: BaseException) -> str:
         )
     if isinstance(error, e.CheckpointError) and status_of(error) >= 500:
         return "saved weights cannot be read or written now"
+    if isinstance(error, e.BaseModelError):
+        return "the files of the base model cannot be used; ask the service's operator"
+    if isinstance(error, e.LedgerDamagedError | e.LedgerVersionError):
+        return "the service's record cannot be read; ask its operator"
     return str(error)
 
 
