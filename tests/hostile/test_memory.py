@@ -46,7 +46,7 @@ def unannounced(body: bytes) -> bytes:
     """A zstd frame that does not say how large its content is, with a checksum at its end."""
     from tinsmith.wire.zstd_library import zstd
 
-    options = {zstd.CompressionParameter.checksum_flag: 1}
+    options: dict[int, int] = {zstd.CompressionParameter.checksum_flag: 1}
     compressor = zstd.ZstdCompressor(options=options)
     return bytes(compressor.compress(body) + compressor.flush())
 
