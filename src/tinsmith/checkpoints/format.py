@@ -193,7 +193,7 @@ def read_adapter(folder: Path) -> Adapter:
     with disk_errors(f"weights cannot be read from {folder}"):
         config = read_json(folder / ADAPTER_CONFIG, PeftConfig)
         if not (folder / ADAPTER_MODEL).is_file():
-            raise CheckpointFormatError(f"there is no {ADAPTER_MODEL} in {folder}")
+            raise CheckpointFormatError(f"there is no {ADAPTER_MODEL}")
         arrays = read_tensors(folder / ADAPTER_MODEL)
     if not 1 <= config.r <= RANK_MAX:
         raise CheckpointFormatError(
@@ -319,7 +319,7 @@ def read_json(file: Path, kind: type[T]) -> T:
             raise CheckpointFormatError(f"{file.name} has more than {_JSON_BYTES_MAX} bytes")
         return msgspec.json.decode(text, type=kind)
     except FileNotFoundError as exc:
-        raise CheckpointFormatError(f"there is no {file.name} in {file.parent}") from exc
+        raise CheckpointFormatError(f"there is no {file.name}") from exc
     except (msgspec.MsgspecError, RecursionError, UnicodeError) as exc:
         raise CheckpointFormatError(f"{file.name} cannot be read: {exc}") from exc
 

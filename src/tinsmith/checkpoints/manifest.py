@@ -132,12 +132,12 @@ def survey(folder: Path, *, sync: bool) -> tuple[FileEntry, ...]:
     """
     found = sorted(folder.iterdir())
     if not 1 <= len(found) <= FILES_MAX:
-        raise ValidationError(f"{folder} has {len(found)} files; it may have 1 to {FILES_MAX}")
+        raise ValidationError(f"the folder has {len(found)} files; it may have 1 to {FILES_MAX}")
     entries = []
     for file in found:
         check_file_name(file.name)
         if file.is_symlink() or not file.is_file():
-            raise ValidationError(f"{file} is not a plain file")
+            raise ValidationError(f"{file.name} is not a plain file")
         entries.append(_entry(file, sync=sync))
     return tuple(entries)
 

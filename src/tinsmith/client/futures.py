@@ -23,7 +23,7 @@ from collections.abc import Callable, Coroutine, Generator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from tinsmith.client.forking import in_child
-from tinsmith.errors import APITimeoutError, ValidationError
+from tinsmith.errors import APITimeoutError, ValidationError, without_frames
 
 if TYPE_CHECKING:
     from queue import SimpleQueue
@@ -144,9 +144,13 @@ class APIFuture(concurrent.futures.Future[T], Generic[T]):
             self._stop_work = None  # it holds the work, which holds the future: a circle
 
     def fail(self, error: BaseException) -> None:
-        """Give it its error, unless it was cancelled meanwhile."""
+        """Give it its error, unless it was cancelled meanwhile.
+
+        The error is kept without its traceback, which would keep the request with its body. Where
+        it is asked for, it gets the traceback of whoever asks.
+        """
         try:
-            self.set_exception(error)
+            self.set_exception(without_frames(error))
         except concurrent.futures.InvalidStateError:
             _log.debug("%s: it failed after it was settled: %r", self.what, error)
         else:

@@ -23,7 +23,7 @@ from tinsmith.client.futures import APIFuture
 from tinsmith.client.poller import Poll
 from tinsmith.client.queue_state import StateTeller
 from tinsmith.client.session import Session
-from tinsmith.errors import TinkerError, ValidationError
+from tinsmith.errors import TinkerError, ValidationError, without_frames
 from tinsmith.types.futures import UntypedAPIFuture
 from tinsmith.types.inputs import Datum, ModelInput
 from tinsmith.types.record import Frozen, Record
@@ -158,7 +158,7 @@ class Submitter:
             try:
                 outcomes[index] = await self._send_chunk(bodies[index], numbers[index])
             except TinkerError as error:
-                outcomes[index] = error
+                outcomes[index] = without_frames(error)
 
         await asyncio.gather(*(send(index) for index in range(1, len(bodies))))
         await send(0)  # also after a failure: the server waits for every number of the block
@@ -170,7 +170,7 @@ class Submitter:
             try:
                 outcomes[index] = await self._send_chunk(body, numbers[index])
             except TinkerError as error:
-                outcomes[index] = error
+                outcomes[index] = without_frames(error)
                 rest = range(index + 1, len(bodies))
                 for unsent in rest:
                     outcomes[unsent] = _NotSent()

@@ -11,7 +11,12 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 
-from tinsmith.errors import CommandConflictError, CommandPassedError, LedgerUnavailableError
+from tinsmith.errors import (
+    CommandConflictError,
+    CommandPassedError,
+    LedgerUnavailableError,
+    without_frames,
+)
 from tinsmith.ledger.payloads import Kept
 from tinsmith.ledger.records import Appended, LineId, Submission, request_id
 from tinsmith.ledger.remembered import SMALL_BYTES
@@ -94,10 +99,10 @@ class Appending:
             outcomes: Sequence[Outcome | Exception] = await self._write(batch.run)
         except LedgerUnavailableError as exc:
             batch.close()  # it may never have been run: nobody may join it now
-            outcomes = [exc] * len(batch.members)
+            outcomes = [without_frames(exc)] * len(batch.members)
         except Exception as exc:  # noqa: BLE001 - it reaches the caller whose value it was
             batch.close()
-            outcomes = [exc]
+            outcomes = [without_frames(exc)]
             if len(batch.members) > 1:
                 await self._run_apart(batch)
                 return

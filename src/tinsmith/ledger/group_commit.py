@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from tinsmith.errors import LedgerUnavailableError, TinkerError
+from tinsmith.errors import LedgerUnavailableError, TinkerError, without_frames
 from tinsmith.ledger.position import PositionFile
 from tinsmith.ledger.statements import sqlite_queries
 from tinsmith.ledger.steps import Effects, Operation, Row, Values, run_steps
@@ -160,7 +160,7 @@ class GroupWriter:
         try:
             self._connection = self._connect()
         except BaseException as exc:  # noqa: BLE001 - whoever opens the ledger raises it
-            self._tell(_set_error, self._started, exc)
+            self._tell(_set_error, self._started, without_frames(exc))
             self._tell(_set_value, self._ended, None)
             return
         self._tell(_set_value, self._started, None)
@@ -249,9 +249,10 @@ class GroupWriter:
             if len(group) == 1:
                 group[0].value = None
                 group[0].effects = Effects()
-                group[0].error = (
-                    unavailable(exc, self._folder) if isinstance(exc, sqlite3.Error) else exc
-                )
+                error: Exception = exc
+                if isinstance(exc, sqlite3.Error):
+                    error = unavailable(exc, self._folder)
+                group[0].error = without_frames(error)
                 return
             for write in list(group):
                 alone = [write]
@@ -268,7 +269,7 @@ class GroupWriter:
                 try:
                     write.value = run_steps(write.operation(write.effects), self._ask)
                 except TinkerError as exc:  # it refused, and has changed nothing
-                    write.effects, write.error = Effects(), exc
+                    write.effects, write.error = Effects(), without_frames(exc)
             if self._position is not None:
                 self._position.advance(self._connection)
             self._connection.execute("COMMIT")

@@ -31,7 +31,7 @@ from typing import Any, Self, TypeVar
 
 import asyncpg
 
-from tinsmith.errors import LedgerUnavailableError, LedgerVersionError, TinkerError
+from tinsmith.errors import LedgerUnavailableError, LedgerVersionError, TinkerError, without_frames
 from tinsmith.ledger import command_steps, keeping_steps, migrations
 from tinsmith.ledger.clock import SteadyClock
 from tinsmith.ledger.lease import LEASE_S, Lease, lease_held, lease_lost
@@ -235,7 +235,8 @@ class PostgresLedger(SqlLedger):
             if len(group) == 1 or isinstance(exc, LedgerUnavailableError):
                 error = _unavailable(exc) if isinstance(exc, asyncpg.PostgresError) else exc
                 for write in group:
-                    write.value, write.error, write.effects = None, error, Effects()
+                    write.value, write.error = None, without_frames(error)
+                    write.effects = Effects()
                 return
             for write in group:
                 await self._commit([write])
@@ -261,7 +262,7 @@ class PostgresLedger(SqlLedger):
                 try:
                     write.value = await _run(write.operation(write.effects), connection)
                 except TinkerError as exc:  # it refused, and has changed nothing
-                    write.effects, write.error = Effects(), exc
+                    write.effects, write.error = Effects(), without_frames(exc)
             for notice in _notices(topic for write in group for topic in write.effects.topics):
                 await connection.execute(_NOTIFY, notice)
 

@@ -217,6 +217,10 @@ def _told(error: BaseException) -> str:
     if isinstance(error, e.LedgerUnavailableError):
         why = error.reason or "it does not answer"
         return f"the service cannot use its ledger: {why}; retry later"
+    if isinstance(error, e.BaseModelError):
+        return "the files of the base model cannot be used; ask the service's operator"
+    if isinstance(error, e.LedgerDamagedError | e.LedgerVersionError):
+        return "the service's record cannot be read; ask its operator"
     return str(error)
 
 

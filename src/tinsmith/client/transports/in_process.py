@@ -27,7 +27,7 @@ from tinsmith.client.transports.base import (
     silent_error,
     unpacked,
 )
-from tinsmith.errors import APIConnectionError, DecodeError
+from tinsmith.errors import APIConnectionError, DecodeError, without_frames
 from tinsmith.types.buffers import Memory
 from tinsmith.wire import content
 from tinsmith.wire.endpoint_types import Pool
@@ -207,9 +207,9 @@ class _Exchange:
         try:
             await application(self._scope, self._receive, self._send)
         except Exception as error:  # noqa: BLE001 - told to whoever waits for the answer
-            self.error = self.error or error
             if self.is_whole:
                 _log.warning("the service failed after its answer", exc_info=True)
+            self.error = self.error or without_frames(error)
         finally:
             self.ended.set()
 

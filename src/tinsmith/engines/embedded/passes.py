@@ -30,7 +30,7 @@ from tinsmith.engines.embedded.pieces import (
     make_examples,
     read_tokens,
 )
-from tinsmith.errors import TinkerError, ValidationError
+from tinsmith.errors import TinkerError, ValidationError, without_frames
 from tinsmith.model.custom_loss import CustomLoss
 from tinsmith.model.lora import FusedLora, LoraSpan
 from tinsmith.model.losses import Loss, TokenLoss, make_loss
@@ -308,7 +308,7 @@ def _sequence_slopes(one: _Member) -> Tensor:
             found = owner.loss.datum_slopes(part.example.place, owner.lp_C[span].view(shape))
             slopes_C[span] = found.reshape(-1)
     except TinkerError as exc:
-        owner.error = owner.error or exc
+        owner.error = owner.error or without_frames(exc)
         return slopes_RK
     row_of_C = torch.from_numpy(one.lookup.row_of_C)
     cells_CK = torch.from_numpy(one.lookup.cells_CK)
