@@ -24,7 +24,7 @@ from tinsmith.ledger.base import Ledger
 from tinsmith.ledger.memory import MemoryLedger
 from tinsmith.ledger.records import AuditEntry, CheckpointEntry, LineId
 from tinsmith.ledger.sqlite import SqliteLedger
-from tinsmith.scheduler import loop, recovering, saves
+from tinsmith.scheduler import loop, recovering, saves, snapshots
 from tinsmith.scheduler.settings import SchedulerSettings
 from tinsmith.types.futures import RequestFailedResponse
 from tinsmith.types.requests import (
@@ -459,6 +459,7 @@ class Flaky:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self.is_gone = False
+        self.is_settling = True
         self.refused = 0
 
     def __getattr__(self, name: str) -> object:
@@ -467,7 +468,7 @@ class Flaky:
             return found
 
         async def call(*args: object, **kwargs: object) -> object:
-            if self.is_gone:
+            if self.is_gone or (name == "settle" and not self.is_settling):
                 self.refused += 1
                 raise LedgerUnavailableError("the disk is full")
             work: Callable[..., Awaitable[object]] = found
@@ -540,6 +541,78 @@ def test_snapshots_let_go_of_what_they_hold(tmp_path: Path) -> None:
         assert len(replayed) < 10
 
     asyncio.run(run())
+
+
+def test_a_snapshot_is_recorded_when_what_it_holds_is_settled_and_not_before(
+    tmp_path: Path,
+) -> None:
+    """Else a crash would find a line whose snapshot is ahead of its commands."""
+
+    async def run() -> None:
+        flaky = Flaky(MemoryLedger())
+        soon = SchedulerSettings(snapshot_commands=1)
+        async with bench(tmp_path, cast(Ledger, flaky), settings=soon) as b:
+            line = LineId(LINES[0])
+            await b.result(await b.create(line))
+            before = (await b.ledger.line(line)).snapshot_position
+            flaky.is_settling = False
+            request_id = await b.forward_backward(line, 1)
+            await until(lambda: any(path.position > before for path in b.store.snapshots(line)))
+            await until(lambda: flaky.refused > 3)
+            during = (await b.ledger.line(line)).snapshot_position
+            flaky.is_settling = True
+            await b.result(request_id)
+            async with asyncio.timeout(WAIT_S):
+                while (await b.ledger.line(line)).snapshot_position == before:  # noqa: ASYNC110 - nobody tells of it
+                    await asyncio.sleep(0.01)
+
+        assert during == before
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "limit", ["snapshot_commands", "snapshot_work_s", "snapshot_payload_bytes"]
+)
+def test_much_of_anything_that_would_be_done_again_makes_a_snapshot(
+    tmp_path: Path, limit: str
+) -> None:
+    rare = {"snapshot_commands": 1000, "snapshot_work_s": 1e9, "snapshot_payload_bytes": 10**12}
+    often = SchedulerSettings(**{**rare, limit: 1 if limit != "snapshot_work_s" else 1e-9})
+
+    async def run() -> None:
+        async with bench(tmp_path, settings=often, fake=FakeSettings(batch_s=0.001)) as b:
+            line = LineId(LINES[0])
+            await b.create(line)
+            await b.result(await b.forward_backward(line, 1))
+            await until(lambda: len(b.store.snapshots(line)) > 0)
+
+    asyncio.run(run())
+
+
+def test_a_snapshot_that_cannot_be_written_is_not_tried_again_with_each_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[CheckpointPath] = []
+
+    def refuse(path: CheckpointPath, **_: object) -> None:
+        tries.append(path)
+        raise CheckpointUnavailableError("the disk is away")
+
+    async def run() -> None:
+        soon = SchedulerSettings(snapshot_commands=2)
+        async with bench(tmp_path, settings=soon) as b:
+            line = LINES[0]
+            await b.result(await b.create(line))
+            with monkeypatch.context() as patch:
+                patch.setattr(b.store, "begin", refuse)
+                for number in range(1, 30):
+                    await b.result(await b.forward_backward(line, number))
+
+    monkeypatch.setattr(snapshots, "RETRY_S", 3600.0)
+    asyncio.run(run())
+
+    assert len(tries) == 1
 
 
 def test_a_start_that_is_broken_off_leaves_everything_as_it_was(tmp_path: Path) -> None:
