@@ -101,11 +101,11 @@ def _check_files(source: Path, max_bytes: int) -> None:
         pickled = next((name for name in _PICKLES if (source / name).exists()), None)
         if pickled is not None:
             raise CheckpointFormatError(
-                f"{source} has its weights in {pickled}, which could run code when it is read",
+                f"its weights are in {pickled}, which could run code when it is read",
                 remedy="load it with peft where you trust it, and save it again with "
                 "save_pretrained(…), which writes adapter_model.safetensors",
             )
-        raise CheckpointFormatError(f"there is no {ADAPTER_MODEL} in {source}")
+        raise CheckpointFormatError(f"there is no {ADAPTER_MODEL}")
     size_bytes = weights.stat().st_size
     if size_bytes > max_bytes:
         raise CheckpointFormatError(
