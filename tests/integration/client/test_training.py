@@ -351,6 +351,27 @@ def test_s17_a_call_cancelled_while_it_is_sent_leaves_the_client_usable(
         held.release()
 
 
+def test_a_call_sends_its_arrays_as_they_were_when_it_was_made(
+    training: TrainingClient, service: ScriptedService
+) -> None:
+    """However the caller changes them while it waits in the line."""
+    held = service.faults.hold("optim_step", times=1)
+    step = training.optim_step(AdamParams())
+    held.wait_held(1)
+    tokens, weights = [1] * 5000, np.ones(5000, dtype=np.float32)
+    datum = Datum(ModelInput.from_ints(tokens), {"target_tokens": tokens, "weights": weights})
+    waiting = training.forward_backward([datum], "cross_entropy")
+
+    weights[:] = 0.0
+    held.release()
+
+    step.result(WAIT_S)
+    waiting.result(WAIT_S)
+    [sent] = service.requests("forward_backward")
+    received: Any = _data(sent)[0].loss_fn_inputs["weights"]
+    assert set(received.tolist()) == {1.0}
+
+
 def test_a_lost_reply_is_sent_again_under_the_same_number_and_runs_once(
     training: TrainingClient, service: ScriptedService
 ) -> None:

@@ -577,7 +577,11 @@ def test_a_snapshot_is_recorded_when_what_it_holds_is_settled_and_not_before(
 def test_much_of_anything_that_would_be_done_again_makes_a_snapshot(
     tmp_path: Path, limit: str
 ) -> None:
-    rare = {"snapshot_commands": 1000, "snapshot_work_s": 1e9, "snapshot_payload_bytes": 10**12}
+    rare: dict[str, Any] = {
+        "snapshot_commands": 1000,
+        "snapshot_work_s": 1e9,
+        "snapshot_payload_bytes": 10**12,
+    }
     often = SchedulerSettings(**{**rare, limit: 1 if limit != "snapshot_work_s" else 1e-9})
 
     async def run() -> None:
