@@ -130,18 +130,19 @@ def logout(arguments: argparse.Namespace) -> None:
 
 def status(arguments: argparse.Namespace) -> int:
     """Say whether a credential is at hand and whether the service accepts it."""
-    from tinsmith.cli.connect import limit_s, service_client, settings
+    from tinsmith.cli.connect import limit_s, service_client, settings, use_record_only
     from tinsmith.cli.failures import FAILED, SIGN_IN, report
     from tinsmith.cli.output import show
-    from tinsmith.client.auth import static_key
+    from tinsmith.client.auth import NO_KEY, static_key
     from tinsmith.errors import TinkerError
 
     has_credential, problem = False, None
     try:
+        use_record_only(arguments)
         with service_client(arguments) as client:
             chosen = settings(arguments)
             has_command = chosen.credential_command is not None
-            has_credential = has_command or static_key(chosen) is not None
+            has_credential = has_command or static_key(chosen) not in (None, NO_KEY)
             client.get_server_capabilities(timeout=limit_s(arguments))
     except TinkerError as error:
         problem = error

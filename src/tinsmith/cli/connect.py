@@ -40,22 +40,18 @@ def rest_client(arguments: argparse.Namespace, *, is_record_only: bool = True) -
         arguments: Of the command.
         is_record_only: Whether the command ends soon, and needs no model of an embedded service.
     """
-    from tinsmith.client.embedding import ask_for_record_only
     from tinsmith.client.rest import RestClient
 
     if is_record_only:
-        ask_for_record_only()
-        _check_record(arguments)
+        use_record_only(arguments)
     return RestClient(_lease(arguments))
 
 
 def admin_client(arguments: argparse.Namespace) -> AdminClient:
     """A client for usage and storage."""
     from tinsmith.client.admin import AdminClient
-    from tinsmith.client.embedding import ask_for_record_only
 
-    ask_for_record_only()
-    _check_record(arguments)
+    use_record_only(arguments)
     return AdminClient(_lease(arguments))
 
 
@@ -102,7 +98,19 @@ def wait(future: APIFuture[T], arguments: argparse.Namespace, most_s: float = CA
         raise APITimeoutError(f"{future.what}: no answer within {longest_s:g} s") from exc
 
 
-def _check_record(arguments: argparse.Namespace) -> None:
+def use_record_only(arguments: argparse.Namespace) -> None:
+    """Ask an embedded service for what is on record alone, so that it loads no model.
+
+    Raises:
+        CommandError: Nothing says where the service is, and nothing was trained here.
+    """
+    from tinsmith.client.embedding import ask_for_record_only
+
+    check_record(arguments)
+    ask_for_record_only()
+
+
+def check_record(arguments: argparse.Namespace) -> None:
     """Make no data folder for whoever has only forgotten to say where the service is.
 
     Raises:

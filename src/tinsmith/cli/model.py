@@ -28,10 +28,11 @@ def configure(parser: Parser) -> None:
 
 def list_models(arguments: argparse.Namespace) -> None:
     """Show the models whose names have the substring, in any case."""
-    from tinsmith.cli.connect import limit_s, service_client
+    from tinsmith.cli.connect import check_record, limit_s, service_client
     from tinsmith.cli.failures import CommandError
     from tinsmith.cli.output import Table, show
 
+    check_record(arguments)
     with service_client(arguments) as client:
         models: list[SupportedModel] = client.get_server_capabilities(
             timeout=limit_s(arguments)

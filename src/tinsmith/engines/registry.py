@@ -178,16 +178,16 @@ def check_device(device: str) -> None:
     """
     if device != "cuda":
         return
-    remedy = "leave --device out, and the best that there is is used"
+    remedy = "omit --device to use the best device that is available"
     if not _is_built_for_gpus():
         raise ValidationError(
-            "device is cuda, and the PyTorch that is installed is built for CPUs alone",
-            remedy=f"install a CUDA build (https://pytorch.org/get-started/locally/); or {remedy}",
+            "device is cuda, but the installed PyTorch is a CPU-only build",
+            remedy=f"install a CUDA build (https://pytorch.org/get-started/locally/), or {remedy}",
         )
     if not any(Path(one).exists() for one in _GPU_DEVICES):
         raise ValidationError(
-            "device is cuda, and this machine has no GPU, or none whose driver is loaded",
-            remedy=f"see what `nvidia-smi` says; or {remedy}",
+            "device is cuda, but this machine has no GPU, or no driver is loaded for it",
+            remedy=f"see what `nvidia-smi` says, or {remedy}",
         )
 
 

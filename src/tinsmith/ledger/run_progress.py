@@ -11,6 +11,8 @@ from collections.abc import Mapping
 
 import msgspec
 
+from tinsmith.observe.training_metrics import STEP
+
 
 class RunProgress(msgspec.Struct):
     """One run, since this service has had it."""
@@ -37,21 +39,19 @@ class RunBoard:
         """Note that a run was made, or goes on from a checkpoint."""
         self._of(run_id).begun = True
 
-    def note_pass(self, run_id: str, metrics: Mapping[str, float], tokens: int) -> None:
-        """Note a pass with gradients."""
+    def note_pass(self, run_id: str, loss_per_token: float, tokens: int) -> None:
+        """Note a pass with gradients, and its loss, which is NaN where it is not known."""
         run = self._of(run_id)
-        counted = metrics.get("weighted_tokens:sum") or metrics.get("tokens:sum")
-        if counted and "loss:sum" in metrics:
-            run.loss_per_token = metrics["loss:sum"] / counted
+        if math.isfinite(loss_per_token):
+            run.loss_per_token = loss_per_token
         run.tokens += tokens
         run.is_changed = True
 
     def note_step(self, run_id: str, metrics: Mapping[str, float] | None) -> None:
         """Note a step of the optimizer."""
         run = self._of(run_id)
-        # Whatever name space it is in: a run that was resumed goes on counting.
-        told = [value for name, value in (metrics or {}).items() if name.split("/")[-1] == "step"]
-        run.steps = int(told[0]) if told else run.steps + 1
+        # What the engine says counts on after a resume.
+        run.steps = int((metrics or {}).get(STEP, run.steps + 1))
         run.is_changed = True
 
     def end(self, run_id: str, why: str) -> None:

@@ -46,6 +46,7 @@ from tinsmith.scheduler.parts import Parts, about, use
 from tinsmith.scheduler.settling import failure, success
 from tinsmith.scheduler.snapshots import Snapshots
 from tinsmith.types.requests import CreateCustomLossRequest
+from tinsmith.types.training import OptimStepResponse
 
 _log = logging.getLogger(__name__)
 
@@ -325,11 +326,11 @@ class Training:
     def _note_progress(
         self, command: Command, work: TrainingWork, outcome: TrainingOutcome
     ) -> None:
-        runs, metrics = self._parts.ledger.board.runs, getattr(outcome.result, "metrics", None)
-        if isinstance(work, StepWork):
-            runs.note_step(command.line, metrics)
-        elif work.with_gradients:
-            runs.note_pass(command.line, metrics or {}, work.tokens)
+        runs, result = self._parts.ledger.board.runs, outcome.result
+        if isinstance(result, OptimStepResponse):
+            runs.note_step(command.line, result.metrics)
+        elif isinstance(work, PassWork) and work.with_gradients and result is not None:
+            runs.note_pass(command.line, result.loss_per_token, work.tokens)
 
 
 def _parted(

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+import pytest
 
 from tests.e2e.embedded.programs import ENDS_WITHIN_S, environment, run, running
 from tests.e2e.service.served import serving
@@ -93,6 +96,22 @@ say(training.save_state("one").result().path)
     ]
 
 
+def test_the_status_of_the_embedded_service_is_shown_without_loading_a_model(
+    tmp_path: Path,
+) -> None:
+    run(TRAIN, tmp_path)
+
+    ended = command(
+        tmp_path,
+        *("auth", "status", "-f", "json"),
+        TINSMITH_SERVE_ENGINE="embedded",
+        TINSMITH_SERVE_MODELS="mine=/no/such/folder",
+    )
+
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout) == {"credentials_available": False, "tinker_accessible": True}
+
+
 def test_commands_reach_the_service_of_a_program_that_still_runs(tmp_path: Path) -> None:
     with running(TRAIN + "input()\nsay(step(training))", tmp_path) as program:
         model_id = program.hears()
@@ -106,9 +125,12 @@ def test_commands_reach_the_service_of_a_program_that_still_runs(tmp_path: Path)
         assert program.ends() == 0
 
 
-def test_a_command_that_asks_for_records_makes_no_data_folder(tmp_path: Path) -> None:
-    """Whoever forgot to say where the service is wants to know that."""
-    ended = command(tmp_path, "run", "list")
+@pytest.mark.parametrize("words", [("run", "list"), ("model", "list"), ("auth", "status")])
+def test_a_command_that_trains_nothing_makes_no_data_folder(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    """Whoever forgot to say where the service is wants to know that, and no model fetched."""
+    ended = command(tmp_path, *words)
 
     assert ended.returncode == 1
     assert "TINKER_BASE_URL" in ended.stderr
@@ -133,7 +155,7 @@ with tinsmith.ServiceClient(base_url={served.base_url!r}) as client:
         key = command(
             home, "key", "create", "--name", "mine", "--data", str(served.folder / "data")
         )
-        refused = command(home, "run", "list", "--base-url", served.base_url)
+        refused = wait_until_refused(home, "run", "list", "--base-url", served.base_url)
 
     assert runs.returncode == 0, runs.stderr
     assert float(program.stdout) > 0
@@ -141,6 +163,14 @@ with tinsmith.ServiceClient(base_url={served.base_url!r}) as client:
     assert refused.returncode == 1
     assert "there is no API key" in refused.stderr
     assert "tinsmith auth login" in refused.stderr
+
+
+def wait_until_refused(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a command until it fails: a service looks for its first key every few seconds."""
+    until = time.monotonic() + ENDS_WITHIN_S
+    while (ended := command(home, *words)).returncode == 0 and time.monotonic() < until:
+        time.sleep(0.1)
+    return ended
 
 
 def served_model(listed: subprocess.CompletedProcess[str]) -> str:

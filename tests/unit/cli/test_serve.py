@@ -87,7 +87,7 @@ def test_an_unknown_variable_is_refused(
 @pytest.mark.parametrize(
     ("versions", "told"),
     [
-        ("cuda: Optional[str] = None\nhip: Optional[str] = None\n", "built for CPUs alone"),
+        ("cuda: Optional[str] = None\nhip: Optional[str] = None\n", "a CPU-only build"),
         ("cuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n", "has no GPU"),
     ],
 )
