@@ -137,6 +137,15 @@ def test_a_command_that_trains_nothing_makes_no_data_folder(
     assert not (tmp_path / ".tinsmith").exists()
 
 
+def _refused(home: Path, base_url: str) -> subprocess.CompletedProcess[str]:
+    """What a command without a key ends with, once the service has noticed that there are keys."""
+    ends_at = time.monotonic() + 60
+    while True:
+        ended = command(home, "run", "list", "--base-url", base_url)
+        if ended.returncode or time.monotonic() > ends_at:
+            return ended
+
+
 def test_a_service_on_this_machine_that_has_no_keys_needs_none(tmp_path: Path) -> None:
     """In commands and in programs alike; one that has keys says that it wants one."""
     home = tmp_path / "home"
