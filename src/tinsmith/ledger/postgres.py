@@ -336,6 +336,8 @@ class PostgresLedger(SqlLedger):
         settings = {
             "application_name": "tinsmith",
             "synchronous_commit": "on",
+            # A transaction must see what was committed while it waited for its turn: the lease.
+            "default_transaction_isolation": "read committed",
             "idle_in_transaction_session_timeout": str(int(STALLED_S * 1000)),
         }
         return await asyncpg.connect(
@@ -351,7 +353,10 @@ class PostgresLedger(SqlLedger):
         give_up_at = time.monotonic() + wait_s
         while True:
             asked_at = time.monotonic()
-            taken = await self._patiently(lambda: self._try_lease(owner, lease_s))
+            try:
+                taken = await self._patiently(lambda: self._try_lease(owner, lease_s))
+            except asyncpg.PostgresError as exc:
+                raise _unavailable(exc) from exc
             if isinstance(taken, int):
                 return Lease(owner, taken, lease_s, asked_at + lease_s)
             if time.monotonic() >= give_up_at:

@@ -32,6 +32,7 @@ from tinsmith.errors import (
     LedgerError,
     LedgerUnavailableError,
     NotFoundError,
+    PermissionDeniedError,
     RateLimitError,
     TinkerError,
     without_frames,
@@ -142,17 +143,21 @@ class App:
     async def check_reached(self, headers: Mapping[str, str]) -> None:
         """Refuse what a web page sent, if the service has no keys; see `local_only.py`.
 
-        For pages beside the API, which need no key. One whose ledger cannot tell may have none.
+        For pages beside the API, which need no key. The ledger is asked only about what would be
+        refused: health is asked for also while it is away, and then must not wait for it.
 
         Raises:
             PermissionDeniedError: It comes from a page, or was sent to a name of somebody else.
         """
         try:
-            has_keys = await self.service.credentials.has_keys()
-        except LedgerError:
-            has_keys = False
-        if not has_keys:
             check_local(headers)
+        except PermissionDeniedError:
+            try:
+                if await self.service.credentials.has_keys():
+                    return
+            except LedgerError as exc:  # there may be none
+                _log.debug("whether there are keys is not known: %s", exc)
+            raise
 
     # One exchange
 
@@ -251,7 +256,7 @@ class App:
         try:
             sent.hold(sum(map(len, reply.parts)))
         except RateLimitError as exc:
-            report.error = exc.with_traceback(None)
+            report.error = without_frames(exc)
         else:
             return reply
         del reply  # which may be large, and is not sent

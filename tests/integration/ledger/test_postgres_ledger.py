@@ -98,6 +98,48 @@ def test_a_lease_that_is_renewed_lasts_whatever_becomes_of_connections() -> None
     asyncio.run(tell())
 
 
+def test_a_write_that_waited_for_its_turn_during_a_takeover_is_refused() -> None:
+    """Also where the database's default would show it the lease as it was before the wait."""
+    dsn = f"{new_database()}&default_transaction_isolation=repeatable%20read"
+
+    async def tell() -> None:
+        operator = await asyncpg.connect(dsn)
+        async with await PostgresLedger.open(dsn) as ledger:
+            await ledger.append(training(0))
+            lease = await ledger.acquire_lease("first", lease_s=LONG_S)
+            async with operator.transaction(isolation="read_committed"):
+                await operator.execute(f"SELECT pg_advisory_xact_lock({postgres.TURN})")
+                claiming = asyncio.create_task(ledger.claim("s", limit=1, epoch=lease.epoch))
+                while not await operator.fetchval(
+                    "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
+                ):
+                    await asyncio.sleep(0.01)
+                await operator.execute("UPDATE lease SET epoch = epoch + 1, owner = 'second'")
+            await raised(claiming, LeaseLostError)
+        await operator.close()
+
+    asyncio.run(tell())
+
+
+def test_a_database_that_takes_no_more_connections_is_unavailable_to_who_wants_the_lease(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A server that has lost its lease then tries again; any other error would end its work."""
+    dsn = new_database()
+
+    async def refused(*_: object, **__: object) -> None:
+        raise asyncpg.TooManyConnectionsError("sorry, too many clients already")
+
+    async def tell() -> None:
+        async with await PostgresLedger.open(dsn) as ledger:
+            with monkeypatch.context() as patch:
+                patch.setattr(asyncpg, "connect", refused)
+                await raised(ledger.acquire_lease("first"), LedgerUnavailableError)
+            assert (await ledger.acquire_lease("first")).is_held
+
+    asyncio.run(tell())
+
+
 def test_a_server_of_a_release_without_leases_counts_as_one_that_works() -> None:
     """It holds an advisory lock on a connection of its own."""
     dsn = new_database()

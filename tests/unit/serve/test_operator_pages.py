@@ -12,6 +12,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 
+from tests.integration.server.in_process import InProcess
 from tinsmith.ledger.board import SchedulerReport
 from tinsmith.serve.free_space import FreeSpace
 from tinsmith.serve.operator_pages import OperatorPages
@@ -19,6 +20,12 @@ from tinsmith.server.incoming import AsgiRequest
 
 
 def _ask(pages: OperatorPages, path: str, method: str = "GET") -> tuple[int, dict[str, str], Any]:
+    return asyncio.run(_answered(pages, path, method))
+
+
+async def _answered(
+    pages: OperatorPages, path: str, method: str = "GET", *, host: str = ""
+) -> tuple[int, dict[str, str], Any]:
     sent: list[MutableMapping[str, Any]] = []
 
     async def send(message: MutableMapping[str, Any]) -> None:
@@ -27,8 +34,9 @@ def _ask(pages: OperatorPages, path: str, method: str = "GET") -> tuple[int, dic
     async def receive() -> MutableMapping[str, Any]:
         return {"type": "http.disconnect"}
 
-    scope = {"type": "http", "method": method, "path": path, "headers": []}
-    asyncio.run(pages(AsgiRequest(scope, receive, send)))
+    given = [(b"host", host.encode())] if host else []
+    scope = {"type": "http", "method": method, "path": path, "headers": given}
+    await pages(AsgiRequest(scope, receive, send))
     headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
     return sent[0]["status"], headers, json.loads(sent[1]["body"])
 
@@ -74,3 +82,25 @@ def test_a_disk_that_is_nearly_full_is_told_while_the_service_is_still_ready(
 
     assert (status, told["status"]) == (200, "ready")
     assert "5 MB left" in told["problem"]
+
+
+def test_health_is_told_while_the_ledger_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program of the machine is answered whether or not there are keys: none is looked up."""
+
+    async def never(_: object) -> bool:
+        raise AssertionError("it would wait for the ledger")
+
+    async def ask() -> tuple[int, dict[str, str], Any]:
+        running = InProcess()
+        monkeypatch.setattr(type(running.app.service.credentials), "has_keys", never)
+        pages = OperatorPages(has_metrics=True)
+        service: Any = SimpleNamespace(
+            ledger=running.ledger, free_space=FreeSpace(Path()), app=running.app
+        )
+        pages.service = service
+        running.ledger.board.scheduler = SchedulerReport(problem="the ledger is away")
+        return await _answered(pages, "/readyz", host="127.0.0.1:8000")
+
+    status, _, told = asyncio.run(ask())
+
+    assert (status, told["problem"]) == (503, "the ledger is away")
