@@ -27,7 +27,8 @@ def taken(pages: Pages[T], arguments: argparse.Namespace, what: str) -> list[T]:
     with Progress(f"Fetching {what}", None, format_=arguments.format) as bar:
         for item in itertools.islice(pages, min(arguments.limit, sys.maxsize) or None):
             found.append(item)
-            bar.total = arguments.limit or pages.total_count
+            if pages.total_count is not None:
+                bar.total = min(pages.total_count, arguments.limit or pages.total_count)
             bar.add(1)
     return found
 

@@ -11,6 +11,7 @@ from tinsmith.observe.sizes import size_text
 from tinsmith.observe.terminal import is_seen, terminal
 
 _WIDTH = 24
+_NARROWEST = 8
 _REDRAW_S = 0.1
 _FORESEEN = 50
 """Speed and time are told once such a part of the whole is done."""
@@ -84,35 +85,43 @@ class Progress:
                 return
             self._is_shown = False
             if self._is_left:
-                terminal.leave(self, self.line(time.monotonic() - self._began_at))
+                terminal.leave(self, self._line_here(time.monotonic()))
             else:
                 terminal.hide(self)
 
     def _draw(self) -> None:
         self._drawn_at = time.monotonic()
         if self._is_shown:
-            terminal.show(self, self.line(self._drawn_at - self._began_at))
+            terminal.show(self, self._line_here(self._drawn_at))
 
-    def line(self, elapsed_s: float) -> str:
-        """The bar as text, `elapsed_s` after it began."""
+    def _line_here(self, now: float) -> str:
+        return self.line(now - self._began_at, terminal.columns)
+
+    def line(self, elapsed_s: float, columns: int | None = None) -> str:
+        """The bar as text, `elapsed_s` after it began; narrower where there is little room."""
         amount = size_text if self._in_bytes else str
-        shown = f"{self.label}  {amount(self.done)}" if self.done else self.label
         new = self.done - self._done_before
         # What begins slowly would tell of hours at first.
         is_foreseen = new * _FORESEEN >= (self.total or 0)
         rate = new / elapsed_s if elapsed_s > 0 and is_foreseen else 0.0
-        if self.total:
-            done = min(
-                self.done, self.total
-            )  # what is counted may be on the disk twice for a while
-            filled = _WIDTH * done // self.total
-            bar = "#" * filled + "-" * (_WIDTH - filled)
-            shown = f"{self.label} [{bar}] {amount(done)} of {amount(self.total)}"
-        if self._in_bytes and rate:
-            shown += f", {size_text(int(rate))}/s"
-        if self.total and rate > 0 and self.done < self.total:
-            shown += f", {_duration((self.total - self.done) / rate)} left"
-        return shown
+        speed = f"{size_text(int(rate))}/s" if self._in_bytes and rate else ""
+        if not self.total:
+            shown = f"{self.label}  {amount(self.done)}" if self.done else self.label
+            return f"{shown}, {speed}" if speed else shown
+        done = min(self.done, self.total)  # what is counted may be on the disk twice for a while
+        amounts = f"{amount(done)} of {amount(self.total)}"
+        is_timed = rate > 0 and done < self.total
+        left = f"{_duration((self.total - done) / rate)} left" if is_timed else ""
+        width, told = _WIDTH, ""
+        for facts in ((amounts, speed, left), (amounts, left), (amounts,)):
+            told = ", ".join(fact for fact in facts if fact)
+            if columns is not None:
+                width = min(_WIDTH, columns - len(f"{self.label} [] {told}"))
+            if width >= _NARROWEST:
+                break
+        width = max(width, _NARROWEST)
+        filled = width * done // self.total
+        return f"{self.label} [{'#' * filled}{'-' * (width - filled)}] {told}"
 
 
 def _duration(length_s: float) -> str:

@@ -31,6 +31,16 @@ class Terminal:
         self._replaced: list[_Above] = []
         self._handlers: list[tuple[logging.StreamHandler[Any], TextIO]] = []
 
+    @property
+    def columns(self) -> int:
+        """How long a status line may be."""
+        return shutil.get_terminal_size().columns - 1
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether there is a status line."""
+        return bool(self._lines)
+
     def show(self, owner: object, line: str) -> None:
         """Show a status line, in the place of the owner's last one."""
         with self._lock:
@@ -70,8 +80,7 @@ class Terminal:
             return
         line = next(reversed(self._lines.values()))
         # One that is wider than the terminal would go on in the next row, and stay there.
-        widest = shutil.get_terminal_size().columns - 1
-        line = line if len(line) <= widest else f"{line[: widest - 1]}…"
+        line = line if len(line) <= self.columns else f"{line[: self.columns - 1]}…"
         self._write_over(line)
 
     def _erase(self) -> None:
@@ -131,6 +140,8 @@ class _Above:
         """By thread: what is not a whole line yet."""
 
     def write(self, text: str) -> int:
+        if not self._terminal.is_shown:  # kept beyond that, as by a progress bar of the user's
+            return self.stream.write(text)
         thread = threading.get_ident()
         whole, newline, rest = (self._rests.pop(thread, "") + text).rpartition("\n")
         if rest:
@@ -144,7 +155,8 @@ class _Above:
             self.write(line)
 
     def flush(self) -> None:
-        """What is not a whole line yet waits for its end."""
+        """What is not a whole line yet waits for its end, or for the status line's."""
+        self.stream.flush()
 
     def write_rest(self) -> None:
         if self._rests:

@@ -175,7 +175,7 @@ with tinsmith.ServiceClient(base_url={served.base_url!r}) as client:
 
 
 def wait_until_refused(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run a command until it fails: a service looks for its first key every few seconds."""
+    """Run a command until it fails: a service looks for its first key every second."""
     until = time.monotonic() + ENDS_WITHIN_S
     while (ended := command(home, *words)).returncode == 0 and time.monotonic() < until:
         time.sleep(0.1)

@@ -74,3 +74,30 @@ def test_a_bar_never_shows_more_than_all_of_it() -> None:
     bar.add(2048)
 
     assert bar.line(1.0).startswith(f"Downloading [{'#' * 24}] 1.0 KB of 1.0 KB")
+
+
+@pytest.mark.parametrize("columns", [79, 70])
+def test_a_bar_gets_narrower_and_says_less_where_there_is_little_room(columns: int) -> None:
+    """The amounts were cut off on a terminal of 80 columns."""
+    bar = Progress("SmolLM2-135M-Instruct: converting", 260 * 1024**2, in_bytes=True)
+    bar.add(130 * 1024**2)
+
+    line = bar.line(10.0, columns)
+
+    assert len(line) <= columns
+    assert "] 130.0 MB of 260.0 MB" in line
+    assert ("0:10 left" in line) == (columns > 70)
+
+
+def test_a_stream_that_was_taken_beside_a_bar_is_written_to_at_once_after_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bar of the user's own keeps the stream that it began with, and ends no line."""
+    monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
+    with Progress("Loading", 3):
+        kept = sys.stderr
+
+    kept.write("5 of 10")
+    kept.flush()
+
+    assert capsys.readouterr().err.endswith("5 of 10")
