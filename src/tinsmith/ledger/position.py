@@ -38,6 +38,8 @@ _log = logging.getLogger(__name__)
 FILE = "ledger.position"
 WRITE_EVERY_S = 0.2
 """Under steady load the file is written so often."""
+BUSY_S = 5.0
+"""How long another program may hold the file before a look gives up."""
 CHECKED_BYTES = 256 * 1024 * 1024
 """A larger database is not looked through at the start. This one takes 0.4 s."""
 FILE_BYTES = 160
@@ -95,6 +97,7 @@ class PositionFile:
 
         Raises:
             LedgerDamagedError: Commits are missing.
+            sqlite3.OperationalError: It cannot be read now.
         """
         known = self._read_file()  # first: another process may be writing
         if known is None:
@@ -118,6 +121,7 @@ class PositionFile:
 
         Raises:
             LedgerDamagedError: What is there does not fit together.
+            sqlite3.OperationalError: It cannot be read now.
         """
         known = self._read_file()
         if known is None:
@@ -162,7 +166,11 @@ class PositionFile:
         try:
             with _read_only(database, without_log=without_log) as connection:
                 rows = connection.execute(_READ).fetchall()
-        except sqlite3.DatabaseError:  # no such table; whatever else it is, opening it will tell
+        except sqlite3.OperationalError as exc:
+            if exc.sqlite_errorcode != sqlite3.SQLITE_ERROR:
+                raise  # locked, or not to be read: that says nothing of what is in it
+            return Position()  # no such table
+        except sqlite3.DatabaseError:  # damaged, or no database; opening it will tell
             return Position()
         return Position(*rows[0]) if rows else Position()
 
@@ -305,6 +313,6 @@ class PositionFile:
 def _read_only(database: Path, *, without_log: bool = False) -> Iterator[sqlite3.Connection]:
     """A connection that changes nothing, neither while it is open nor when it is closed."""
     mode = "immutable=1" if without_log else "mode=ro"
-    connection = sqlite3.connect(f"{database.resolve().as_uri()}?{mode}", uri=True, timeout=5.0)
+    connection = sqlite3.connect(f"{database.resolve().as_uri()}?{mode}", uri=True, timeout=BUSY_S)
     with contextlib.closing(connection):
         yield connection

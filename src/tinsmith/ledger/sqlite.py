@@ -392,8 +392,8 @@ class SqliteLedger(SqlLedger):
         return not migrations.missing(known_migrations("sqlite"), applied, str(self._path))
 
     def _connect_writer(self) -> sqlite3.Connection:
-        self._check_position()
         try:
+            self._check_position()
             connection = sqlite3.connect(
                 self._path, isolation_level=None, timeout=BUSY_S, cached_statements=256
             )

@@ -11,7 +11,7 @@ import time
 import msgspec
 
 from tinsmith.engines.base import AdapterId, AdapterSpec
-from tinsmith.errors import BadRequestError, TinkerError
+from tinsmith.errors import BadRequestError, TinkerError, without_frames
 from tinsmith.ledger.model_config import read_config
 from tinsmith.ledger.records import LineId, Model
 from tinsmith.wire.failures import failed_from_error
@@ -84,7 +84,7 @@ class Models:
                 remedy="create it again, from a checkpoint if there is one",
             )
         if known.trouble is not None:
-            raise known.trouble
+            raise without_frames(known.trouble)  # else those of each command stay in it
         if not known.is_ready:
             raise BadRequestError(f"model {line} has not been made")
         return known

@@ -13,7 +13,7 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from tinsmith.errors import LedgerUnavailableError
+from tinsmith.errors import LedgerUnavailableError, without_frames
 from tinsmith.ledger.board import ACTIVE, Board, QueueReport
 
 _log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class PatientLedger:
         try:
             return await make()
         except LedgerUnavailableError as exc:
-            self._begin_trouble(exc)
+            self._begin_trouble(without_frames(exc))
         try:
             return await self._insist(make)
         finally:
@@ -61,7 +61,7 @@ class PatientLedger:
             try:
                 return await make()
             except LedgerUnavailableError as exc:
-                self._error = exc
+                self._error = without_frames(exc)
                 _log.debug("the ledger is still unavailable: %s", exc)
 
     def _begin_trouble(self, error: LedgerUnavailableError) -> None:

@@ -15,7 +15,7 @@ import time
 from tinsmith.checkpoints.base import Staging
 from tinsmith.checkpoints.paths import CheckpointPath
 from tinsmith.engines.base import AdapterId, Saved
-from tinsmith.errors import CheckpointError, ValidationError
+from tinsmith.errors import CheckpointError, LedgerError, ValidationError
 from tinsmith.ledger.records import LineId
 from tinsmith.scheduler.models import KnownModel
 from tinsmith.scheduler.parts import Parts
@@ -37,37 +37,35 @@ class Snapshots:
     def consider(self, line: LineId) -> None:
         """Start a snapshot of a model if it is due and nothing of it runs."""
         known = self._parts.models.get(line)
-        if known is None or not known.is_ready or line in self._tasks:
-            return
-        if self._is_due(line, known) and not self._parts.order.is_busy(line):
-            self._tasks[line] = self._start(line, known)
+        if known is not None and known.is_ready and self._is_due(known):
+            self._try_start(line, known)
 
     def consider_idle(self) -> None:
-        """Start a snapshot of each model that has nothing to do and would take long to replay."""
+        """Start a snapshot of each model that has nothing to do and would take long to replay.
+
+        One that failed is retried here: with nothing to do, `consider` is not called.
+        """
         settings = self._parts.settings
         before = time.monotonic() - settings.snapshot_idle_s
         for line, known in self._parts.models.all_ready():
-            is_idle = known.worked_at < before and not self._parts.order.is_busy(line)
-            is_late = time.monotonic() >= self._not_before.get(line, 0.0)
-            if (
-                is_idle
-                and is_late
-                and line not in self._tasks
-                and known.unsaved_commands
-                and known.unsaved_work_s >= settings.snapshot_idle_work_s
-            ):
-                self._tasks[line] = self._start(line, known)
+            is_long = known.unsaved_work_s >= settings.snapshot_idle_work_s
+            is_idle = known.worked_at < before and known.unsaved_commands
+            if is_idle and (is_long or self._is_due(known)):
+                self._try_start(line, known)
 
-    def _is_due(self, line: LineId, known: KnownModel) -> bool:
+    def _is_due(self, known: KnownModel) -> bool:
         settings = self._parts.settings
-        if time.monotonic() < self._not_before.get(line, 0.0):
-            return False
         return (
             known.must_save
             or known.unsaved_commands >= settings.snapshot_commands
             or known.unsaved_work_s >= settings.snapshot_work_s
             or known.unsaved_bytes >= settings.snapshot_payload_bytes
         )
+
+    def _try_start(self, line: LineId, known: KnownModel) -> None:
+        is_late = time.monotonic() >= self._not_before.get(line, 0.0)
+        if is_late and line not in self._tasks and not self._parts.order.is_busy(line):
+            self._tasks[line] = self._start(line, known)
 
     def _start(self, line: LineId, known: KnownModel) -> asyncio.Task[None]:
         self._parts.order.start(line)  # before the first wait: no command may slip in between
@@ -126,7 +124,7 @@ class Snapshots:
                 await asyncio.to_thread(staging.discard)
             self._parts.statistics.count("snapshots")
             self._parts.statistics.count("snapshot_s", time.monotonic() - started)
-        except (CheckpointError, ValidationError, OSError) as exc:
+        except (CheckpointError, LedgerError, ValidationError, OSError) as exc:
             self._failed(line, known, exc)
         except Exception as exc:  # noqa: BLE001 - whatever it is, others go on
             _log.exception("a snapshot failed", extra={"model": line})

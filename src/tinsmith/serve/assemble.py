@@ -106,11 +106,9 @@ class Service:
             ),
             leasing=leasing,
         )
-        self._sweeper = Sweeper(
-            ledger, store, lambda: None if self._lease is None else self._lease.epoch
-        )
+        self._sweeper = Sweeper(ledger, store, self._epoch)
         self._measuring = Measuring(self.metrics, ledger, spans)
-        self._run_log = RunLog(ledger)
+        self._run_log = RunLog(ledger, self._epoch)
         self.app: App = make_app(
             Parts(
                 ledger=ledger,
@@ -235,6 +233,9 @@ class Service:
     def _lease(self) -> Lease | None:
         """What the scheduler writes under; None for a service that only reads."""
         return None if self._leasing is None else self._leasing.lease
+
+    def _epoch(self) -> int | None:
+        return None if self._lease is None else self._lease.epoch
 
     async def _sweep(self) -> None:
         if self._lease is not None and self._lease.is_held:

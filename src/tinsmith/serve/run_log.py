@@ -25,10 +25,22 @@ LOOK_S = 10.0
 
 
 class RunLog:
-    """Tells how far runs are. For one event loop."""
+    """Tells how far runs are. For one event loop.
 
-    def __init__(self, ledger: Ledger, clock: Callable[[], float] = time.monotonic) -> None:
+    Args:
+        ledger: Where runs are kept.
+        epoch: Gives the epoch that its writes are conditional on.
+        clock: Seconds that only run forward.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        epoch: Callable[[], int | None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._ledger = ledger
+        self._epoch = epoch
         self._clock = clock
         self._looked_at = clock()
 
@@ -36,8 +48,15 @@ class RunLog:
         """Say and keep what has changed since the last look."""
         now = self._clock()
         elapsed_s, self._looked_at = max(now - self._looked_at, 1e-3), now
+        is_away = False  # then only the first one waits for the ledger
         for run_id, run in self._ledger.board.runs.take().items():
-            model = await self._kept(run_id, run)
+            model = None
+            if not is_away:
+                try:
+                    model = await self._kept(run_id, run)
+                except LedgerError as exc:
+                    _log.debug("the progress of runs could not be kept: %s", exc)
+                    is_away = True
             if run.begun:
                 what = "a model" if model is None else model.base_model
                 _log.info("run %s: began to train %s", short_run_id(run_id), what)
@@ -57,11 +76,8 @@ class RunLog:
             return msgspec.structs.replace(model, steps=run.steps, loss_per_token=loss)
 
         try:
-            return await self._ledger.entries(Model).change(run_id, changed)
+            return await self._ledger.entries(Model, epoch=self._epoch()).change(run_id, changed)
         except UnknownEntryError:
-            return None
-        except LedgerError as exc:  # it may be away for a while
-            _log.debug("the progress of %s could not be kept: %s", run_id, exc)
             return None
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract.ledgers import training
-from tinsmith.errors import LedgerDamagedError
+from tinsmith.errors import LedgerDamagedError, LedgerUnavailableError
 from tinsmith.ledger import position
 from tinsmith.ledger.base import Ledger
 from tinsmith.ledger.registry import open_ledger, open_ledger_beside
@@ -353,3 +353,20 @@ def test_a_database_whose_pages_do_not_fit_together_is_refused(tmp_path: Path) -
 
     with pytest.raises(LedgerDamagedError, match="restore it from a backup"):
         commands_in(folder)
+
+
+@pytest.mark.parametrize("accept_loss", [False, True])
+def test_a_database_that_another_program_holds_counts_as_locked_and_not_as_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accept_loss: bool
+) -> None:
+    monkeypatch.setattr(position, "BUSY_S", 0.05)
+    folder = crashed(tmp_path)
+    holder = sqlite3.connect(database(folder), isolation_level=None)
+    with contextlib.closing(holder):
+        holder.execute("PRAGMA locking_mode = EXCLUSIVE")
+        holder.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(LedgerUnavailableError, match="locked"):
+            commands_in(folder, accept_loss=accept_loss)
+
+    assert marker(folder).exists()
+    assert commands_in(folder) == COMMANDS

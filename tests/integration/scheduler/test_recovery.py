@@ -146,6 +146,32 @@ def test_a_model_that_was_idle_before_a_crash_is_not_trained_again(tmp_path: Pat
     assert asyncio.run(redone()) == 0
 
 
+def test_a_snapshot_of_an_idle_model_that_failed_is_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots, "RETRY_S", 0.3)
+    monkeypatch.setattr(loop, "REPORT_S", 0.02)
+    idle = SchedulerSettings(snapshot_idle_s=0.05, snapshot_idle_work_s=1e-9)
+    commit, failed = FolderStaging.commit, list[FolderStaging]()
+
+    def commit_later(staging: FolderStaging, **options: Any) -> Manifest:
+        if not failed:
+            failed.append(staging)
+            raise CheckpointUnavailableError("the disk is away")
+        return commit(staging, **options)
+
+    monkeypatch.setattr(FolderStaging, "commit", commit_later)
+
+    async def run() -> None:
+        async with bench(tmp_path, settings=idle) as b:
+            for number in range(3):
+                await b.result(await _submit(b, LINES[0], number))
+            await until(lambda: b.scheduler.statistics().get("failed_snapshots", 0) == 1)
+            await until(lambda: b.scheduler.statistics().get("snapshots", 0) == 1)
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("cut_off", ["before its entry", "before its note", "after both"])
 def test_a_save_that_was_cut_off_is_made_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut_off: str
