@@ -66,10 +66,8 @@ def _saved_text(saved: list[Checkpoint]) -> str:
 
 def _unsaved_text(model_ids: list[str]) -> str:
     paths = [f"tinker://{model_id}/{CHECKPOINT_ID}" for model_id in model_ids]
-    return (
-        f"not saved yet: {_named(paths)}; saved as soon as a program that trains or samples "
-        "starts the service again"
-    )
+    # Commands that only list what there is run nothing, and so save nothing.
+    return f"not saved yet: {_named(paths)}; the next program that trains or samples here saves it"
 
 
 def _named(paths: list[str]) -> str:

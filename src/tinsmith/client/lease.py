@@ -103,6 +103,7 @@ def finish_all() -> bool:
             concurrent.futures.wait(closing, timeout=SAVE_TIMEOUT_S)
     except KeyboardInterrupt:
         is_skipped = True
+        skip_save()  # this is called again: first for an embedded service, then for all others
     if is_skipped:
         for session in sessions:
             if session.is_saving:

@@ -98,8 +98,10 @@ class _Host:
     def exit(self) -> None:
         is_saved = finish_all()
         self._is_exiting = True
-        if is_saved:  # else the user is in a hurry; the next start does the rest
+        if is_saved:
             self.close()
+        else:  # the user is in a hurry: the next start does the rest, and what breaks off is no news
+            logging.getLogger("tinsmith").setLevel(logging.CRITICAL)
 
     def forget(self) -> None:
         """Begin anew in a forked child, which has none of its parent's threads."""
