@@ -74,7 +74,8 @@ class CheckpointPath(msgspec.Struct, frozen=True, order=True):
             )
         if self.edition and not _EDITION.fullmatch(self.edition):
             raise ValidationError(
-                f"edition {shown(self.edition)} is not one", remedy="leave it out"
+                f"invalid edition {shown(self.edition)}: expected <epoch>-<16 hex digits>",
+                remedy="leave it out",
             )
 
     @classmethod

@@ -48,7 +48,7 @@ class Lease:
 def lease_lost(epoch: int, newest: int) -> LeaseLostError:
     """The error for a write under an epoch that is not the newest."""
     return LeaseLostError(
-        f"the lease with epoch {epoch} is over: another scheduler works with epoch {newest}",
+        f"lost the lease with epoch {epoch}: another scheduler holds it, with epoch {newest}",
         remedy="let one server work from this database; the other one ends by itself",
     )
 

@@ -115,7 +115,8 @@ class ModelCommands:
 
     async def load_files(self, known: KnownModel, path: CheckpointPath, parts: Saved) -> None:
         """Load an adapter from the store."""
-        async with saves.files_of(self._parts, path) as folder:
+        line = LineId(known.spec.adapter_id)
+        async with saves.files_of(self._parts, path, line) as folder:
             await self._parts.engine.load_adapter(known.spec, folder, parts)
 
     async def _create(self, command: Command) -> Done:

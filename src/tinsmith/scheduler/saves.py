@@ -80,17 +80,21 @@ async def patiently(
 
 
 @contextlib.asynccontextmanager
-async def files_of(parts: Parts, path: CheckpointPath) -> AsyncIterator[Path]:
+async def files_of(
+    parts: Parts, path: CheckpointPath, line: LineId | None = None
+) -> AsyncIterator[Path]:
     """The folder of a checkpoint, which stays as it is while the block lasts.
 
     Args:
+        parts: What the scheduler works with.
         path: What a client calls it, or where it is.
+        line: Whose clients are told that the store is waited for.
 
     Raises:
         BadRequestError: There is none.
     """
     try:
-        reading = await patiently(parts, str(path), lambda: _open_named(parts, path))
+        reading = await patiently(parts, str(path), lambda: _open_named(parts, path), line)
     except CheckpointNotFoundError as exc:
         if path.kind == SAMPLERS:
             raise weights_gone(path.run_id) from exc
@@ -255,7 +259,10 @@ async def _note_created(parts: Parts, command: Command, path: CheckpointPath) ->
 
 
 async def _delete_replaced(parts: Parts, place: CheckpointPath) -> None:
-    """Delete files that no entry names any more; what fails is left to the sweeper."""
+    """Delete files that no entry names any more.
+
+    If it fails, the sweeper deletes them once the name stands for files of a later epoch.
+    """
     try:
         await asyncio.to_thread(parts.store.delete, place)
     except CheckpointError as exc:

@@ -67,7 +67,7 @@ class Leasing:
                 self.lease = await _acquire(self._ledger, self.lease.owner, self.lease.lease_s)
                 break
             except LedgerUnavailableError as exc:
-                _log.warning("the scheduler's lease is waited for: %s", exc)
+                _log.warning("waiting for the scheduler's lease: %s", exc)
                 await asyncio.sleep(self.lease.lease_s / RENEWALS)
         self._begin()
 
@@ -81,7 +81,11 @@ class Leasing:
         try:
             await self._ledger.release_lease(self.lease)
         except LedgerError as exc:
-            _log.warning("the next server waits %g s: %s", self.lease.lease_s, exc)
+            _log.warning(
+                "the lease could not be released, so the next server waits up to %g s for it: %s",
+                self.lease.lease_s,
+                exc,
+            )
 
     def _begin(self) -> None:
         lease = self.lease

@@ -61,6 +61,7 @@ class StoreHealth:
     async def _look(self, *, writes: bool) -> CheckpointUnavailableError | None:
         if self._check is None or self._check.done():
             self._check = asyncio.create_task(asyncio.to_thread(self._store.check, writes=writes))
+            self._check.add_done_callback(_see)
         try:
             async with asyncio.timeout(LONGEST_CHECK_S):
                 await asyncio.shield(self._check)
@@ -87,3 +88,9 @@ class StoreHealth:
             _log.warning(
                 "the checkpoint store is unavailable, saves fail until it is back: %s", error
             )
+
+
+def _see(check: asyncio.Task[None]) -> None:
+    """Look how a check ended: nobody else does if it took too long, and asyncio would log that."""
+    if not check.cancelled():
+        check.exception()

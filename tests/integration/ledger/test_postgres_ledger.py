@@ -110,7 +110,7 @@ def test_a_write_that_waited_for_its_turn_during_a_takeover_is_refused() -> None
             async with operator.transaction(isolation="read_committed"):
                 await operator.execute(f"SELECT pg_advisory_xact_lock({postgres.TURN})")
                 claiming = asyncio.create_task(ledger.claim("s", limit=1, epoch=lease.epoch))
-                while not await operator.fetchval(
+                while not await operator.fetchval(  # noqa: ASYNC110 - told by nobody
                     "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
                 ):
                     await asyncio.sleep(0.01)

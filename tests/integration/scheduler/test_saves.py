@@ -337,6 +337,33 @@ def test_a_save_waits_for_a_store_that_is_away_and_says_why(
     assert told[1] == "the checkpoint store is unavailable: it is away"
 
 
+def test_a_load_waits_for_a_store_that_is_away_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+
+    async def run() -> None:
+        async with bench(tmp_path) as b:
+            await b.create(LINE)
+            saved = await _save(b, 1, path="one")
+            open_whole = b.store.open_whole
+
+            def once(*arguments: Any, **named: Any) -> Any:
+                if not told:
+                    told.append(None)
+                    raise CheckpointUnavailableError("no answer", reason="it is away")
+                told.append(b.ledger.board.queue(LINE).reason)
+                return open_whole(*arguments, **named)
+
+            monkeypatch.setattr(b.store, "open_whole", once)
+            load = LoadWeightsRequest(model_id=LINE, seq_id=2, path=saved.path, optimizer=True)
+            await b.result(await b.submit(LINE, 2, "load_weights", load))
+            assert b.ledger.board.queue(LINE).state == "active"
+
+    asyncio.run(run())
+    assert told[1] == "the checkpoint store is unavailable: it is away"
+
+
 def test_a_save_fails_at_once_where_waiting_does_not_help(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

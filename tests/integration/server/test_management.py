@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 import tinsmith
@@ -240,6 +241,33 @@ def test_a_deleted_checkpoint_is_gone_with_its_files(server: ManagedServer) -> N
     with pytest.raises(NotFoundError):
         rest(server).delete_checkpoint_from_tinker_path(path).result(30)
     assert audited(server) == ["checkpoint.deleted"]
+
+
+def test_a_checkpoint_that_is_saved_anew_while_it_is_deleted_stays(
+    server: ManagedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.add_session()
+    run = server.add_run()
+    path = CheckpointPath.parse(server.save(run, "c"))
+    newer, delete = path.new_edition(7), server.store.delete
+
+    async def save_anew() -> None:
+        entries = server.ledger.entries(CheckpointEntry)
+        old = await entries.get(str(path))
+        assert old is not None
+        await entries.put(msgspec.structs.replace(old, edition=newer.edition))
+
+    def delete_late(place: CheckpointPath) -> bool:
+        server.write(newer, FILES)
+        server.run(save_anew())
+        return delete(place)
+
+    monkeypatch.setattr(server.store, "delete", delete_late)
+    rest(server).delete_checkpoint_from_tinker_path(str(path)).result(30)
+
+    assert len(rest(server).list_checkpoints(run).result(30).checkpoints) == 1
+    assert server.store.exists(newer)
+    assert not server.store.exists(path)
 
 
 def test_a_delete_whose_reply_was_lost_is_done_already(server: ManagedServer) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tinsmith.errors import LedgerUnavailableError
 from tinsmith.ledger.memory import MemoryLedger
-from tinsmith.ledger.records import Model, TenantId
+from tinsmith.ledger.records import Model, SessionId, TenantId
 from tinsmith.serve.run_log import RunLog
 
 RUNS = ["run-1", "run-2", "run-3"]
@@ -22,7 +22,7 @@ async def _trained(ledger: MemoryLedger) -> None:
             id=run_id,
             tenant_id=TenantId("a"),
             created_at=0.0,
-            session_id="session-1",
+            session_id=SessionId("session-1"),
             base_model="test/base",
         )
         await ledger.entries(Model).add(model)

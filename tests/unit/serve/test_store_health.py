@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from typing import Any
 
@@ -117,6 +118,29 @@ def test_a_store_that_does_not_answer_is_told_and_asked_once_at_a_time(
         running.cancel()
 
     asyncio.run(run())
+
+
+def test_a_check_that_fails_after_it_was_given_up_is_no_error_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(store_health, "LONGEST_CHECK_S", 0.01)
+    complaints: list[Any] = []
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, told: complaints.append(told))
+        store, board = Store(), Board()
+        store.error = away()
+        store.goes_on.clear()
+        watched = health(store, board)
+        await watched.start()
+        store.goes_on.set()
+        checks = [one for one in asyncio.all_tasks() if one is not asyncio.current_task()]
+        await asyncio.wait(checks)
+        del checks, watched
+        gc.collect()
+
+    asyncio.run(run())
+    assert complaints == []
 
 
 def test_a_scheduler_that_is_not_ready_is_told_before_the_store() -> None:

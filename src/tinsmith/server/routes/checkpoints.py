@@ -133,7 +133,10 @@ async def delete_checkpoint(call: Call) -> None:
     # Noted first: a retry that finds nothing must be able to tell that it was us.
     await _note(call, entry, audit.CHECKPOINT_DELETED, change=change)
     await call.service.store_threads.run(call.store.delete, entry.files)
-    await call.ledger.entries(CheckpointEntry).remove(entry.id)
+    entries = call.ledger.entries(CheckpointEntry)
+    kept = await entries.get(entry.id)
+    if kept is not None and kept.files == entry.files:  # else it was saved anew meanwhile
+        await entries.remove(entry.id)
     forgotten = await forget_empty_run(call.ledger, entry.run_id)
     if forgotten is not None:
         call.service.lookups.forget(forgotten)
