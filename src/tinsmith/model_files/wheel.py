@@ -54,7 +54,7 @@ class WheelSource(msgspec.Struct, frozen=True, kw_only=True):
     def caution(self) -> str:
         """See `Source`."""
         return (
-            f"the weights of the package {self.package} were quantised, and are near to the "
+            f"the weights of the package {self.package} were quantised and differ slightly from the "
             "published ones, which `tinsmith model pull --source hub --force` fetches"
         )
 
