@@ -120,14 +120,14 @@ def _add_use(verb: Parser) -> None:
         dest="use",
         choices=("peft", "vllm"),
         default="peft",
-        help="peft: to load and to merge (default). vllm: where the output layer is the embedding,"
-        " keep it as LoRA; vLLM loads nothing else, and peft must not merge it",
+        help="peft: can be loaded and merged by peft (default). vllm: an output layer tied to"
+        " the embedding stays LoRA, as vLLM needs it; peft must not merge that",
     )
     verb.add_argument(
         "--base-model",
         metavar="NAME_OR_FOLDER",
-        help="what adapter_config.json calls the base model; by default its id on the hub, or the"
-        " folder that the service loaded it from",
+        help="what adapter_config.json names as the base model (default: its id on the hub, or the"
+        " folder that the service loaded it from)",
     )
     add_settings(verb, (BY_NAME["data"],))
 

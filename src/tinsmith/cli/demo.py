@@ -23,9 +23,12 @@ def configure(parser: Parser) -> None:
     parser.set_defaults(run=run)
     parser.epilog = EPILOG
     parser.add_argument("--quick", action="store_true", help="fewer steps and questions")
-    parser.add_argument("--seed", type=int, default=0, help="what all follows from (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="the random seed (default: 0)")
     parser.add_argument(
-        "--out", default="tinsmith-demo", metavar="DIR", help="where the page and the data go"
+        "--out",
+        default="tinsmith-demo",
+        metavar="DIR",
+        help="where the page and the data go (default: tinsmith-demo)",
     )
     parser.add_argument("--model", default=None, metavar="NAME_OR_DIR", help="another base model")
     add_settings(parser, (BY_NAME["data"],))

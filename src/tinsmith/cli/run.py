@@ -23,13 +23,21 @@ COLUMNS: dict[str, tuple[str, Callable[[TrainingRun], str], str]] = {
     "name": (
         "Name",
         lambda run: name_of(run) or MISSING,
-        "`name` of its metadata, or its session's",
+        "`name` in its metadata, or its session's display name",
     ),
     "model": ("Base Model", lambda run: run.base_model, "what it was trained from"),
     "owner": ("Owner", lambda run: run.model_owner, "whose it is"),
     "lora": ("LoRA", lambda run: lora_text(run.is_lora, run.lora_rank), "the adapter's rank"),
-    "steps": ("Step", lambda run: _number(run.steps), "steps of the optimizer, where it is told"),
-    "loss": ("Loss/Token", lambda run: _number(run.loss_per_token), "of its last pass, likewise"),
+    "steps": (
+        "Step",
+        lambda run: _number(run.steps),
+        "optimizer steps, if the service reports them",
+    ),
+    "loss": (
+        "Loss/Token",
+        lambda run: _number(run.loss_per_token),
+        "loss per token of its last pass, likewise",
+    ),
     "updated": ("Last Update", lambda run: time_text(run.last_request_time), "last request"),
     "status": ("Status", lambda run: "Failed" if run.corrupted else "OK", "OK or Failed"),
     "checkpoint": (
@@ -65,7 +73,7 @@ def configure(parser: Parser) -> None:
         type=_columns,
         default=None,
         metavar="NAMES",
-        help=f"which columns to show, with commas (default {','.join(DEFAULT_COLUMNS)}; "
+        help=f"the columns to show, separated by commas (default {','.join(DEFAULT_COLUMNS)}; "
         "with short ids)",
     )
     info = parser.add_verb("info", "show a training run", show_run)

@@ -28,15 +28,14 @@ def pass_bodies(
     *,
     forward_only: bool = False,
 ) -> list[Parts]:
-    """The requests of one pass, cut as the server wants them, without their numbers.
+    """The requests of one pass over checked data, cut as the server wants them, without numbers.
 
     Raises:
         ValidationError: There is no data.
-        TypeError: The data are no datums, or the loss is no name.
     """
     flags = submitter.session.flags
     chunks = chunking.split(
-        checked_data(data, loss_fn),
+        data,
         max_datums=flags.fwdbwd_max_chunk_len,
         max_bytes=flags.fwdbwd_max_chunk_bytes_count,
     )

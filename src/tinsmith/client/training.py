@@ -101,7 +101,8 @@ class TrainingClient(SavingCalls):
         """Run data through the model and add up the gradients of the loss; else as `forward`.
 
         Losses are sums over tokens: a batch in two calls gives the same gradients as in one. To
-        watch training, print the result's `loss_per_token`; its `loss` is the sum of a datum.
+        watch training, print the result's `loss_per_token`; its `loss` is a sum over the tokens of
+        a datum.
         """
         return self._pass(data, loss_fn, loss_fn_config, forward_only=False, timeout=timeout)
 

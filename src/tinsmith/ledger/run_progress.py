@@ -55,7 +55,7 @@ class RunBoard:
         run.is_changed = True
 
     def end(self, run_id: str, why: str) -> None:
-        """Note that a run is let go of."""
+        """Note that a run is unloaded."""
         self._of(run_id).ended = why
 
     def take(self) -> dict[str, RunProgress]:

@@ -195,8 +195,8 @@ class ModelCache:
                 if failures:
                     away, why = failures[-1]
                     _log.warning(
-                        "%s is taken from %s: %s (%s: %s)",
-                        *(name, source.kind, source.caution, away.kind, why),
+                        "%s: fetched from %s, as %s failed (%s); %s",
+                        *(name, source.kind, away.kind, why, source.caution),
                     )
                 return found
         last = failures[-1][1]

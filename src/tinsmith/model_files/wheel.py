@@ -54,8 +54,8 @@ class WheelSource(msgspec.Struct, frozen=True, kw_only=True):
     def caution(self) -> str:
         """See `Source`."""
         return (
-            f"the weights of the package {self.package} were quantised, and are near to the "
-            "published ones, which `tinsmith model pull --source hub --force` fetches"
+            f"the weights of the package {self.package} were quantised and differ slightly from "
+            "the published ones, which `tinsmith model pull --source hub --force` fetches"
         )
 
     def fetch(self, work: Path, tell: Tell) -> tuple[Path, dict[str, str]]:

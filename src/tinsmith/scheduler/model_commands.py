@@ -54,7 +54,7 @@ from tinsmith.types.training import (
 _log = logging.getLogger(__name__)
 
 RELEASE = "release_model"
-ENDED = "was let go of when its session ended"
+ENDED = "was unloaded when its session ended"
 
 Done = tuple[Record | None, tuple[Use, ...]]
 """The answer, and what was used."""

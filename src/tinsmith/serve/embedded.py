@@ -100,7 +100,8 @@ class _Host:
         self._is_exiting = True
         if is_saved:
             self.close()
-        else:  # the user is in a hurry: the next start does the rest, and what breaks off is no news
+        else:
+            # The user is in a hurry. The next start does the rest; what breaks off is no news.
             logging.getLogger("tinsmith").setLevel(logging.CRITICAL)
 
     def forget(self) -> None:
@@ -183,13 +184,12 @@ class _Stay:
             with socket_path(settings.data) as path, _named_owner():
                 # Addresses in answers lead to the socket: there is no port.
                 settings = msgspec.structs.replace(settings, public_url=socket_url(path))
-                if not self._is_record_only:
-                    self._tell(
-                        "the service runs in this process: engine %s, %s, data in %s",
-                        settings.engine,
-                        ", ".join(model.name for model in settings.served_models),
-                        settings.data,
-                    )
+                self._tell(
+                    "the service runs in this process: engine %s, %s, data in %s",
+                    settings.engine,
+                    ", ".join(model.name for model in settings.served_models),
+                    settings.data,
+                )
                 opening = Service.open(
                     settings, is_private=True, is_record_only=self._is_record_only
                 )
@@ -209,8 +209,12 @@ class _Stay:
                 self.found.set_exception(ClosedError("the service was closed while it started"))
 
     def _tell(self, message: str, *arguments: object) -> None:
-        """One line: louder where nobody asked for it, so that it is seen without any set-up."""
-        _log.log(logging.INFO if self._is_asked_for else logging.WARNING, message, *arguments)
+        """One line: louder where nobody asked for it, so that it is seen without any set-up.
+
+        A command that only looks at what is there has an answer of its own to show.
+        """
+        is_quiet = self._is_asked_for or self._is_record_only
+        _log.log(logging.INFO if is_quiet else logging.WARNING, message, *arguments)
 
 
 def _settings() -> ServiceSettings:

@@ -302,9 +302,9 @@ class Datum(Frozen):
     `TensorData`, and are kept as `TensorData`. Provenance spans come as a pair that tiles the
     input and the targets.
 
-    `target_tokens` has a row for each token of the input, which is checked at once. What else a
-    named loss needs has as many rows, which its call checks: a loss of your own may take inputs of
-    any shape.
+    `target_tokens` must have a row for each token of the input, which is checked here. Other inputs
+    of a named loss must have as many rows, which `forward` and `forward_backward` check: a loss of
+    your own may take inputs of any shape.
 
     Raises:
         ValidationError: `target_tokens` and the input differ in length.
@@ -420,9 +420,9 @@ class Datum(Frozen):
             tensor = self.loss_fn_inputs.get(name)
             if tensor is not None and _rows(tensor) != _rows(targets):
                 raise ValidationError(
-                    f"loss_fn_inputs[{name!r}] has {_rows(tensor)} rows, and target_tokens "
-                    f"{_rows(targets)}",
-                    remedy="give one for each target; 0 leaves a target out of the loss",
+                    f"loss_fn_inputs[{name!r}] has length {_rows(tensor)}, but target_tokens has "
+                    f"length {_rows(targets)}",
+                    remedy="give one value for each target; 0 excludes a target from the loss",
                 )
 
 
@@ -449,8 +449,9 @@ def _check_target_rows(model_input: ModelInput, tensors: LossFnInputs) -> None:
         return
     if _rows(targets) != model_input.length:
         raise ValidationError(
-            f"target_tokens has {_rows(targets)} rows, and model_input {model_input.length} tokens",
-            remedy="of a list of tokens the input is tokens[:-1], and the targets are tokens[1:]",
+            f"target_tokens has length {_rows(targets)}, but model_input has {model_input.length} "
+            "tokens",
+            remedy="for a list of tokens, use tokens[:-1] as input and tokens[1:] as targets",
         )
 
 

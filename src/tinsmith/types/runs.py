@@ -31,7 +31,7 @@ def is_short_for(given: str, run_id: str) -> bool:
 class TrainingRun(Record):
     """A model in training and its newest checkpoints.
 
-    The last three are known of services of ours alone, and are a few seconds old.
+    Only tinsmith services report the last three fields, which may be a few seconds old.
     """
 
     training_run_id: str
@@ -45,11 +45,11 @@ class TrainingRun(Record):
     last_sampler_checkpoint: Checkpoint | None = None
     user_metadata: dict[str, str] | None = None
     display_name: str | None = None
-    """Of its session."""
+    """The name of its session."""
     steps: int | None = None
-    """Of the optimizer."""
+    """Optimizer steps taken."""
     loss_per_token: float | None = None
-    """Of its last pass."""
+    """The loss per token of its last pass with gradients."""
 
 
 class TrainingRunsResponse(Record):

@@ -295,8 +295,8 @@ class ForwardBackwardOutput(Frozen):
     def loss(self) -> float:
         """The mean loss of a *datum*, which is a sum over its tokens: a few hundred is common.
 
-        For a number that does not grow with the length of the data, see `loss_per_token`. It is
-        `loss:mean` if the server sent it, else `loss`, else `loss:sum` over the number of outputs.
+        `loss_per_token` does not grow with the length of the data. This is `loss:mean` if the
+        server sent it, else `loss`, else `loss:sum` divided by the number of outputs.
         NaN if there is nothing to take a mean of: no such metric, or `loss:sum` and no outputs.
         """
         for name in ("loss:mean", "loss"):
@@ -308,17 +308,17 @@ class ForwardBackwardOutput(Frozen):
 
     @property
     def loss_per_token(self) -> float:
-        """The mean loss of a token that counts: `loss:sum` over the tokens of the request.
+        """The mean loss of a token: `loss:sum` divided by the number of tokens of the request.
 
-        With `weights` it is the weighted mean, so that their scale does not matter: each token
-        counts as much as the size of its weight. With `advantages` each token counts whose
-        advantage is not 0, else every token. Meant for losses that are sums over tokens, as all
-        named ones are. For `cross_entropy`, an untrained model of V tokens has about log(V), and
-        one that knows every answer 0.
+        With `weights` it is the weighted mean, so their scale does not matter: each token counts
+        with the absolute value of its weight. With `advantages`, tokens whose advantage is not 0
+        count; otherwise every token does. Meant for losses that are sums over tokens, as all named
+        ones are. For `cross_entropy`, uniform predictions over V tokens have a loss of log(V), and
+        perfect ones 0.
 
-        An output that was unpickled or not made by a training client is divided by the tokens that
-        its metrics name, else by its log-probabilities, weighted or not. NaN without `loss:sum`, or
-        if no token counts.
+        If the output was unpickled, or not made by a training client, the number of tokens is taken
+        from its metrics, else from its log-probabilities, weighted or not. NaN without `loss:sum`,
+        or if no token counts.
         """
         loss = self.metrics.get("loss:sum", math.nan)
         tokens = self._tokens() if self._count_tokens is None else self._count_tokens()

@@ -121,6 +121,7 @@ def test_commands_reach_the_service_of_a_program_that_still_runs(tmp_path: Path)
         program.go_on()
 
         assert [one["training_run_id"] for one in json.loads(listed.stdout)["runs"]] == [model_id]
+        assert listed.stderr == ""
         assert float(program.hears()) > 0
         assert program.ends() == 0
 

@@ -131,7 +131,9 @@ def test_inputs_of_a_named_loss_that_differ_in_length_are_refused_before_they_ar
     tokens = ModelInput.from_ints([1, 2, 3])
     bad = Datum(tokens, {"target_tokens": [2, 3, 4], **inputs})
 
-    with pytest.raises(ValidationError, match=r"data\[1\]: loss_fn_inputs.*target_tokens 3"):
+    with pytest.raises(
+        ValidationError, match=r"data\[1\]: loss_fn_inputs.*target_tokens has length 3"
+    ):
         _ = training.forward_backward([a_datum(), bad], loss_fn)
 
     assert service.requests("forward_backward") == []

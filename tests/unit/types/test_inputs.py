@@ -432,7 +432,7 @@ def test_a_span_is_not_negative(span: dict[str, int]) -> None:
 @pytest.mark.parametrize("targets", [[2, 3], [2, 3, 4, 5], [[1, 2]], []])
 def test_a_datum_whose_lengths_differ_is_refused_where_it_is_made(targets: list[Any]) -> None:
     """The service refused it, far from the line that was wrong."""
-    with pytest.raises(ValidationError, match=r"model_input 3 tokens.*tokens\[:-1\]"):
+    with pytest.raises(ValidationError, match=r"model_input has 3 tokens.*tokens\[:-1\]"):
         Datum(ModelInput.from_ints([1, 2, 3]), {"target_tokens": targets})
 
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar,
 
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.losses.graph import LossHandle, check_inputs, check_session, evaluate
-from tinsmith.client.passes import pass_bodies, run_pass
+from tinsmith.client.passes import checked_data, pass_bodies, run_pass
 from tinsmith.client.submission import Submitter
 from tinsmith.client.waits import say
 from tinsmith.errors import DecodeError, ValidationError, shown
@@ -96,7 +96,7 @@ def start_custom_pass(
             raise ValidationError(
                 f"loss_type_input is {shown(loss_type_input)}", remedy="leave it out"
             )
-    data = list(data)
+    data = checked_data(data, "custom")
     if isinstance(loss_fn, LossHandle):
         check_inputs(loss_fn, data)
         if loss_fn.loss_id is not None:
