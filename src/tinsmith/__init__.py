@@ -68,6 +68,8 @@ if TYPE_CHECKING:
     from tinsmith.errors import ExperimentalWarning as ExperimentalWarning
     from tinsmith.errors import IncompleteResultError as IncompleteResultError
     from tinsmith.errors import InternalServerError as InternalServerError
+    from tinsmith.errors import LeaseHeldError as LeaseHeldError
+    from tinsmith.errors import LeaseLostError as LeaseLostError
     from tinsmith.errors import LedgerDamagedError as LedgerDamagedError
     from tinsmith.errors import LedgerError as LedgerError
     from tinsmith.errors import LedgerUnavailableError as LedgerUnavailableError
@@ -178,6 +180,8 @@ _MODULE_OF = {
     "ExperimentalWarning": "tinsmith.errors",
     "IncompleteResultError": "tinsmith.errors",
     "InternalServerError": "tinsmith.errors",
+    "LeaseHeldError": "tinsmith.errors",
+    "LeaseLostError": "tinsmith.errors",
     "LedgerDamagedError": "tinsmith.errors",
     "LedgerError": "tinsmith.errors",
     "LedgerUnavailableError": "tinsmith.errors",

@@ -39,7 +39,7 @@ SIZES = (3, 7)
 
 
 def inputs(**given: Any) -> dict[str, TensorData]:
-    return Datum(ModelInput.from_ints([1]), given).loss_fn_inputs
+    return Datum(ModelInput.empty(), given).loss_fn_inputs
 
 
 def some_data(names: list[str], sizes: tuple[int, ...] = SIZES) -> list[dict[str, TensorData]]:

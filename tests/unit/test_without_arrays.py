@@ -24,7 +24,7 @@ from tinsmith.wire import json_format, proto_format as pf, proto_samples as ps
 
 sparse = t.TensorData([1.5], "float32", [1, 3], [0, 1], [2])
 datum = t.Datum(
-    t.ModelInput.from_ints([1, 2, 3]).append_int(4),
+    t.ModelInput.from_ints([1]).append_int(4),
     {"target_tokens": [[2, 3], [4, 5]], "weights": [0.5, 1.0], "advantages": sparse},
 )
 request = ForwardBackwardRequest(t.ForwardBackwardInput([datum] * 2, "ppo"), "m", 1)
