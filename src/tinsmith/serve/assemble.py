@@ -247,6 +247,10 @@ class Service:
         except (EngineLostError, LeaseHeldError) as exc:
             self._lost.set_result(exc)
             raise
+        except Exception:
+            if self._leasing is not None:
+                await self._leasing.close()  # it runs nothing any more: another server may
+            raise
 
     async def wait_lost(self) -> TinkerError:
         """Return why, if the service cannot go on: its engine was lost too often, or its lease.
