@@ -23,7 +23,7 @@ COLUMNS: dict[str, tuple[str, Callable[[TrainingRun], str], str]] = {
     "name": (
         "Name",
         lambda run: name_of(run) or MISSING,
-        "`name` in its metadata, or its session's display name",
+        "`name` in its metadata, or its session's",
     ),
     "model": ("Base Model", lambda run: run.base_model, "what it was trained from"),
     "owner": ("Owner", lambda run: run.model_owner, "whose it is"),
@@ -31,12 +31,12 @@ COLUMNS: dict[str, tuple[str, Callable[[TrainingRun], str], str]] = {
     "steps": (
         "Step",
         lambda run: _number(run.steps),
-        "optimizer steps, if the service reports them",
+        "optimizer steps, if reported",
     ),
     "loss": (
         "Loss/Token",
         lambda run: _number(run.loss_per_token),
-        "loss per token of its last pass, likewise",
+        "loss per token of its last pass",
     ),
     "updated": ("Last Update", lambda run: time_text(run.last_request_time), "last request"),
     "status": ("Status", lambda run: "Failed" if run.corrupted else "OK", "OK or Failed"),

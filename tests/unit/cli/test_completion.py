@@ -50,7 +50,10 @@ needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="there is n
         (["run", "list", "--format", ""], {"table", "json"}),
         (["checkpoint", "delete", "--type", "s"], {"sampler", "sampler_weights"}),
         (["completion", "z"], {"zsh"}),
-        (["checkpoint", "download", "tinker://r/w/w", "--fo"], {"--for", "--force", "--format"}),
+        (
+            ["checkpoint", "download", "tinker://r/weights/w", "--fo"],
+            {"--for", "--force", "--format"},
+        ),
         (["run", "list", "--limit", ""], set()),
     ],
 )
