@@ -130,6 +130,8 @@ class Waits:
         """The oldest waits of the sources, at the last look."""
         self._warned: set[str] = set()
         """Kinds of which a warning has told, and that were not back to normal since."""
+        self._ended_usually: set[str] = set()
+        """Those of them of which a call ended in its usual time since the last look."""
         self._is_looking = False
 
     def begin(self, what: str) -> Wait:
@@ -171,8 +173,13 @@ class Waits:
             if now - wait.began >= self._telling.after_s:
                 long.setdefault(wait.what, []).append(wait)
         self._told_at = {what: self._told_at.get(what, float("-inf")) for what in long}
+        unusual = {what for what, group in long.items() if self._is_unusual(group, waits, now)}
+        self._warned -= self._ended_usually - {long[what][0].kind for what in unusual}
+        self._ended_usually.clear()
         for what, group in long.items():
-            is_new = self._is_unusual(group, waits, now)
+            is_new = what in unusual and group[0].kind not in self._warned
+            if is_new:
+                self._warned.add(group[0].kind)
             if is_new or now - self._told_at[what] >= self._telling.every_s:
                 self._told_at[what] = now
                 level = logging.WARNING if is_new else logging.INFO
@@ -182,19 +189,14 @@ class Waits:
             self._look_later()
 
     def _is_unusual(self, group: list[Wait], waits: list[Wait], now: float) -> bool:
-        """Whether one of them is unusual, and no warning has told of its kind yet.
+        """Whether one of them takes unusually long, or is held up.
 
         A call may be queued behind those that were made before it, and take as long as they do.
         """
-        kind, began = group[0].kind, min(wait.began for wait in group)
-        if kind in self._warned:
-            return False
+        began = min(wait.began for wait in group)
         ahead = {wait.kind for wait in waits if wait.began <= began}
         limit_s = max(map(self._usual_limit_s, ahead))
-        is_unusual = any(wait.is_stalled or now - wait.began >= limit_s for wait in group)
-        if is_unusual:
-            self._warned.add(kind)
-        return is_unusual
+        return any(wait.is_stalled or now - wait.began >= limit_s for wait in group)
 
     def _usual_limit_s(self, kind: str) -> float:
         usual_s = self._usual_s(kind)
@@ -211,7 +213,7 @@ class Waits:
         if kind in self._warned:
             if lasted_s >= max(self._telling.after_s, self._usual_limit_s(kind)):
                 return  # it says nothing of what is usual
-            self._warned.discard(kind)
+            self._ended_usually.add(kind)
         self._lasted.setdefault(kind, deque(maxlen=REMEMBERED)).append(lasted_s)
 
     def _note_ends_of_sources(self, waits: list[Wait]) -> None:

@@ -121,6 +121,20 @@ def test_many_unusual_calls_are_one_warning_until_one_is_usual_again(
     assert len(warnings(caplog)) == 2
 
 
+def test_usual_calls_beside_one_that_stays_unusual_are_no_reason_for_another_warning(
+    waits: Waits, time: Time, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of thousands of samples under way some always end in time."""
+    stuck = waits.begin("sample of s")
+    stuck.is_stalled = True
+    for _ in range(60):
+        sample = waits.begin("sample of s")
+        time.pass_s(2)
+        waits.end(sample)
+
+    assert len(warnings(caplog)) == 1
+
+
 def test_the_first_call_of_its_kind_is_a_warning_after_a_minute(
     waits: Waits, time: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
