@@ -132,15 +132,10 @@ class EmbeddedEngine(Engine):
         kv_bytes = self._settings.kv_bytes // max(1, len(folders))
         for model in self._transformers.values():
             if id(model) not in made:
-                rows = _shared_rows(model, threads)
                 made[id(model)] = Sampler(
                     model,
                     tokenizer_folder=folders[id(model)],
-                    settings=SamplerSettings(
-                        kv_bytes=kv_bytes,
-                        most_sequences=min(MOST_SEQUENCES, 8 * rows),
-                        shared_rows=rows,
-                    ),
+                    settings=_sampler_settings(model, threads, kv_bytes),
                 )
         return {name: made[id(model)] for name, model in self._transformers.items()}
 
@@ -332,16 +327,25 @@ class EmbeddedEngine(Engine):
         return [] if self._sampling is None else await self._sampling.events()
 
 
-def _shared_rows(model: Transformer, threads: int) -> int:
-    """How many rows take about two to three times as long as one.
+def _sampler_settings(model: Transformer, threads: int, kv_bytes: int) -> SamplerSettings:
+    """Steps as large as pay off, and short ones where tenants share them.
 
-    A step reads all weights, however few rows it has, and then computes for each row. The more
-    arithmetic a device has for its memory, the more rows cost about what one costs.
+    A step reads all weights, however few rows it has, and then computes for each row. Where there
+    is much arithmetic for the memory, hundreds of rows draw the most tokens a second. A tenant that
+    has one sample waits for the rows of others: 16 of them on a CPU's thread make a step two to
+    three times as long.
     """
     if model.device.type != "cpu":
-        return MOST_SEQUENCES // 2
-    rows = 16 * threads * (4 if model.dtype == torch.bfloat16 else 1)
-    return min(MOST_SEQUENCES // 2, rows)
+        return SamplerSettings(
+            kv_bytes=kv_bytes, most_sequences=MOST_SEQUENCES, shared_rows=MOST_SEQUENCES // 2
+        )
+    shared_rows = min(MOST_SEQUENCES // 2, 16 * threads)
+    is_fast = model.dtype == torch.bfloat16
+    return SamplerSettings(
+        kv_bytes=kv_bytes,
+        most_sequences=MOST_SEQUENCES if is_fast else min(MOST_SEQUENCES, 8 * shared_rows),
+        shared_rows=shared_rows,
+    )
 
 
 def _base_model(given: EmbeddedModel, architecture: Architecture) -> BaseModel:
