@@ -180,3 +180,15 @@ def test_ranks_out_of_bounds_are_refused(tmp_path: Path, rank: int) -> None:
 
     with pytest.raises(CheckpointFormatError):
         read_adapter(tmp_path)
+
+
+@pytest.mark.parametrize("missing", [ADAPTER_CONFIG, ADAPTER_MODEL])
+def test_a_missing_file_is_named_without_its_folder(tmp_path: Path, missing: str) -> None:
+    """The folder is one of the server, and tenants are told the error."""
+    write_adapter(tmp_path, an_adapter())
+    (tmp_path / missing).unlink()
+
+    with pytest.raises(CheckpointFormatError, match=missing) as caught:
+        read_adapter(tmp_path)
+
+    assert str(tmp_path) not in str(caught.value)

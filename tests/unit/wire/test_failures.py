@@ -218,6 +218,27 @@ def test_damaged_weights_are_told_as_such_and_not_where_they_are() -> None:
     assert "/srv" not in told
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        e.BaseModelFormatError,
+        e.BaseModelUnavailableError,
+        e.CheckpointUnavailableError,
+        e.LedgerDamagedError,
+        e.LedgerUnavailableError,
+        e.LedgerVersionError,
+        e.StorageFullError,
+    ],
+)
+def test_what_is_wrong_on_the_servers_disk_is_told_without_its_folders(
+    kind: type[e.TinkerError],
+) -> None:
+    error = kind("/srv/secret/file cannot be read")
+
+    assert b"/srv" not in b"".join(reply_from_error(error).parts)
+    assert "/srv" not in failed_from_error(error).error
+
+
 def test_text_that_no_encoding_holds_does_not_stop_an_answer() -> None:
     for error in (e.BadRequestError("no model \ud800"), e.RequestFailedError("no model \ud800")):
         reply = reply_from_error(error)
