@@ -17,8 +17,9 @@ import json
 import logging
 import pathlib
 from collections.abc import Iterator
+from typing import Any
 
-from tinsmith.checkpoints.format import ADAPTER_CONFIG
+from tinsmith.checkpoints.format import ADAPTER_CONFIG, read_json
 from tinsmith.checkpoints.peft_names import give_peft_names
 from tinsmith.cli.connect import limit_s, rest_client, service_client, wait
 from tinsmith.cli.failures import CommandError, in_short, require_numpy
@@ -28,7 +29,12 @@ from tinsmith.cli.output import Properties, show
 from tinsmith.cli.staging import Staging, exists_already
 from tinsmith.cli.unpack import unpack
 from tinsmith.client.rest import RestClient
-from tinsmith.errors import APIStatusError, BaseModelError, ValidationError
+from tinsmith.errors import (
+    APIStatusError,
+    BaseModelError,
+    CheckpointFormatError,
+    ValidationError,
+)
 from tinsmith.model_files.find import find_model
 from tinsmith.model_files.output_layer import fold_output_layer, is_of_tied_layer
 from tinsmith.observe.progress import Progress
@@ -86,9 +92,10 @@ def download(
 def _suit(arguments: argparse.Namespace, folder: pathlib.Path) -> None:
     """Name the base model as asked, and make the adapter one that its user can merge."""
     config = folder / ADAPTER_CONFIG
-    if not config.is_file():
+    try:
+        fields = read_json(config, dict[str, Any])
+    except CheckpointFormatError:  # encrypted, or no adapter: a download is not there to judge it
         return
-    fields = json.loads(config.read_text(encoding="utf-8"))
     name = arguments.base_model or fields.get("base_model_name_or_path") or ""
     if arguments.base_model:
         fields["base_model_name_or_path"] = arguments.base_model

@@ -119,9 +119,10 @@ def _check_adapter(folder: pathlib.Path) -> None:
 
 
 def _name_base_model(config: pathlib.Path, base_model: str) -> None:
-    """Loaders need to know what the adapter is for."""
+    """Loaders need to know what the adapter is for; a folder of the service tells them nothing."""
     fields = json.loads(config.read_text(encoding="utf-8"))
-    if not isinstance(fields.get("base_model_name_or_path"), str):
+    named = fields.get("base_model_name_or_path")
+    if not isinstance(named, str) or pathlib.PurePath(named).is_absolute():
         fields["base_model_name_or_path"] = base_model
         config.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 

@@ -16,7 +16,7 @@ MOST_BYTES = 512 << 20
 
 
 class SpareVectors:
-    """See the top of the module. For any number of threads.
+    """Vectors that were used and may be used again. For any number of threads.
 
     Args:
         most_bytes: What may be kept; what was given first is let go for it.

@@ -80,7 +80,10 @@ def fold_output_layer(folder: Path, base: Path) -> None:
     pair = adapter.layers[OUTPUT_LAYER]
     shape = (pair.b.shape[0], pair.a.shape[1])
     if source is None:
-        raise CheckpointFormatError(f"{base} has no {EMBEDDING}, which its output layer is made of")
+        raise CheckpointFormatError(
+            f"{base} has no {EMBEDDING}, which its output layer is made of",
+            remedy="download the adapter with --for vllm, and do not merge it with peft",
+        )
     header = read_header(source)
     entry = header.tensors[EMBEDDING]
     if entry.shape != shape:

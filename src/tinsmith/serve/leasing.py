@@ -34,7 +34,7 @@ or be ending."""
 
 
 class Leasing:
-    """See the top of the module. For one event loop; made by `acquire`.
+    """Renews a lease until it is lost or released. For one event loop; made by `acquire`.
 
     Attributes:
         lease: What is held, or was until it was lost.

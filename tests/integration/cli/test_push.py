@@ -70,6 +70,19 @@ def test_the_options_of_an_upload_count(tinsmith: Commands, checkpoint: str, hub
     assert hub.messages == ["as trained"]
 
 
+@pytest.mark.parametrize(
+    ("given", "published"),
+    [("/srv/models/mine", "Qwen/Qwen3-8B"), ("somebody/else", "somebody/else")],
+)
+def test_no_folder_of_a_machine_is_published(
+    tinsmith: Commands, checkpoint: str, hub: SmallHub, given: str, published: str
+) -> None:
+    ended = tinsmith.run("checkpoint", "push-hf", checkpoint, "--base-model", given)
+
+    assert ended.status == 0, ended.err
+    assert json.loads(hub.files["adapter_config.json"])["base_model_name_or_path"] == published
+
+
 def test_a_repository_of_another_checkpoint_is_not_overwritten(
     tinsmith: Commands, checkpoint: str, hub: SmallHub
 ) -> None:
