@@ -1,4 +1,4 @@
-"""Compiles the kernels of the engine (`src/tinsmith/model/kernels`) when tinsmith is built.
+"""Compiles the kernels of the engine (`src/tinsmith/engine/model/kernels`) when tinsmith is built.
 
 One shared library for each kind of machine that this one's processor family has; which of them is
 loaded is found out at run time. Nothing depends on them: without a compiler, or where it fails, the
@@ -21,7 +21,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-FOLDER = Path("src/tinsmith/model/kernels")
+FOLDER = Path("src/tinsmith/engine/model/kernels")
 SECONDS = 300.0
 """For a compiler that hangs."""
 _FLAGS = ["-O3", "-std=gnu11", "-shared", "-fPIC", "-fopenmp"]
@@ -55,7 +55,7 @@ def compile_kernels(root: Path) -> list[str]:
     if not variants() or shutil.which(compiler[0]) is None:
         return []
     sources = sorted(map(str, folder.glob("*.c")))
-    path_of = runpy.run_path(str(folder / "names.py"))["library_path"]
+    path_of = runpy.run_path(str(folder / "library_path.py"))["library_path"]
     with tempfile.TemporaryDirectory() as temporary:
         built = {path_of(kind, folder): Path(temporary, kind) for kind in variants()}
         for flags, made in zip(variants().values(), built.values(), strict=True):

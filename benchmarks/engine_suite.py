@@ -21,20 +21,24 @@ LLAMA_CPP, VLLM = "llama.cpp, 4 bits", "vLLM"
 PRODUCTS = "the products alone"
 
 INTRODUCTION = """\
-Made by `scripts/bench engine`; do not edit. The embedded engine, driven through its interface as a
-service drives it, beside what else trains and samples on a CPU. Each contestant has a process of
-its own and prepares there; then they take turns. **Everybody has one thread, and computes in
-float32**, except in the tables for bfloat16 and for two threads.
+For readers who want every figure; [how fast is it?](performance.md) has the short answers. This
+page is written by `scripts/bench engine`.
 
-*Tokens per CPU-second* is what to compare: those that a training pass went over, or new tokens of
-samples; all threads and processes count. *Ours is* says how many times as many ours makes. *Of
-matmul* is the share of the rate at which torch multiplies matrices of 1024 × 576 by 1536 × 576 in
-that process just before, if each token takes 4 operations for each frozen weight and 6 for each of
-the adapter's in training, and 2 for each weight in sampling: what is computed once for many exceeds
-it. *Resident* is the largest memory of the process so far, model and libraries included.
+The embedded engine is driven through its interface, as a service does it, and compared with other
+ways to train and sample on a CPU. Each contestant has its own process; they take turns. **All use
+one thread and float32**, except in the tables for bfloat16 and for two threads.
 
-SmolLM2 is the real model where it can be had; the others have random weights. All are files of
-bfloat16, as most published models are.
+- *Tokens per CPU second*, the figure to compare, counts the tokens of a training pass, or the new
+  tokens of samples, over the CPU time of all threads and processes.
+- *Ours is* says how many times as many tokens tinsmith processes.
+- *Of matmul* is the share of the rate at which torch multiplies matrices of 1024 × 576 by
+  1536 × 576 in that process just before. It assumes 4 operations per frozen weight and 6 per
+  adapter weight and token in training, and 2 per weight in sampling. It exceeds 100 % where
+  something is computed once for many tokens.
+- *Resident* is the largest memory of the process so far, with model and libraries.
+
+SmolLM2 is the real model where it is available; the others have random weights. All weights are
+stored in bfloat16, as most published models are.
 """
 
 _TITLES = {"135m": "SmolLM2-135M", "30m": "30M", "1m": "1M"}
@@ -118,21 +122,19 @@ def _samples(*others: Rival, **told: str) -> tuple[Contestant, ...]:
 
 _RAGGED_AIMS = _times(8), _times(1, beside=BUCKETS)
 _TRAINING_NOTE = (
-    "Rank 32 on all linear layers, AdamW, a pass and a step, which run twice before they are "
-    "measured. Even is 8 × 128 tokens; ragged is "
-    "30 × 16 and 2 × 512, which the loop sorts into buckets of at most 1,024 slots, or pads to the "
-    "longest; a group is 16 samples of 32 tokens behind one prompt of 512, which the loop computes "
-    "in full for each, with the head on the 33 positions that count (ours has it on all, since the "
-    "API returns all log-probabilities). Of the padded batch and of the group the loop computes "
-    "two sequences, each of which costs the same. Adapters: eight of them, one sequence of 16 "
-    "tokens and a step for each; the loop takes one after another, as does ours in a second run. "
-    "What passes save together is the reading of the base's weights; the more tokens a pass has, "
-    "the less of its time that is. In float32 the base's products alone, without adapters and "
-    "steps, take about 2.0 times as long at 8 × 16 rows as at 1 × 128 for SmolLM2, and 2.2 times "
-    "for the 30M model: what is gained beyond that comes of the calls' own costs. Aims for "
-    "even batches and for adapters were set for bfloat16 and stand with its tables, below. In "
-    "float32 the loop is with even batches of the two larger models at two thirds of the machine's "
-    "rate by itself."
+    "Rank 32 on all linear layers, AdamW, one pass and one step, after two warm-up runs. *Even* is "
+    "8 × 128 tokens. *Ragged* is 30 × 16 and 2 × 512 tokens, which the loop sorts into buckets of "
+    "at most 1,024 slots, or pads to the longest. *A group* is 16 samples of 32 tokens with one "
+    "prompt of 512, which the loop computes for each sample, with the head on the 33 positions "
+    "that count (ours computes it on all, since the API returns all log-probabilities). Of the "
+    "padded batch and of the group, the loop computes two sequences, each of which costs the same. "
+    "*Eight adapters*: one sequence of 16 tokens and a step for each; the loop runs one after "
+    "another, as does ours in a second run. Adapters that run together read the base's weights "
+    "once; the more tokens a pass has, the less that saves. In float32 the base's products alone "
+    "take about 2.0 times as long for 8 × 16 rows as for 1 × 128 with SmolLM2, and 2.2 times with "
+    "the 30M model. The aims for even batches and adapters were set for bfloat16; see below. In "
+    "float32, the loop reaches two thirds of the machine's matmul rate with even batches of the "
+    "two larger models."
 )
 
 
@@ -183,17 +185,14 @@ TRAINING = (
 # Sampling
 
 _SAMPLING_NOTE = (
-    "Prompts of 128 tokens, 64 new ones for each sample, temperature 1, no stops, no prompt that "
-    "was seen before. `generate` runs one static batch; `generate_batch` is the continuous "
-    "batching of `transformers`; llama.cpp has the weights in 4 bits. The first token is that of "
-    "the last sample. *16 of one prompt* draws 16 samples of one prompt of 128. An adapter is "
-    "one of rank 32 on all linear layers, which is not merged into the base. *A long prompt* has "
-    "1,536 tokens, and eight short ones of 32 come right behind it: the first token is that of "
-    "the short ones. The aims for 32 samples were set for bfloat16 and stand with its tables, "
-    "below; the share of the matmul rate that a rival has tells the most that can be gained on it: "
-    "of one that is at half of it, twice the tokens. *Beside 900 of another tenant* is one sample "
-    "of 16 tokens, from when it comes to its end, with whatever is computed for the other tenant "
-    "meanwhile; it is held against the same sample with nobody beside it."
+    "Prompts of 128 tokens, 64 new tokens per sample, temperature 1, no stops, no repeated "
+    "prompts. `generate` runs one static batch; `generate_batch` is the continuous batching of "
+    "`transformers`; llama.cpp has 4-bit weights. *First token* is the time until the last sample "
+    "has one. *16 of one prompt* draws 16 samples from one prompt of 128. *With an adapter*: rank "
+    "32 on all linear layers, not merged. *A long prompt* has 1,536 tokens and is followed by "
+    "eight short ones of 32, for which the first token is measured. The aims for 32 samples were "
+    "set for bfloat16; see below. A rival's share of the matmul rate bounds what can be gained on "
+    "it: twice the tokens, if it is at half."
 )
 
 
@@ -262,13 +261,12 @@ _IS_SLOW = not multiplies_bfloat16()
 """Then torch's products in it take twenty times as long, and everybody gets less to do."""
 _SAMPLED = {"prompt": "16", "new": "8", **_HALF} if _IS_SLOW else _HALF
 _HALF_NOTE = (
-    "As above, with the base in bfloat16, for which the aims were set. *The products alone* are "
-    "ours with the base's weights, and nothing else of the work: whoever computes the rest for "
-    "nothing is so fast. Eight adapters are held against the loop and against ours, one after "
-    "another. The latter ratio is bounded by what the reading of weights costs a small pass: where "
-    "our kernels multiply, the base's products take only 1.05 times as long at 8 × 16 rows as at "
-    "1 × 128 on the way in and 1.4 times on the way back, for SmolLM2, while adapters and steps "
-    "cost the same either way. The faster a pass of a lone adapter gets, the smaller it is."
+    "As above, with the base in bfloat16, for which the aims were set. *The products alone* "
+    "multiplies with the base's weights and does nothing else: an upper bound for the rate. Eight "
+    "adapters are compared with the loop, and with ours one after another. The second ratio is "
+    "bounded by the cost of reading weights: with our kernels, the base's products for SmolLM2 "
+    "take only 1.05 times as long for 8 × 16 rows as for 1 × 128 in the forward pass, and 1.4 "
+    "times in the backward pass, while adapters and steps cost the same either way."
 )
 _SLOW_NOTE = (
     " This machine has no hardware for bfloat16. Since the others need so long, even is 4 × 32 "
@@ -370,9 +368,9 @@ def _by_two(what: str, title: str, ours: str, rival: Contestant, **told: str) ->
             rival,
         ),
         shown=_SHOWN,
-        note="As above, and what to compare is *tokens/s*: what a second thread gives, and what it "
-        "costs in CPU time. Few rows, as samples have, are limited by how fast memory is read, "
-        "which one thread nearly does alone.",
+        note="As above; compare *tokens/s*, which shows what a second thread gains, and what it "
+        "costs in CPU time. Samples have few rows and are limited by memory bandwidth, "
+        "most of which one thread uses already.",
     )
 
 
@@ -414,8 +412,9 @@ EXACTNESS = tuple(
         ),
         aims=(Aim("difference", 1e-5, "itself", of=OURS),),
         shown=("difference",),
-        note="The largest difference of all gradients of an adapter, over the largest of them; the "
-        "1M model. The loop computes each sequence alone. What differs is the order of sums.",
+        note="The largest difference over all gradients of an adapter, relative to the largest "
+        "gradient; the 1M model. The loop computes each sequence alone. The difference is "
+        "the order of sums.",
         most_rounds=1,
     )
     for batch, title in (

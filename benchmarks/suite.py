@@ -89,12 +89,11 @@ def _codec(ours: str, library: str, sizes: dict[str, int]) -> tuple[Contestant, 
 
 _TRAINING = "Training requests: build and encode"
 _TRAINING_NOTE = (
-    "*tinsmith* joins the parts into one body, as the official SDK does; *in parts* hands the "
-    "arrays' own memory to the transport, which writes it piece by piece: that is what our client "
-    "does, so the strict reading is for it. While a list is packed, its numbers stand in a tuple "
-    "of eight bytes each, which shows where one list is much of the body; packing in blocks spares "
-    "it and takes a quarter more CPU. The official `ModelInput` takes lists alone, so its arrays "
-    "of tokens go through `.tolist()`."
+    "*tinsmith* joins the parts into one body, as the official SDK does. *In parts* passes the "
+    "memory of the arrays to the transport, as our client does; the strict aim is for it. While a "
+    "list is encoded, its numbers are held in a tuple of eight bytes each. Encoding in blocks "
+    "would avoid that and take a quarter more CPU time. The official `ModelInput` takes only "
+    "lists, so arrays of tokens go through `.tolist()`."
 )
 
 
@@ -127,8 +126,9 @@ SAMPLING = [
         title=f"32,768-token prompt, {kind}",
         contestants=_calls(f"sample_{kind}", {"tokens": 32_768}),
         aims=(_cpu(1 / 5), *PEAK),
-        note="A prompt is held as int32 numbers of its own beside the text that is made of it, so "
-        "strictly no less than 1.64 is possible here, and 1.29 of the whole for an array.",
+        note="A prompt is held as int32 beside the text that is made from it. The strict ratio "
+        "can therefore not be below 1.64 here, and the whole ratio not below 1.29 for an "
+        "array.",
     )
     for kind in ("list", "array")
 ]
@@ -150,12 +150,11 @@ ANSWERS = [
         title=title,
         contestants=contestants,
         aims=aims,
-        note="Top-20: 4,096 positions of 20 ids and logprobs. Decoding makes the official SDK's "
-        "arrays at once; ours share the memory of the reply, which our transport hands on in "
-        "writable memory. The official `topk_logprobs` is a list made on first use; ours is read "
-        "like one and makes a row when that row is read. *Bare Python* makes the same numbers "
-        "from bare memory, with no decoding and, to read each cell, no rows: it shows what Python "
-        "takes for the numbers themselves.",
+        note="Top-20: 4,096 positions with 20 ids and logprobs each. The official SDK creates "
+        "arrays when it decodes; ours share the memory of the reply. The official "
+        "`topk_logprobs` is a list that is built on first use; ours builds a row when that "
+        "row is read. *Bare Python* creates the same numbers from plain memory: the least "
+        "that Python needs for the numbers themselves.",
     )
     for name, title, contestants, aims in (
         ("answer-arrays", "4,096 tokens, arrays", _calls("answer_arrays", ANSWER), PEAK),
@@ -184,7 +183,7 @@ RESULTS = [
 ]
 
 _START = "Start and weight"
-_START_NOTE = "Times are those of the whole process, the interpreter's own start included."
+_START_NOTE = "Times are for the whole process, including the start of the interpreter."
 _ALL_NAMES = "import {0}\nfor name in {0}.__all__: getattr({0}, name)"
 
 
@@ -265,8 +264,8 @@ CODEC = [
         group="Our codec beside the protobuf library",
         title=title,
         contestants=_codec(ours, library, sizes),
-        note="The same messages, arrays in memory before. Ours starts from and ends in tinsmith's "
-        "types; the library gets and gives bare arrays, with nothing of ours around them.",
+        note="The same messages, with arrays in memory beforehand. Ours starts from and ends in "
+        "tinsmith's types; the library takes and gives bare arrays.",
     )
     for name, title, ours, library, sizes in (
         ("codec-encode", "encode 1 datum of 32,768", "codec_encode", "encode", LONG),
@@ -309,20 +308,16 @@ _LOADS = ((1, 100), (50, 500), (400, 1000), (2000, 2000))
 """How many samples are in flight, and how many are drawn in all."""
 _CLIENT = "The client at work"
 _CLIENT_NOTE = (
-    "The server is a process of its own that takes 20 ms for a sample and reads as little as it "
-    "can; added latency is what the caller waited beyond that. Wall time is that of one sample, so "
-    "its ratio is that of the rates, turned over. Both SDKs use the session poll. *Extensions* are "
-    "what our client and our server agree on (docs/extensions.md). *Core install* has no "
-    "orjson. Where the server's share is near 1, the server is the limit and not the "
-    "client. With 50 in flight its 20 ms are the limit: a sample then takes 0.4 ms at least, of "
-    "1,000 tokens about a tenth of what tinker needs, so whether ten times the rate is "
-    "reached is asked of a server that takes 2 ms. "
-    "*Prepared bytes* makes the exchanges of the plain protocol with requests that were written "
-    "before and replies that nobody reads: what no client goes below on this machine. With one in "
-    "flight a core sleeps before each reply, and the same work costs everybody several times as "
-    "much as in a burst, since little of it is in the core's caches any more. The "
-    "samples share one prompt, as those of a group do; on the plain protocol we write a long one "
-    "once. Where each has its own, it is made from a list within the time, and written."
+    "The server is a process of its own that takes 20 ms for a sample and reads as little as "
+    "possible. Added latency is what the caller waited beyond that. Wall time is per sample. Both "
+    "SDKs use the session poll. *Extensions* are those between our client and our service "
+    "(docs/extensions.md). *Core install* has no orjson. *Prepared bytes* sends requests that were "
+    "encoded before and ignores the replies: no client can be faster on this machine. Where the "
+    "server's share of a core is near 1, the server is the limit, not the client. With 50 in "
+    "flight the 20 ms are the limit, so the aim for throughput is checked with a server that takes "
+    "2 ms. With one in flight, the core sleeps before each reply, and the same work costs several "
+    "times as much as in a burst. Samples share one prompt, as those of a group do; where each has "
+    "its own, creating it from a list is included."
 )
 
 
@@ -433,10 +428,10 @@ CLIENT = [
 SYNCED_FILE = "a file, synced for each row"
 SHARED_SYNC = "a file, one sync for many rows"
 _LEDGER_NOTE = (
-    "Wall time is that of one durable append, so its ratio is that of the rates, turned over. The "
-    "rivals append the same bytes to a file and sync it, with the same callers: after each row, "
-    "which is the disk's own rate, or once for all rows that came meanwhile. Neither keeps an "
-    "identity or an index. Aimed at: half of the disk's own rate."
+    "Wall time is per durable append. The rivals append the same bytes to a file and sync it, with "
+    "the same callers: after each row, which is the rate of the disk, or once for all rows that "
+    "arrived in the meantime. Neither has an identity or an index. The aim is half of the disk's "
+    "rate."
 )
 
 
@@ -469,10 +464,10 @@ LEDGER = [
 
 IN_MEMORY, EMPTY_START = "tinsmith, with a ledger in memory", "an empty start"
 _SERVICE_NOTE = (
-    "`tinsmith serve` with the fake engine and SQLite, in a process of its own, on the same two "
-    "cores as the client that drives it. CPU is the server's, for one command. A command is a step "
-    "of the optimizer: submitted, made durable, run, settled, and its result fetched. The rival is "
-    "the same service with a ledger that forgets, which shows what it costs to lose nothing."
+    "`tinsmith serve` with the fake engine and SQLite, in its own process, on the same two cores "
+    "as the clients. CPU is the server's, per command. A command is an optimizer step: submitted, "
+    "made durable, run, settled, and its result fetched. The rival is the same service with a "
+    "ledger in memory, which shows what durability costs."
 )
 
 
@@ -551,7 +546,7 @@ SERVICE = [
 MAIN_PAGE = Page(
     name="latest",
     published="benchmarks.md",
-    title="Benchmarks",
+    title="Benchmarks of the client and service",
     benchmarks=(
         *TRAINING,
         *SAMPLING,

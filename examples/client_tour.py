@@ -1,8 +1,7 @@
-"""A tour of the client: it trains, samples and streams while the service loses, refuses and cuts.
+"""A tour of the client: it trains, samples and streams in spite of injected faults.
 
-The service is the one for tests, on a port of this machine: a formula stands for the network, so
-that nothing is learned. What is real is everything between: the client, the bytes, the sockets, and
-the faults that it is told to make.
+The service is `tinsmith.testing`, which computes a formula instead of a neural network, so nothing
+is learned. The client, the bytes, the sockets and the faults are real.
 """
 
 from __future__ import annotations
@@ -18,9 +17,11 @@ PARAMS = tinsmith.SamplingParams(max_tokens=12, seed=1)
 
 
 def main() -> None:
-    """Walk through the tour."""
+    """Run the tour."""
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    print("The client, against a service for tests (a formula, no network: nothing is learned)\n")
+    print(
+        "The client against the test service (a formula, no neural network: nothing is learned)\n"
+    )
     extensions = {
         "tinsmith_stream": True,
         "tinsmith_batch_items": 64,
@@ -35,46 +36,46 @@ def main() -> None:
         sampler = training.save_weights_and_get_sampling_client()
         sample(sampler, service)
         stream(sampler, service)
-    asked = len(service.requests("finish_session"))
-    print(f"The session was finished by leaving the block: the service was told {asked} time.")
+    ended = len(service.requests("finish_session"))
+    print(f"Leaving the block ended the session, with {ended} request.")
 
 
 def train(training: tinsmith.TrainingClient, service: ScriptedService) -> None:
-    """Three steps; the reply to the second is lost after the work was done."""
+    """Train three steps; the response to the second is lost after the work was done."""
     datum = tinsmith.Datum(PROMPT, {"target_tokens": [6, 7, 8], "weights": [0.0, 1.0, 1.0]})
     service.faults.add(on="forward_backward", nth=2, lose_reply=True)
-    print("1. Three training steps; the reply to the second is lost")
+    print("1. Three training steps; the response to the second is lost")
     for number in range(1, 4):
         output = training.forward_backward([datum], "cross_entropy")
         training.optim_step(tinsmith.AdamParams(learning_rate=1e-3)).result()
         print(f"   step {number}: loss {output.result().loss:.4f}")
     numbers = [received.request.seq_id for received in service.requests("forward_backward")]
-    print(f"   what arrived carried the numbers {numbers}: sent again, done once\n")
+    print(f"   sequence numbers received: {numbers}: sent twice, run once\n")
 
 
 def sample(sampler: tinsmith.SamplingClient, service: ScriptedService) -> None:
-    """Many prompts; one of them is refused with 429, which pauses them all for a moment."""
+    """Sample many prompts; one gets a 429, which pauses all of them for a moment."""
     prompts = [tinsmith.ModelInput.from_ints([5, 6, number]) for number in range(500)]
     service.faults.add(on="asample", nth=100, status=429, headers={"retry-after-ms": "200"})
     responses = sampler.sample_many(prompts, PARAMS, progress=True)
     tokens = sum(len(sequence.tokens) for found in responses for sequence in found.sequences)
     requests = len(service.requests("asample_many")) + len(service.requests("asample"))
-    print("2. 500 prompts, of which one is refused with 429")
-    print(f"   {len(responses)} answers with {tokens:,} tokens came back in order")
-    print(f"   they left in {requests} requests, as the service takes many in one\n")
+    print("2. 500 prompts; one request gets a 429")
+    print(f"   {len(responses)} responses with {tokens:,} tokens, in order")
+    print(f"   sent in {requests} requests, since the service accepts batches\n")
 
 
 def stream(sampler: tinsmith.SamplingClient, service: ScriptedService) -> None:
-    """Tokens as they are drawn, over a connection that breaks in the middle."""
+    """Stream tokens over a connection that breaks midway."""
     service.faults.cut_stream(after_tokens=5)
-    print("3. Tokens as they are drawn; the connection breaks after five")
+    print("3. A stream of tokens; the connection breaks after five")
     events = sampler.sample_stream(PROMPT, 1, PARAMS)
     tokens = [token for event in events for token in event.tokens]
     response = events.result()
     connections = len(service.requests("asample_stream"))
     print(f"   {tokens}")
     print(
-        f"   over {connections} connections; as the whole answer: "
+        f"   over {connections} connections; equal to the whole response: "
         f"{tokens == response.sequences[0].tokens}\n"
     )
 

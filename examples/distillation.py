@@ -1,7 +1,7 @@
-"""Distillation: a student learns the teacher's likeliest tokens at every position.
+"""Distillation: a student learns the teacher's distribution over its most likely tokens.
 
-The teacher is an adapter that has learned a sentence. The student is fresh, and sees the teacher's
-probabilities of its 4 likeliest next tokens: targets with a row of tokens for each position.
+The teacher is an adapter that was trained on a sentence. The student is a new adapter. Its targets
+are the teacher's 4 most likely tokens at each position, weighted by their probabilities.
 
     python examples/distillation.py --steps 6
 """
@@ -20,7 +20,7 @@ STEP = tinsmith.AdamParams(learning_rate=1e-3)
 
 
 def main() -> None:
-    """Teach a teacher, then a student by the teacher."""
+    """Train a teacher, then distil it into a student."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=6, help="of training (%(default)s)")
     steps = parser.parse_args().steps
@@ -34,7 +34,7 @@ def main() -> None:
         for _ in range(steps):
             output = teacher.forward_backward([plain], "cross_entropy")
             teacher.optim_step(STEP).result()
-        print(f"teacher: loss of the sentence {output.result().loss:.2f} after {steps} steps")
+        print(f"teacher: loss {output.result().loss:.2f} on the sentence after {steps} steps")
 
         sampler = teacher.save_weights_and_get_sampling_client()
         rows = topk(sampler, tokens)
@@ -54,13 +54,15 @@ def main() -> None:
         for step in range(1, steps + 1):
             output = student.forward_backward([soft], "cross_entropy")
             student.optim_step(STEP).result()
-            print(f"student, step {step}: cross entropy to the teacher {output.result().loss:.2f}")
+            print(
+                f"student, step {step}: cross-entropy with the teacher {output.result().loss:.2f}"
+            )
         after = student.forward([plain], "cross_entropy").result().loss
-        print(f"student: loss of the sentence {before:.2f} before, {after:.2f} after")
+        print(f"student: loss {before:.2f} → {after:.2f} on the sentence")
 
 
 def topk(sampler: tinsmith.SamplingClient, tokens: list[int]) -> list[list[tuple[int, float]]]:
-    """The likeliest tokens at each position but the first, with their log-probabilities."""
+    """The most likely tokens at each position but the first, with their log-probabilities."""
     found = sampler.sample(
         tinsmith.ModelInput.from_ints(tokens),
         1,

@@ -1,4 +1,4 @@
-"""Many samples at once: hundreds of prompts, answered together, with a bar while it lasts.
+"""Many samples at once: hundreds of prompts in one call, with a progress bar.
 
 python examples/many_samples.py --prompts 64
 """
@@ -14,7 +14,7 @@ MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def main() -> None:
-    """Ask about many numbers."""
+    """Sample an answer for each of many prompts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompts", type=int, default=64, help="how many (%(default)s)")
     count = parser.parse_args().prompts

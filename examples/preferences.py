@@ -1,7 +1,7 @@
-"""Learning from preferences (DPO), by a loss of your own that runs in this program.
+"""Learning from preferences (DPO), with a custom loss that runs in this program.
 
-The loss gets the log-probabilities of both answers as tensors, and its gradients go back to the
-service. It needs torch here; the `server` extra brings it.
+The loss gets the log-probabilities of both answers as torch tensors, and its gradients are sent to
+the service. It requires torch, which the extra `server` installs.
 
     python examples/preferences.py --steps 6
 """
@@ -25,7 +25,7 @@ PAIRS = [
 
 
 def main() -> None:
-    """Prefer the short answer of each pair to the stiff one."""
+    """Train the model to prefer the first answer of each pair."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=6, help="of training (%(default)s)")
     steps = parser.parse_args().steps
@@ -61,20 +61,20 @@ def main() -> None:
             output = training.forward_backward_custom(data, preference).result()
             training.optim_step(tinsmith.AdamParams(learning_rate=5e-4)).result()
             margin, loss = output.metrics["margin"], output.metrics["of_a_pair"]
-            print(f"step {step}: loss of a pair {loss:.4f}, margin of the chosen {margin:.3f}")
+            print(f"step {step}: loss per pair {loss:.4f}, margin {margin:.3f}")
         print(f"saved: {training.save_state('preferences').result().path}")
 
 
 def with_logprobs(
     data: Sequence[tinsmith.Datum], output: tinsmith.ForwardBackwardOutput
 ) -> list[tuple[tinsmith.Datum, torch.Tensor]]:
-    """Each datum with the log-probabilities that a pass gave for it."""
+    """The data with the log-probabilities of a forward pass."""
     found = [one["logprobs"].to_torch() for one in output.loss_fn_outputs]
     return list(zip(data, found, strict=True))
 
 
 def answer_logprob(datum: tinsmith.Datum, logprobs: torch.Tensor) -> torch.Tensor:
-    """Of the answer alone."""
+    """The log-probability of the answer, without the prompt."""
     return (logprobs * datum.loss_fn_inputs["weights"].to_torch()).sum()
 
 

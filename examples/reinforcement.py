@@ -1,7 +1,7 @@
-"""Reinforcement learning on arithmetic: right answers are rewarded, and become likelier.
+"""Reinforcement learning on arithmetic: correct answers are rewarded and become more likely.
 
-Each question is answered several times. An answer's advantage is its reward less the mean of its
-group, and the model is trained on what it sampled, with the sampler's own log-probabilities.
+Each question is answered several times. The advantage of an answer is its reward minus the mean
+reward of its group. The model is trained on its own samples and their log-probabilities.
 
     python examples/reinforcement.py --steps 24
 """
@@ -20,7 +20,7 @@ QUESTIONS = 4
 
 
 def reward(answer: str, wanted: int) -> float:
-    """1 for the right number as the first one said, and a little for any number."""
+    """1 if the first number in the answer is correct, and a little for any number."""
     found = re.search(r"\d+", answer)
     if found is None:
         return 0.0
@@ -30,7 +30,7 @@ def reward(answer: str, wanted: int) -> float:
 def datum(
     prompt: list[int], sequence: tinsmith.SampledSequence, advantage: float
 ) -> tinsmith.Datum:
-    """A sampled answer with how much better than its group it was."""
+    """Training data for a sampled answer and its advantage."""
     tokens, lead = prompt + list(sequence.tokens), [0.0] * (len(prompt) - 1)
     inputs = {
         "target_tokens": tokens[1:],
@@ -41,7 +41,7 @@ def datum(
 
 
 def main() -> None:
-    """Sample, reward, train, some steps long."""
+    """Sample, reward and train for a number of steps."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=24, help="of training (%(default)s)")
     steps = parser.parse_args().steps

@@ -1,8 +1,8 @@
-"""A tour of the service: it is killed in the middle of a training run, and nothing is lost.
+"""A tour of the service: it is killed during a training run, and nothing is lost.
 
-The service is real: `tinsmith serve` in a process of its own, with its ledger and its checkpoints
-in a folder. Its engine is not: a small table of numbers stands for the network. It is really
-trained, so that losses fall, but it knows no language.
+The service is real: `tinsmith serve` in a separate process, with its ledger and checkpoints in a
+folder. Its engine is the fake one, which trains a small table of numbers instead of a neural
+network: losses go down, but it knows no language.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ KILLED_AFTER = 5
 TOKENS = [11, 12, 13, 14, 15, 16]
 
 DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Asks this machine itself, whatever proxy the environment names."""
+"""The service is on this machine, whatever proxy the environment names."""
 
 
 class Service:
-    """`tinsmith serve` on a folder and a port."""
+    """`tinsmith serve` with a data folder and a port."""
 
     def __init__(self, folder: Path) -> None:
         with socket.socket() as probe:
@@ -40,13 +40,13 @@ class Service:
         self.url = f"http://127.0.0.1:{self._port}"
 
     def start(self) -> None:
-        """Start it, and wait until it is ready."""
+        """Start the service, and wait until it is ready."""
         command = [sys.executable, "-m", "tinsmith", "serve", "--engine=fake", f"--model={MODEL}"]
         command += [f"--data={self._folder}", f"--port={self._port}", "--log-level=warning"]
         self._process = subprocess.Popen(command)
         while not self._is_ready():
             if self._process.poll() is not None:
-                sys.exit("the service could not be started")
+                sys.exit("the service did not start")
             time.sleep(0.05)
 
     def _is_ready(self) -> bool:
@@ -56,12 +56,12 @@ class Service:
         return False
 
     def kill(self) -> None:
-        """As `kill -9` does: it has no chance to save anything."""
+        """Kill the service as `kill -9` does; it cannot save anything."""
         self._process.kill()
         self._process.wait()
 
     def metric(self, name: str) -> float:
-        """One of its metrics."""
+        """The value of a metric."""
         with DIRECTLY.open(f"{self.url}/metrics", timeout=5) as page:
             lines = page.read().decode().splitlines()
         return next(float(line.split()[-1]) for line in lines if line.startswith(f"{name} "))
@@ -69,7 +69,7 @@ class Service:
 
 @contextlib.contextmanager
 def serving() -> Iterator[Service]:
-    """A service in a folder that is gone afterwards."""
+    """A service with a temporary data folder."""
     with tempfile.TemporaryDirectory() as folder:
         service = Service(Path(folder))
         service.start()
@@ -82,7 +82,7 @@ def serving() -> Iterator[Service]:
 def main() -> None:
     """Train once undisturbed and once with a kill, and compare."""
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    print("The service, with an engine of arithmetic in the place of a network\n")
+    print("The service with the fake engine (no neural network)\n")
     print(f"1. {STEPS} steps, undisturbed")
     with serving() as service:
         undisturbed = train(service, lambda _: None)
@@ -94,22 +94,22 @@ def main() -> None:
         def disturb(step: int) -> None:
             if step == KILLED_AFTER:
                 service.kill()
-                print("   killed; the client is not told", flush=True)
+                print("   killed; the client does not know", flush=True)
                 service.start()
                 replayed = service.metric("tinsmith_redone_commands_total")
-                print(f"   started again: {replayed:g} commands were run again", flush=True)
+                print(f"   restarted: {replayed:g} commands were repeated", flush=True)
 
         killed = train(service, disturb)
         print(f"   loss {killed[0]:.4f} → {killed[-1]:.4f}")
         sample(service)
-    same = "the same" if killed == undisturbed else "NOT the same"
-    print(f"\n3. All {STEPS} losses of both runs are {same}, to the last bit.")
+    same = "bit-identical" if killed == undisturbed else "NOT identical"
+    print(f"\n3. The {STEPS} losses of both runs are {same}.")
     if killed != undisturbed:
         sys.exit(1)
 
 
 def train(service: Service, after_step: Callable[[int], None]) -> list[float]:
-    """A training run; returns its losses."""
+    """Run a training loop and return its losses."""
     datum = tinsmith.Datum(
         tinsmith.ModelInput.from_ints(TOKENS[:-1]),
         {"target_tokens": TOKENS[1:], "weights": [1.0] * (len(TOKENS) - 1)},
@@ -127,7 +127,7 @@ def train(service: Service, after_step: Callable[[int], None]) -> list[float]:
 
 
 def sample(service: Service) -> None:
-    """Draw from what was trained, by the path of its checkpoint, in another session."""
+    """Sample from the checkpoint in another session."""
     rest = tinsmith.RestClient(base_url=service.url, api_key="tml-tour")
     [checkpoint] = rest.iter_checkpoints()
     print(f"   saved: {checkpoint.checkpoint_id}, {checkpoint.size_bytes:,} bytes")
@@ -137,7 +137,7 @@ def sample(service: Service) -> None:
         prompt = tinsmith.ModelInput.from_ints(TOKENS[:2])
         params = tinsmith.SamplingParams(max_tokens=4, temperature=0.0)
         [sequence] = sampler.sample(prompt, 1, params).result().sequences
-        print(f"   after {TOKENS[:2]} it goes on with {list(sequence.tokens)}; trained on {TOKENS}")
+        print(f"   {TOKENS[:2]} continues with {list(sequence.tokens)}; trained on {TOKENS}")
 
 
 if __name__ == "__main__":

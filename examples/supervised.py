@@ -1,7 +1,7 @@
-"""Supervised fine-tuning: the model learns to answer in the way of a few examples.
+"""Supervised fine-tuning: the model learns to answer like a few examples.
 
-Nothing else has to run: the service is in this program, and fetches SmolLM2-135M-Instruct when it
-is first used. With TINKER_BASE_URL and TINKER_API_KEY set, the same lines train elsewhere.
+No service has to be started: it runs inside this program and downloads SmolLM2-135M-Instruct on
+first use. If TINKER_BASE_URL and TINKER_API_KEY are set, the same program uses that service.
 
     python examples/supervised.py --steps 10
 """
@@ -25,7 +25,7 @@ QUESTION = "Tomas is 27 and has a flat in Prague."
 
 
 def main() -> None:
-    """Train, and ask before and after."""
+    """Train, and ask a question before and after."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=10, help="of training (%(default)s)")
     steps = parser.parse_args().steps
@@ -56,7 +56,7 @@ def main() -> None:
         print(f"before: {ask(client.create_sampling_client(base_model=MODEL))}")
         data = [datum(text, answer) for text, answer in EXAMPLES.items()]
         for step in range(1, steps + 1):
-            # Both calls return at once; the service runs them in order.
+            # Both calls return immediately; the service runs them in order.
             output = training.forward_backward(data, "cross_entropy")
             training.optim_step(tinsmith.AdamParams(learning_rate=1e-3)).result()
             print(f"step {step}: loss per token {output.result().loss_per_token:.3f}")

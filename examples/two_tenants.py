@@ -1,4 +1,4 @@
-"""A service for two: each tenant has a key, and sees nothing of the other.
+"""Two tenants on one service: each has an API key and cannot see the other's data.
 
 python examples/two_tenants.py
 """
@@ -21,14 +21,14 @@ MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Asks this machine itself, whatever proxy the environment names."""
+"""The service is on this machine, whatever proxy the environment names."""
 
 
 def main() -> None:
-    """Make two keys, serve, and let both train."""
+    """Create two keys, start the service, and train with both."""
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     with tempfile.TemporaryDirectory() as data:
-        keys = {tenant: make_key(data, tenant) for tenant in ("ada", "bob")}
+        keys = {tenant: create_key(data, tenant) for tenant in ("ada", "bob")}
         with serving(data) as url:
             for tenant, key in keys.items():
                 with tinsmith.ServiceClient(base_url=url, api_key=key) as client:
@@ -40,19 +40,19 @@ def main() -> None:
                 print(f"{tenant} sees {len(runs)} run")
             with tinsmith.ServiceClient(base_url=url, api_key=keys["ada"]) as client:
                 try:
-                    client.create_training_client_from_state(path)
+                    client.create_training_client_from_state(path).result()
                 except tinsmith.NotFoundError as error:
-                    print(f"ada asks for bob's checkpoint: {type(error).__name__}")
+                    print(f"ada loads bob's checkpoint: {type(error).__name__}")
             try:
                 tinsmith.ServiceClient(
                     base_url=url, api_key="tml-guessed"
                 ).get_server_capabilities()
             except tinsmith.AuthenticationError as error:
-                print(f"a key that nobody made: {type(error).__name__}")
+                print(f"an invalid key: {type(error).__name__}")
 
 
-def make_key(data: str, tenant: str) -> str:
-    """What an operator does in a terminal; the key is shown once."""
+def create_key(data: str, tenant: str) -> str:
+    """Create a key as an operator does; it is shown once."""
     command = [sys.executable, "-m", "tinsmith", "key", "create", "--tenant", tenant]
     made = subprocess.run([*command, "--data", data], check=True, capture_output=True, text=True)
     return next(word for word in made.stdout.split() if word.startswith("tml-"))
@@ -60,7 +60,7 @@ def make_key(data: str, tenant: str) -> str:
 
 @contextlib.contextmanager
 def serving(data: str) -> Iterator[str]:
-    """`tinsmith serve` on a free port, until the block ends."""
+    """`tinsmith serve` on a free port, while the block runs."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -70,7 +70,7 @@ def serving(data: str) -> Iterator[str]:
         url = f"http://127.0.0.1:{port}"
         while not is_ready(url):
             if service.poll() is not None:
-                sys.exit("the service could not be started")
+                sys.exit("the service did not start")
             time.sleep(0.1)
         yield url
     finally:
@@ -79,7 +79,7 @@ def serving(data: str) -> Iterator[str]:
 
 
 def is_ready(url: str) -> bool:
-    """Whether it answers that it is."""
+    """Whether the service is ready."""
     with contextlib.suppress(OSError), DIRECTLY.open(f"{url}/readyz", timeout=5) as page:
         return bool(page.status == 200)
     return False

@@ -1,7 +1,7 @@
-"""A tour of the wire: the types of the API, and the bytes they become and come back from.
+"""A tour of the wire formats: the API's types, and how they are encoded and decoded.
 
-Runs with the core install alone. Nothing is trained or sampled: the result below is made up here,
-encoded as a server would, and decoded as a client will.
+Needs no extras. Nothing is trained or sampled: the result is invented here, encoded as a server
+does, and decoded as a client does.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import tinsmith
 from tinsmith import errors
 from tinsmith.types import ForwardBackwardInput, ForwardBackwardRequest
 from tinsmith.wire import content, exchange, failures, proto_samples
+from tinsmith.wire.decode_limits import DecodeLimits
 from tinsmith.wire.endpoints import ENDPOINTS
-from tinsmith.wire.limits import DecodeLimits
 
 
 def main() -> None:
-    """Walk through the tour."""
+    """Run the tour."""
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    print(f"tinsmith {tinsmith.__version__}: the types and their bytes\n")
+    print(f"tinsmith {tinsmith.__version__}: types and their bytes\n")
     training_request()
     sample_request()
     sample_result()
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def training_request() -> None:
-    """A training step as protobuf, the form in which SDK 0.25 and later send it."""
+    """A training step as protobuf, which SDK 0.25 and later send."""
     tokens = list(range(1000, 33_768))
     datum = tinsmith.Datum(
         model_input=tinsmith.ModelInput.from_ints(tokens),
@@ -46,11 +46,11 @@ def training_request() -> None:
     print(f"1. A training step of {len(tokens):,} tokens")
     print(f"   {sent.method} {sent.path}  {sent.headers['Content-Type']}")
     print(f"   {len(body):,} bytes; {len(packed):,} with zstd")
-    print(f"   what the server reads equals what was sent: {received == request}\n")
+    print(f"   decoded request equals the original: {received == request}\n")
 
 
 def sample_request() -> None:
-    """A sample request as JSON; what is unset is left out, what is default is said."""
+    """A sample request as JSON; fields that are None are omitted, defaults are not."""
     request = tinsmith.SampleRequest(
         prompt=tinsmith.ModelInput.from_ints([5, 6, 7]).append_int(8),
         sampling_params=tinsmith.SamplingParams(max_tokens=16, stop=["\n"]),
@@ -65,20 +65,20 @@ def sample_request() -> None:
 
 
 def sample_result() -> None:
-    """A result: its numbers stay in the body they came in until somebody reads them."""
+    """A result, whose numbers stay in the received body until they are read."""
     made_up = tinsmith.SampledSequence("stop", tokens=[42, 43, 44], logprobs=[-0.1, -2.5, -0.75])
     body = b"".join(proto_samples.encode_sample_response(tinsmith.SampleResponse([made_up])))
     result = proto_samples.decode_sample_response(body).with_sequence_ids(["session:sample:0:0"])
     sequence = result.sequences[0]
 
-    print("3. A sampling result (made up here; no model was asked)")
+    print("3. A sampling result (invented; no model was used)")
     print(f"   {len(body)} bytes -> tokens {sequence.tokens}, logprobs {sequence.logprobs}")
-    print(f"   stopped by {sequence.stop_reason!r}, known as {sequence.sequence_id!r}\n")
+    print(f"   stop reason {sequence.stop_reason!r}, id {sequence.sequence_id!r}\n")
 
 
 def refusals() -> None:
-    """What does not fit is refused, at once and by name."""
-    print("4. What is refused")
+    """Invalid input is refused immediately, with a message that names it."""
+    print("4. Errors")
     try:
         tinsmith.SamplingParams(max_token=16)  # type: ignore[call-arg]
     except errors.ValidationError as error:
@@ -91,7 +91,7 @@ def refusals() -> None:
     body = b'{"detail": "too many samples"}'
     refusal = failures.error_from_reply(429, {"retry-after-ms": "1500"}, body)
     delay_s = refusal.retry_after_s
-    print(f"   a refusal:        {type(refusal).__name__}, come back in {delay_s} s\n")
+    print(f"   an error status:  {type(refusal).__name__}, retry after {delay_s} s\n")
 
 
 if __name__ == "__main__":

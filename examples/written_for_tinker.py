@@ -1,10 +1,10 @@
-"""A program written for the official `tinker` package, which knows nothing of tinsmith.
+"""A program written for the official `tinker` package; it does not import tinsmith.
 
-    python -m tinsmith.as_tinker examples/written_for_tinker.py     on our client and service
-    python examples/written_for_tinker.py                           on the official one
+    python -m tinsmith.as_tinker examples/written_for_tinker.py     with tinsmith's client
+    python examples/written_for_tinker.py                           with the official client
 
-For the second way, `tinker` has to be installed, and TINKER_BASE_URL and TINKER_API_KEY to be set:
-`tinsmith serve` is a service that it trains against too.
+The second command requires `tinker`, and TINKER_BASE_URL and TINKER_API_KEY to be set, for example
+to a service that was started with `tinsmith serve`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def main() -> None:
-    """Train three steps, and sample."""
+    """Train three steps, then sample."""
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     service = tinker.ServiceClient()
     training = service.create_lora_training_client(base_model=MODEL, rank=8, seed=0)

@@ -1,18 +1,19 @@
-# Makes and reuses the virtual environments of the scripts. Sourced, never run.
+# Creates and reuses the virtual environments of the scripts. Sourced, never run.
 #
-# An environment is good when its stamp equals the fingerprint of everything it was made from: the
-# packaging half of pyproject.toml, constraints.txt, what is compiled, the extras, the Python version
-# and the place of the checkout. The stamp is taken away before anything changes and written last, so
-# an interrupted install is never mistaken for a good one.
+# An environment is up to date if its stamp equals the fingerprint of everything that determines it:
+# the packaging part of pyproject.toml, constraints.txt, the compiled sources, the extras, the Python
+# version and the path of the checkout. The stamp is deleted before anything changes and written
+# last, so an interrupted install is never taken for a complete one.
 #
-# The caller has `set -euo pipefail`; afterwards the working directory is the root of the checkout.
+# The caller has `set -euo pipefail`. Sourcing changes the working directory to the root of the
+# checkout.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 cd "$ROOT"
-# A stray PYTHONPATH or PYTHONHOME would let packages from outside into the environment.
+# PYTHONPATH and PYTHONHOME would let in packages from outside the environment.
 unset PYTHONPATH PYTHONHOME
-# We run from our sources, which pip does not compile: where Python may not keep what it compiles,
-# each of the hundreds of processes of tests and benchmarks would compile them anew.
+# pip does not compile an editable install. Without bytecode caches, each of the hundreds of processes
+# of tests and benchmarks would compile the package again.
 unset PYTHONDONTWRITEBYTECODE
 
 say() { printf '==> %s\n' "$*" >&2; }
@@ -22,11 +23,11 @@ die() {
   exit 1
 }
 
-# use_venv DIR EXTRAS: leave a good environment in DIR, holding tinsmith with EXTRAS ("" for none).
-# EXTRAS of the form only:REQUIREMENT stands for that package without tinsmith. After a space EXTRAS
-# may name further requirements.
-# After it VENV_PYTHON is the environment's interpreter. The lock keeps two runs from installing into
-# one environment; where there is no flock (macOS), runs must not overlap while installing.
+# use_venv DIR EXTRAS: make sure that DIR is an environment with tinsmith and EXTRAS ("" for none), and
+# set VENV_PYTHON to its interpreter. EXTRAS may be followed by a space and more requirements;
+# only:REQUIREMENT means that package without tinsmith.
+# A lock keeps two runs from installing into the same environment. Without flock (macOS), do not
+# start two runs that install at the same time.
 use_venv() {
   local dir="$1" extras="$2"
   VENV_PYTHON="$ROOT/$dir/bin/python"
@@ -40,7 +41,7 @@ use_venv() {
       say "another run is installing into $dir; waiting for it"
       flock "$_lock"
     }
-    # Whoever held the lock may have done the work already.
+    # The run that held the lock may have done the work already.
     _is_good "$dir" "$extras" || _install "$dir" "$extras"
     exec {_lock}>&-
   else
@@ -48,8 +49,8 @@ use_venv() {
   fi
 }
 
-# The environment's own interpreter is asked for its version: if the Python below it was removed or
-# replaced, the environment does not run, or says another version, and is made again.
+# Asks the environment's own interpreter for its version: if the underlying Python was removed or
+# replaced, the environment fails or reports another version, and is created again.
 _is_good() {
   local dir="$1" extras="$2" version
   [[ -f "$dir/stamp" ]] || return 1
@@ -62,9 +63,9 @@ _fingerprint() {
   local extras="$1" version="$2"
   {
     printf '%s\n' "$ROOT" "$extras" "$version"
-    # Settings of linters and tests live in pyproject.toml too and change nothing that is installed.
+    # pyproject.toml also has settings of linters and tests, which do not affect the install.
     awk '/^\[/ { keep = /^\[(build-system|project|tool\.hatch)/ } keep' pyproject.toml
-    cat constraints.txt hatch_build.py src/tinsmith/model/kernels/{*.[ch],names.py}
+    cat constraints.txt hatch_build.py src/tinsmith/engine/model/kernels/{*.[ch],library_path.py}
   } | git hash-object --stdin
 }
 
@@ -72,22 +73,22 @@ _install() {
   local dir="$1" extras="$2" first wanted=() more python version
   read -r first more <<<"$extras"
   if [[ "$first" == only:* ]]; then wanted=("${first#only:}"); else wanted=(--editable ".${first:+[$first]}"); fi
-  # Not quoted: each word of it is a requirement.
+  # Not quoted, because each word is a requirement.
   wanted+=($more)
   python="$(_find_python)"
   version="$(_version_of "$python")"
-  # A stamped environment of the same Python was once whole: bringing it up to date takes seconds
-  # where a new one takes minutes. Anything else is made from nothing.
+  # A stamped environment of the same Python is complete: updating it takes seconds, a new one takes
+  # minutes. Anything else is recreated.
   if [[ -f "$dir/stamp" && "$(_version_of "$dir/bin/python")" == "$version" ]]; then
-    say "what $dir is made from has changed; updating it"
+    say "updating $dir, because its requirements have changed"
     rm -f "$dir/stamp"
   else
-    say "making environment $dir with Python $version ($python)"
+    say "creating environment $dir with Python $version ($python)"
     rm -rf "$dir"
     "$python" -m venv "$dir"
   fi
   say "installing ${wanted[*]} as pinned in constraints.txt; the first time takes minutes"
-  # By variable, not by option: so the pins hold for the build backend too.
+  # A variable instead of an option, so that the pins also apply to the build backend.
   PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1 \
     "$dir/bin/python" -m pip install --progress-bar off "${wanted[@]}" | _show_install
   _fingerprint "$extras" "$version" >"$dir/stamp.new"
@@ -100,7 +101,7 @@ _install() {
 _show_install() {
   local line name size count=0 commas
   while IFS= read -r line; do
-    read -r line <<<"$line" # without the spaces before it
+    read -r line <<<"$line" # strip leading spaces
     case "$line" in
       *.metadata\ * | *.metadata) ;;
       Downloading\ *.whl* | Using\ cached\ *.whl* | Processing\ *.whl* | *.tar.gz\ \(*)
@@ -124,7 +125,7 @@ _show_install() {
   done >&2
 }
 
-# Each candidate is run, not just looked up: a version manager leaves shims for Pythons it has not.
+# Runs each candidate: version managers leave shims for Pythons that are not installed.
 _find_python() {
   local candidate path
   for candidate in ${PYTHON:+"$PYTHON"} python3.11 python3.12 python3.13 python3.14 python3 python; do

@@ -1,8 +1,7 @@
-"""The public names of tinsmith, compared with the list in `docs/public-names.txt`.
+"""Compares the public names of tinsmith with the list in `docs/public-names.txt`.
 
-A name that user code may import is a promise. With the list in the tree, a change that adds or
-loses one shows it in its diff. `scripts/public-names` runs this in the project's environment;
-`--write` makes the list anew.
+A name that programs may import is a promise. With the list in the repository, a change that adds or
+removes one shows in its diff. `scripts/public-names` runs this; `--write` rewrites the list.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ LISTED = Path(__file__).resolve().parent.parent / "docs" / "public-names.txt"
 
 
 def public_names() -> list[str]:
-    """Every `module.name` that a public module lists in `__all__`, each proven to be there."""
+    """Every `module.name` in `__all__` of a public module; exits if one does not exist."""
     names = []
     for module_name in PUBLIC_MODULES:
         module = importlib.import_module(module_name)
@@ -30,9 +29,9 @@ def public_names() -> list[str]:
 
 
 def main() -> int:
-    """Compare, or write; 1 when the list is out of date."""
+    """Compare or write; 1 if the list is out of date."""
     parser = argparse.ArgumentParser(prog="scripts/public-names")
-    parser.add_argument("--write", action="store_true", help="make docs/public-names.txt anew")
+    parser.add_argument("--write", action="store_true", help="rewrite docs/public-names.txt")
     write = parser.parse_args().write
     found = public_names()
     if write:
@@ -42,7 +41,7 @@ def main() -> int:
     if found == listed:
         return 0
     print(*difflib.unified_diff(listed, found, "listed", "found", lineterm="", n=0), sep="\n")
-    print("the public names have changed; if that is meant, run: scripts/public-names --write")
+    print("the public names have changed; if this is intended, run: scripts/public-names --write")
     return 1
 
 

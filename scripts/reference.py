@@ -1,7 +1,9 @@
-"""The pages of docs/reference/, each made from the code that it describes.
+"""Writes the pages of docs/reference/ from the code that they describe.
 
-One module of `reference_pages` makes one page. A test compares them with what is in the tree;
-`python scripts/reference.py --write` writes them anew, as `scripts/check --fix` does.
+    python scripts/reference.py [--write]
+
+Without `--write` it reports pages that are out of date. Each module of `reference_pages` renders
+one page. `scripts/check --fix` writes them, too.
 """
 
 from __future__ import annotations
@@ -13,12 +15,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))  # a script's own folder is there instead
+    sys.path.insert(0, str(ROOT))  # Python puts the script's own folder there
 
 from scripts.reference_pages import cli, client, errors, metrics, routes, settings  # noqa: E402
 
 FOLDER = ROOT / "docs" / "reference"
-MARK = "<!-- Made from the code by scripts/reference.py; changes here are lost. -->\n"
+MARK = "<!-- Written by scripts/reference.py from the code; do not edit. -->\n"
 PAGES: dict[str, Callable[[], str]] = {
     "cli.md": cli.page,
     "client.md": client.page,
@@ -30,14 +32,14 @@ PAGES: dict[str, Callable[[], str]] = {
 
 
 def reference_page(name: str) -> str:
-    """The text of a page, as the code has it."""
+    """The text of a page as it should be."""
     return f"{MARK}{PAGES[name]()}"
 
 
 def main() -> int:
-    """Compare, or write; 1 when a page is out of date."""
+    """Compare or write; 1 if a page is out of date."""
     parser = argparse.ArgumentParser(prog="scripts/reference.py")
-    parser.add_argument("--write", action="store_true", help="make the pages anew")
+    parser.add_argument("--write", action="store_true", help="rewrite the pages")
     is_written = parser.parse_args().write
     old = []
     for name in PAGES:
@@ -48,7 +50,7 @@ def main() -> int:
         elif not path.exists() or path.read_text(encoding="utf-8") != text:
             old.append(f"docs/reference/{name}")
     if old:
-        print(f"not as the code is: {', '.join(old)}; run: python scripts/reference.py --write")
+        print(f"out of date: {', '.join(old)}; run: scripts/check --fix")
     return 1 if old else 0
 
 

@@ -1,9 +1,8 @@
-"""Makes the modules that stand for proto/tinsmith.proto; see scripts/regenerate-proto.
+"""Generates modules from proto/tinsmith.proto; see scripts/regenerate-proto.
 
-`tags.py` holds one number per field: its field number and wire type as they stand in front of it on
-the wire. The codec of `wire/proto_format.py` is written in terms of them, so that a field number is
-written once, in the .proto file. `tinsmith_pb2.py` is what the protobuf library itself makes of the
-schema; only tests use it.
+`tags.py` has the tag of each field (field number and wire type, as written before it on the wire).
+The codec uses these, so that a field number is written once, in the .proto file. `tinsmith_pb2.py`
+is the protobuf library's own module for the schema; only tests use it.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ Made by scripts/regenerate-proto. A tag is `field number << 3 | wire type`.
 
 def main() -> int:
     """Write the modules, or with --check compare them with what would be written."""
-    parser = argparse.ArgumentParser(description="Make the modules of proto/tinsmith.proto.")
-    parser.add_argument("--check", action="store_true", help="fail if they are not current")
+    parser = argparse.ArgumentParser(description="Generate modules from proto/tinsmith.proto.")
+    parser.add_argument("--check", action="store_true", help="fail if they are out of date")
     is_check = parser.parse_args().check
     stale = [
         path.relative_to(ROOT)
@@ -52,7 +51,7 @@ def main() -> int:
     ]
     if is_check:
         for path in stale:
-            print(f"regenerate-proto: {path} is not current; run scripts/regenerate-proto")
+            print(f"regenerate-proto: {path} is out of date; run scripts/regenerate-proto")
         return 1 if stale else 0
     for path, text in made_modules().items():
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -109,19 +109,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "names",
         nargs="*",
-        help="which to run: names, their beginnings or patterns; all but the engine's by default",
+        help="names, prefixes or patterns of benchmarks; by default all but those of the engine",
     )
     parser.add_argument(
         "--with-vllm",
         dest="optional",
         action="append_const",
         const="vllm",
-        help="let vLLM on this CPU take part, which is a large install",
+        help="include vLLM for CPUs, a large install",
     )
-    parser.add_argument("--rounds", type=int, help=f"how many rounds, {Settings.rounds} by default")
-    parser.add_argument("--quick", action="store_true", help="only see whether everything runs")
-    parser.add_argument("--list", action="store_true", help="list the benchmarks and stop")
-    parser.add_argument("--redraw", action="store_true", help="report the kept JSON anew and stop")
+    parser.add_argument("--rounds", type=int, help=f"number of rounds (default: {Settings.rounds})")
+    parser.add_argument("--quick", action="store_true", help="only check that everything runs")
+    parser.add_argument("--list", action="store_true", help="list the benchmarks and exit")
+    parser.add_argument("--redraw", action="store_true", help="render stored results and exit")
     return parser
 
 

@@ -1,7 +1,8 @@
-"""A run as Markdown: the aims, what was lost, every figure, and where it was taken."""
+"""A run as Markdown: the aims, where we lose, every figure, and the machine."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable
 from itertools import groupby
 
@@ -19,20 +20,25 @@ from benchmarks.harness.summary import (
 )
 
 INTRODUCTION = """\
-Made by `scripts/bench`; do not edit. Each contestant ran in fresh processes of its own, taking
-turns with the others. Figures are medians over the rounds; a ratio is ours over the rival's, the
-median of the rounds with the least and the largest in brackets, so **below 1 we need less**. CPU
-time is that of all threads, with the garbage collector on. *Python peak* is what Python's
-allocators set aside at most beyond the inputs (`tracemalloc`, in a pass of its own): it does not
-see memory that C libraries take by themselves, and counts memory that is set aside and never
-touched. *Resident peak* is how far the process's physical memory rose, in pages: it does not see
-memory that was free inside the process already. *Body* is what is sent or came.
+For readers who want every figure; [how fast is it?](performance.md) has the short answers. This
+page is written by `scripts/bench`.
+
+Each contestant runs in fresh processes, alternating with the others. Figures are medians over the
+rounds. A ratio is ours divided by the rival's: the median, with the smallest and the largest round
+in brackets. **Below 1, tinsmith needs less.**
+
+- *CPU* is the time of all threads, with the garbage collector on.
+- *Python peak* is the most that Python's allocators held beyond the input (`tracemalloc`, in a run
+  of its own). It omits memory that C libraries allocate themselves and includes memory that is
+  never touched.
+- *Resident peak* is the growth of the process's physical memory. It omits memory that was already
+  free within the process.
+- *Body* is what is sent or received.
 """
 
 READINGS = """\
-A peak is held against what is sent or came in two readings. *Whole* counts all the memory there
-is: the input, which the caller holds all the while, and the peak beyond it, over the input and the
-body together. *Strict* takes the peak beyond the input over the body alone."""
+Memory is compared with the body in two ways. *Whole*: the input and the peak beyond it, divided by
+the input and the body. *Strict*: the peak beyond the input, divided by the body alone."""
 
 LABELS = {
     "cpu_s": "CPU",
@@ -42,15 +48,15 @@ LABELS = {
     "resident_bytes": "resident memory",
     "installed_bytes": "installed size",
     "packages": "packages",
-    "added_p50_s": "added latency, half below",
-    "added_p99_s": "added latency, 99 % below",
-    "latency_p50_s": "latency, half below",
-    "latency_p99_s": "latency, 99 % below",
-    "slowest_s": "the slowest heartbeat",
-    "server_share": "the server's share of a core",
+    "added_p50_s": "added latency, median",
+    "added_p99_s": "added latency, 99th percentile",
+    "latency_p50_s": "latency, median",
+    "latency_p99_s": "latency, 99th percentile",
+    "slowest_s": "slowest heartbeat",
+    "server_share": "server's share of a core",
     "slowdown": "time beside a busy thread / alone",
     "threads": "threads",
-    "tokens_per_cpu_s": "tokens per CPU-second",
+    "tokens_per_cpu_s": "tokens per CPU second",
     "tokens_per_s": "tokens per second",
     "first_token_s": "time to the first token",
     "matmul_share": "share of the machine's matmul rate",
@@ -62,7 +68,7 @@ _RATES: dict[Metric, str] = {
     "first_token_s": "first token",
     "resident_bytes": "resident",
 }
-"""What is told beside the tokens per CPU-second."""
+"""Shown beside the tokens per CPU second."""
 
 
 def markdown(run: Run, plot: str, title: str = "Benchmarks", introduction: str = "") -> str:
@@ -72,7 +78,7 @@ def markdown(run: Run, plot: str, title: str = "Benchmarks", introduction: str =
         f"# {title}",
         introduction or INTRODUCTION,
         _machine(run.machine, rounds, run.took_s),
-        f"![CPU time and peak memory beside the rival's]({plot})",
+        f"![CPU time and peak memory compared with the rival]({plot})",
         "## Aims",
         _aims(verdicts(run)),
         "## Where we lose",
@@ -91,12 +97,19 @@ def _machine(machine: Machine, rounds: int, took_s: float) -> str:
     ]
     for name, versions in machine.environments.items():
         lines.append(f"- environment *{name}*: {', '.join(map(' '.join, versions.items()))}")
-    return "\n".join(lines)
+    return "\n".join(map(_wrapped, lines))
+
+
+def _wrapped(item: str) -> str:
+    """An item of a list, in lines of at most 100 columns."""
+    return textwrap.fill(
+        item, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _aims(found: list[Verdict]) -> str:
     if not found:
-        return "None was set for what was measured."
+        return "No aims were set for these benchmarks."
     missed = sum(not verdict.is_reached for verdict in found)
     summary = f"{len(found) - missed} of {len(found)} reached."
     rows = [
@@ -151,7 +164,7 @@ def _group(members: list[Measured]) -> list[str]:
     else:
         parts = [_others(members)]
     notes = dict.fromkeys(found.note for found in members if found.note)
-    return parts + [f"- {note}" for note in notes]
+    return parts + [_wrapped(f"- {note}") for note in notes]
 
 
 def _calls(members: list[Measured]) -> str:

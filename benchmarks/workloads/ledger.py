@@ -41,15 +41,15 @@ def appends(store: str, callers: str, size: str, seconds: str = "1.5") -> dict[s
 
 
 async def _with_ledger(folder: Path, callers: int, size: int, seconds: float) -> dict[str, float]:
-    from tinsmith.ledger.records import LineId, SessionId, Submission, TenantId
-    from tinsmith.ledger.sqlite import SqliteLedger
+    from tinsmith.service.ledger.records import QueueId, SessionId, Submission, TenantId
+    from tinsmith.service.ledger.sqlite import SqliteLedger
 
     async with await SqliteLedger.open(folder) as ledger:
 
         async def append(number: int, payload: bytes) -> None:
             await ledger.append(
                 Submission(
-                    line=LineId("session:train:0"),
+                    queue_id=QueueId("session:train:0"),
                     seq_id=number,
                     kind="forward_backward",
                     tenant_id=TenantId("tenant"),

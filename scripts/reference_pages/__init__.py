@@ -1,1 +1,1 @@
-"""What stands in docs/reference/: one module for each page, with a function `page`."""
+"""The pages of docs/reference/: one module per page, with a function `page`."""

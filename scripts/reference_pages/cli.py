@@ -1,4 +1,4 @@
-"""The page of the command line: every command with what it takes, read from the parser itself."""
+"""The reference of the command line, read from the parser itself."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from tinsmith.cli.completion import Level, levels
 from tinsmith.cli.main import root_parser
 
 COMMON = ("--help", "--format", "--base-url", "--timeout")
-"""Options of every command, told once."""
+"""Options of every command, listed once."""
 INTRODUCTION = """\
 # Commands
 
-Every command and option, as `--help` shows them; [the command line](../cli.md) says
-what is common to them.
+For users of the shell who look up an option: every command, as `--help` shows it.
+[The command line](../cli.md) is the guide.
 """
 
 
@@ -24,8 +24,8 @@ def page() -> str:
     shown = [level for level in tree if level.words and not level.commands]
     commands = ((_link(level), _summary(tree, level)) for level in shown)
     common = [one for one in tree[0].options if one.option_strings[-1] in (*COMMON, "--version")]
-    parts = [INTRODUCTION.rstrip(), table(("command", "does"), commands)]
-    parts += ["Options that every command takes, anywhere on the line:", _options(common)]
+    parts = [INTRODUCTION.rstrip(), table(("command", "what it does"), commands)]
+    parts += ["Every command takes these options, anywhere on the line:", _options(common)]
     parts += [_section(tree, level) for level in shown]
     return "\n\n".join(parts) + "\n"
 
@@ -36,7 +36,7 @@ def _link(level: Level) -> str:
 
 
 def _summary(tree: list[Level], level: Level) -> str:
-    """The command's line in the help of what it is a part of."""
+    """The command's line in the help of its parent."""
     [above] = [one for one in tree if one.words == level.words[:-1]]
     return above.commands[level.words[-1]]
 
@@ -45,11 +45,11 @@ def _section(tree: list[Level], level: Level) -> str:
     own = [one for one in level.options if one.option_strings[-1] not in COMMON]
     parts = [f"## tinsmith {' '.join(level.words)}", sentence(_summary(tree, level))]
     if level.arguments:
-        parts.append(table(("argument", "what it is"), map(_argument, level.arguments)))
+        parts.append(table(("argument", "meaning"), map(_argument, level.arguments)))
     if level.words == ("serve",):
         settings = [one for one in own if one.dest.startswith("setting_")]
         own = [one for one in own if one not in settings]
-        parts.append("Besides these, each [setting](settings.md) is an option.")
+        parts.append("Every [setting](settings.md) is an option, too.")
     if own:
         parts.append(_options(own))
     return "\n\n".join(parts)
@@ -72,7 +72,7 @@ def _argument(argument: argparse.Action) -> tuple[str, str]:
 
 
 def _value(option: argparse.Action) -> str:
-    """What stands for the value; its few choices where there are such."""
+    """The placeholder of a value, or its choices."""
     if option.metavar is not None:
         return option.metavar if isinstance(option.metavar, str) else " ".join(option.metavar)
     if option.choices is not None:

@@ -1,13 +1,21 @@
-"""The page of the client: its classes with their methods, and the variables that it reads."""
+"""The reference of the client: classes, methods and environment variables."""
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import tinsmith
-from scripts.reference_pages.markdown import code, field_docs, paragraphs, table
+from scripts.reference_pages.markdown import (
+    MOST_COLUMNS,
+    code,
+    field_docs,
+    paragraphs,
+    table,
+    wrapped,
+)
 from tinsmith.client.settings import ClientSettings
 
 CLASSES = (
@@ -22,36 +30,38 @@ CLASSES = (
     "RetryConfig",
 )
 MADE_BY_OTHERS = frozenset({"TrainingClient", "SamplingClient", "SampleStream", "APIFuture"})
-"""Programs are given them by a call."""
+"""Programs get these from a call instead of creating them."""
 NOT_FOR_PROGRAMS = frozenset(
     {"open", "create", "holder", "get_telemetry", "budget", "delay_s"}
     | {"settle", "fail", "when_settled", "stop_work_with"}
 )
-"""Methods that are public for the rest of the client, or for programs that reach below it."""
+"""Methods that only the rest of the client calls."""
 VARIABLES = {
-    "TINKER_BASE_URL": "where the service is; `embedded` for one in the program itself",
-    "TINKER_API_KEY": "the key",
-    "TINKER_CREDENTIAL_CMD": "a command that prints the key, where none is set",
+    "TINKER_BASE_URL": "address of the service; `embedded` runs it inside the program",
+    "TINKER_API_KEY": "API key",
+    "TINKER_CREDENTIAL_CMD": "a command that prints the key, used if no key is set",
     "TINKER_PROJECT_ID": "the project of new sessions",
-    "TINKER_TAGS": "tags of new sessions, with commas between them",
+    "TINKER_TAGS": "tags of new sessions, separated by commas",
     "CLOUDFLARE_ACCESS_CLIENT_ID": "sent as a header, for services behind Cloudflare Access",
     "CLOUDFLARE_ACCESS_CLIENT_SECRET": "the same",
-    "TINSMITH_HOME": "the folder of all that is kept here, instead of `~/.tinsmith`",
-    "TINSMITH_TOKENIZERS": "which tokenizer a model has; see [tokenizers](../tokenizers.md)",
-    "HF_HUB_CACHE": "where the Hugging Face hub keeps its files, to find tokenizers there",
+    "TINSMITH_HOME": "folder for data and base models, instead of `~/.tinsmith`",
+    "TINSMITH_TOKENIZERS": "which tokenizer belongs to a model; see [tokenizers](../tokenizers.md)",
+    "HF_HUB_CACHE": "cache of the Hugging Face hub, where tokenizers are looked for",
     "HUGGINGFACE_HUB_CACHE": "the same, by an older name",
     "HF_HOME": "the folder above it",
     "XDG_CACHE_HOME": "the folder above that one",
 }
 INTRODUCTION = """\
-# The client, name by name
+# Client
 
-The classes that programs call, with what each method takes and gives; [the client](../client.md)
-says how they are used, and [types](../types.md) what they are given. All can be taken from
-`tinsmith`; [the list of names](../public-names.txt) has the rest.
+For programmers who look up a method: every class that programs use, with its methods.
+[The client](../client.md) shows how they are used, and [types](../types.md) describes
+their arguments. Import all of them from `tinsmith`.
 
-Where a method has a twin that is named with `_async`, the signature is that of the blocking one;
-the twin is for coroutines, and does not block the event loop.
+If a method returns a future, await it in a coroutine and call `result()` on it elsewhere. A
+`TrainingClientFuture` is an `APIFuture` of a `TrainingClient` and can be used as that client; the
+same holds for a `SamplingClientFuture`. Most methods also have a variant for coroutines, with
+`_async` at the end of its name and the same arguments.
 """
 
 
@@ -60,22 +70,22 @@ def page() -> str:
     parts = [INTRODUCTION.rstrip()]
     for name in CLASSES:
         cls = getattr(tinsmith, name)
-        parts += [f"## {name}", *paragraphs(cls)]
+        parts += [f"## {name}", *map(wrapped, paragraphs(cls))]
         if name not in MADE_BY_OTHERS:
-            parts.append(_signature(name, cls))
+            parts.append(_block(_signature(name, cls)))
         if name == "ServiceClient":
-            parts += ["Further keywords:", _keywords(cls)]
+            parts += ["More keyword arguments:", _keywords(cls)]
         if field_docs(cls):
             parts.append(_fields(cls, field_docs(cls)))
-        parts += ["\n".join(_methods(cls))] if list(_methods(cls)) else []
+        parts += _methods(cls)
     variables = ((code(name), what) for name, what in VARIABLES.items())
-    parts += ["## Variables", "An argument counts before a variable."]
-    parts += [table(("variable", "what it is"), variables)]
+    parts += ["## Environment variables", "Arguments take precedence over variables."]
+    parts += [table(("variable", "meaning"), variables)]
     return "\n\n".join(parts) + "\n"
 
 
 def _keywords(cls: type) -> str:
-    """What else `ServiceClient` takes: the fields of its settings that are told of."""
+    """The documented settings that `ServiceClient` takes beside its named parameters."""
     named = inspect.signature(cls).parameters
     docs = field_docs(ClientSettings)
     told = {name: text for name, text in docs.items() if text and name not in named}
@@ -86,7 +96,7 @@ def _keywords(cls: type) -> str:
 def _fields(cls: Any, docs: dict[str, str]) -> str:
     taken = inspect.signature(cls).parameters
     rows = ((code(name), code(repr(taken[name].default)), text) for name, text in docs.items())
-    return table(("name", "default", "what it is"), rows)
+    return table(("name", "default", "meaning"), rows)
 
 
 def _methods(cls: type) -> Iterator[str]:
@@ -95,15 +105,15 @@ def _methods(cls: type) -> Iterator[str]:
         if name.endswith("_async") and name.removesuffix("_async") in members:
             continue
         about = " ".join(paragraphs(member)[:1])
-        if isinstance(member, property):
-            yield f"- `{name}`: {about}"
-            continue
-        twin = f", `{name}_async`" if f"{name}_async" in members else ""
-        yield f"- {_signature(name, getattr(cls, name))}{twin}: {about}"
+        yield f"### {name}"
+        if not isinstance(member, property):
+            yield _block(_signature(name, getattr(cls, name)))
+        twin = f" Also `{name}_async`." if f"{name}_async" in members else ""
+        yield wrapped(f"{about}{twin}")
 
 
 def _members(cls: type) -> Iterator[tuple[str, Any]]:
-    """What its classes define for programs, in the order in which they do, their own first."""
+    """Public members in order of definition, those of the class itself first."""
     seen: set[str] = set(NOT_FOR_PROGRAMS)
     for owner in cls.__mro__:
         if not owner.__module__.startswith("tinsmith."):
@@ -116,8 +126,19 @@ def _members(cls: type) -> Iterator[tuple[str, Any]]:
                 yield name, plain
 
 
+def _block(signature: str) -> str:
+    """A signature as a block of code, with one parameter per line if it is long."""
+    if len(signature) > MOST_COLUMNS:
+        head, _, rest = signature.partition("(")
+        taken, _, given = rest.rpartition(")")
+        # A comma within brackets belongs to a type.
+        parts = re.split(r", (?![^\[\(]*[\]\)])", taken)
+        signature = f"{head}(\n" + "".join(f"    {part},\n" for part in parts) + f"){given}"
+    return f"```py\n{signature}\n```"
+
+
 def _signature(name: str, called: Any) -> str:
-    """How it is called, as code."""
+    """How it is called."""
     signature = inspect.signature(called)
     taken = [
         parameter.replace(
@@ -129,11 +150,11 @@ def _signature(name: str, called: Any) -> str:
     given = signature.return_annotation
     is_told = given not in (inspect.Signature.empty, None, "None")
     returned = _Text(given) if is_told else inspect.Signature.empty
-    return code(name + str(signature.replace(parameters=taken, return_annotation=returned)))
+    return name + str(signature.replace(parameters=taken, return_annotation=returned))
 
 
 class _Text:
-    """Shown as this text, without quotes."""
+    """An annotation or default that is printed as it is, without quotes."""
 
     def __init__(self, text: object) -> None:
         self._text = text.__name__ if isinstance(text, type) else str(text)
@@ -143,6 +164,6 @@ class _Text:
 
 
 def _default(value: object) -> object:
-    """A default, shown in short: an object as its class's name."""
+    """A default in short form: objects are shown by the name of their class."""
     is_plain = value is None or isinstance(value, str | int | float | tuple | type)
     return value if is_plain else _Text(f"{type(value).__name__}()")

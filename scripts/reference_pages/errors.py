@@ -1,4 +1,4 @@
-"""The page of the errors: the tree, what each is and what to do, and the statuses on the wire."""
+"""The reference of errors: the tree, what to do about each, and HTTP statuses."""
 
 from __future__ import annotations
 
@@ -14,22 +14,33 @@ RAISED_INSIDE = {"LedgerError", "CheckpointError", "ValidationError", "DecodeErr
 INTRODUCTION = """\
 # Errors
 
-All are below `TinkerError`, which is also named `TinsmithError`, and can be taken from `tinsmith`.
-Each carries `request_id` and `remedy` where they are known, and can be pickled. In brackets is what
-else an error is.
+For programmers who handle errors: the tree, what each error means, and what to do about it.
+
+```py
+try:
+    result = training.forward_backward(data, "cross_entropy").result()
+except tinsmith.RateLimitError as error:
+    print(error.retry_after_s, error.request_id)
+except tinsmith.TinkerError as error:
+    print(error, error.remedy)
+```
+
+All errors derive from `TinkerError`, which is also named `TinsmithError`. Import them from
+`tinsmith`. They carry `request_id` and `remedy` if these are known, and can be pickled. Further
+base classes are in brackets.
 """
 STATUSES_TEXT = """\
 ## Statuses
 
-What the client raises for a refusal, when its second tries are over. Asked for a result, any 4xx is
-a `ResultRefusedError` too, and 410 a `ResultExpiredError`.
+What the client raises for a status, after its retries. When a result is fetched, any 4xx is also a
+`ResultRefusedError`, and 410 a `ResultExpiredError`.
 """
 INSIDE_TEXT = """\
 ## Errors inside the service
 
-What it answers where one of these is raised within it: as the refusal of a request, this status; of
-a request that was accepted, a failed future, which the client raises as a `RequestFailedError` of
-this category. Any other error is a 500 and of the category `server`.
+If one of these is raised within the service while it handles a request, the client gets this
+status. If it is raised while an accepted command runs, the future fails with a `RequestFailedError`
+of this category. Any other error is a 500, or of the category `server`.
 """
 
 
@@ -44,13 +55,13 @@ def page() -> str:
     parts = [
         INTRODUCTION.rstrip(),
         "```text\n" + "\n".join(_tree(TinkerError)) + "\n```",
-        "## What each is",
-        table(("error", "what it means", "what to do"), meant),
+        "## What each error means",
+        table(("error", "meaning", "what to do"), meant),
         STATUSES_TEXT.rstrip(),
-        table(("status", "error", "clients try again"), statuses),
+        table(("status", "error", "retried by the client"), statuses),
         INSIDE_TEXT.rstrip(),
         table(
-            ("error", "status", "come again after", "category"),
+            ("error", "status", "Retry-After", "category"),
             (_answered(cls) for cls in found if _is_raised_inside(cls)),
         ),
     ]
@@ -58,13 +69,13 @@ def page() -> str:
 
 
 def public_errors() -> set[type[TinkerError]]:
-    """Every error of ours that has a public name."""
+    """Every public error."""
     names = (getattr(tinsmith, name) for name in tinsmith.__all__)
     return {one for one in names if isinstance(one, type) and issubclass(one, TinkerError)}
 
 
 def _children(cls: type[TinkerError]) -> list[type[TinkerError]]:
-    """Those right below it, in the order in which they were made."""
+    """Direct subclasses, in order of definition."""
     public = public_errors()  # which loads them all
     return [one for one in cls.__subclasses__() if one in public and one.__bases__[0] is cls]
 
@@ -76,7 +87,7 @@ def _with_all_below(cls: type[TinkerError]) -> Iterator[type[TinkerError]]:
 
 
 def _tree(cls: type[TinkerError]) -> Iterator[str]:
-    """The lines of the tree, each with what else a class is."""
+    """The lines of the tree, with further base classes in brackets."""
     others = [base.__name__ for base in cls.__bases__[1:]]
     yield cls.__name__ + (f" ({', '.join(others)})" if others else "")
     children = _children(cls)
@@ -88,7 +99,7 @@ def _tree(cls: type[TinkerError]) -> Iterator[str]:
 
 
 def _told(cls: type[TinkerError]) -> tuple[str, str]:
-    """Its meaning, and what to do: the first paragraph of the docstring, and the others."""
+    """Meaning and remedy: the first paragraph of the docstring, and the others."""
     first, *rest = paragraphs(cls)
     return first, " ".join(rest)
 

@@ -1,4 +1,4 @@
-"""The page of what a service tells of itself: metrics, fields of logs, spans."""
+"""The reference of metrics, log fields and spans."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ def page() -> str:
     return f"""\
 # Metrics, logs and spans
 
-What a service tells of itself; [serving](../serving.md#metrics) says where and to whom.
+For operators who build dashboards and alerts: every metric, log field and span of a service.
+[Operating a service](../operations.md#metrics) says how to get them.
 
 ## Metrics
 
-At `/metrics`, in Prometheus' text format. A label that would take more than a thousand values is
-counted under `other` from there on.
+At `/metrics`, in Prometheus' text format. A label has at most a thousand values; further ones are
+counted as `other`.
 
-{table(("metric", "kind", "labels", "what it is"), metrics)}
+{table(("metric", "kind", "labels", "meaning"), metrics)}
 
 ## Fields of the log
 
-Beside `time`, `level`, `logger` and `message`, where they are known:
+Beside `time`, `level`, `logger` and `message`, if they are known:
 
-{table(("field", "what it is"), fields)}
+{table(("field", "meaning"), fields)}
 
 ## Spans
 
-With `otel_endpoint`. Their attributes are the fields above with `tinsmith.` before them.
+Sent if `otel_endpoint` is set. Attributes are the fields above, prefixed with `tinsmith.`.
 
-{table(("span", "what it is"), spans)}
+{table(("span", "meaning"), spans)}
 """

@@ -1,9 +1,9 @@
-"""The page of the routes, from the table of endpoints by which the server routes."""
+"""The reference of routes, from the table of endpoints that the server uses."""
 
 from __future__ import annotations
 
 from scripts.reference_pages.markdown import code, paragraphs, table
-from tinsmith.server.routes import Routes, collect
+from tinsmith.service.api.routes import Routes, collect
 from tinsmith.wire.endpoint_types import Answer, Endpoint, Format, Pool
 from tinsmith.wire.endpoints import FUTURE_RESULTS
 
@@ -12,7 +12,7 @@ GROUPS = {
     "Training": "train",
     "Sampling": "sample",
     "Results": "retrieve",
-    "Looking up and taking care": "management",
+    "Management": "management",
     "The service itself": "rest",
     "Extensions": "extension",
 }
@@ -20,17 +20,22 @@ HEAD = ("route", "takes", "gives", "what it does")
 INTRODUCTION = """\
 # Routes
 
-What a service of ours answers. Bodies are JSON; *protobuf* marks what is also sent in that form,
-which is smaller. A service that runs has the fields of each at `/docs`, and for programs at
-`/openapi.json`.
+For programmers of clients and proxies: every route of a service.
 
-*Until 0.25* says that no release of the official SDK after that one calls the route; the others are
-called by the newest that we know ([which were tried](../compatibility.md)). *A future of X* is a
-request id, under which `retrieve_future` gives an X. *Open* routes need no key; all others take one
-in the header `X-API-Key`. A refusal is a status and `{"detail": "why"}`; [errors](errors.md) says
-which is which. What is under *extensions* is ours, and only used
-[where a service offers it](../extensions.md). Pages for whoever runs it, such as `/healthz`, are
-told of in [serving](../serving.md#health).
+```sh
+curl -H "X-API-Key: $TINKER_API_KEY" "$TINKER_BASE_URL/api/v1/get_server_capabilities"
+```
+
+A running service has the fields of each route at `/docs`, and for programs at `/openapi.json`.
+Health checks are described in [operating a service](../operations.md#health).
+
+- Routes need a key in the header `X-API-Key`, except those marked *open*.
+- Bodies are JSON. *Protobuf* marks bodies that can also be sent in that format.
+- *A future of X* is a request id, for which `retrieve_future` returns an X.
+- A refusal is a status with `{"detail": "why"}`; see [errors](errors.md#statuses).
+- *Until 0.25* marks routes that later releases of the official SDK do not call; see
+  [compatibility](../compatibility.md).
+- [Extensions](../extensions.md) are tinsmith's own.
 """
 
 
@@ -59,7 +64,7 @@ def _row(endpoint: Endpoint, routes: Routes) -> tuple[str, ...]:
     notes = [] if endpoint.until is None else [f"*Until {endpoint.until}.*"]
     notes += ["*Open.*"] if endpoint.name in routes.open else []
     path = endpoint.path.replace(":path}", "}")
-    # What runs later is put into a line by one handler for all; its request says what it is.
+    # One handler queues all commands; the request type says what a command does.
     about = endpoint.request if endpoint.answer is Answer.FUTURE else routes.handlers[endpoint.name]
     return (
         code(f"{endpoint.method} {path}"),
@@ -70,7 +75,7 @@ def _row(endpoint: Endpoint, routes: Routes) -> tuple[str, ...]:
 
 
 def _taken(endpoint: Endpoint) -> str:
-    if endpoint.takes_bytes:
+    if endpoint.takes_stream:
         return "bytes"
     name = endpoint.request.__name__
     if name == "EmptyRequest":
@@ -84,7 +89,7 @@ def _given(endpoint: Endpoint) -> str:
         also = ", *protobuf*" if result.format is Format.PROTOBUF else ""
         return f"a future of {code(result.type.__name__)}{also}"
     if endpoint.answer is Answer.RESULT:
-        return "what the future is of"
+        return "the result of the future"
     if endpoint.answer is Answer.EVENTS:
         return "server-sent events"
     return code(endpoint.response.__name__) if endpoint.response is not None else ""

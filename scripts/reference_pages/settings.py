@@ -1,24 +1,30 @@
-"""The page of the settings of `tinsmith serve`, and of the quotas of tenants."""
+"""The reference of the settings of `tinsmith serve` and of quotas."""
 
 from __future__ import annotations
 
 from scripts.reference_pages.markdown import code, table
-from tinsmith.serve.options import CONFIG_VARIABLE, ENVIRONMENT_PREFIX, OPTIONS, Option
-from tinsmith.server.keys import QUOTAS
+from tinsmith.service.api.keys import QUOTAS
+from tinsmith.service.run.options import CONFIG_VARIABLE, ENVIRONMENT_PREFIX, OPTIONS, Option
 
-HEAD = ("key in a file", "flag", "variable", "default", "what it is")
+HEAD = ("key in a file", "flag", "variable", "default", "meaning")
 INTRODUCTION = f"""\
 # Settings of the service
 
-What `tinsmith serve` can be told; [serving](../serving.md#settings) says which of the places
-counts. A file in TOML is named by `--config` or `{CONFIG_VARIABLE}`; in it, what is before a
-dot is a section: `body_bytes` below `[limits]`. A variable's name begins with
-`{ENVIRONMENT_PREFIX}`, which the table leaves out.
+For operators who look up a setting of `tinsmith serve`. For example, these three are the same:
+
+```text
+--limits-body-bytes 1000000
+{ENVIRONMENT_PREFIX}LIMITS_BODY_BYTES=1000000
+body_bytes = 1000000    under [limits] in the file that --config or {CONFIG_VARIABLE} names
+```
+
+[Running a service](../serving.md#settings) says which one wins. The table omits the prefix
+`{ENVIRONMENT_PREFIX}` of variables.
 """
 QUOTAS_INTRODUCTION = """\
 ## Quotas
 
-What one tenant can be held to, with `tinsmith key create --quota NAME=N` or
+Limits for one tenant, set with `tinsmith key create --quota NAME=N` or
 `tinsmith key quota TENANT NAME=N`:
 """
 
@@ -30,7 +36,7 @@ def page() -> str:
         INTRODUCTION.rstrip(),
         table(HEAD, map(_row, OPTIONS)),
         QUOTAS_INTRODUCTION.rstrip(),
-        table(("quota", "of one tenant"), quotas),
+        table(("quota", "meaning, per tenant"), quotas),
     ]
     return "\n\n".join(parts) + "\n"
 

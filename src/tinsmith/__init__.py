@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from tinsmith.client.losses.custom import GradientLoss as GradientLoss
     from tinsmith.client.losses.graph import LossHandle as LossHandle
     from tinsmith.client.losses.graph import PerDatumLossFn as PerDatumLossFn
-    from tinsmith.client.management.bulk_delete import DeletionReport as DeletionReport
-    from tinsmith.client.management.bulk_delete import FailedDeletion as FailedDeletion
-    from tinsmith.client.management.trace_export import TraceExportError as TraceExportError
+    from tinsmith.client.management.checkpoints import DeletionReport as DeletionReport
+    from tinsmith.client.management.checkpoints import FailedDeletion as FailedDeletion
+    from tinsmith.client.management.sessions import TraceExportError as TraceExportError
     from tinsmith.client.request_options import RequestOptions as RequestOptions
     from tinsmith.client.request_options import Timeout as Timeout
     from tinsmith.client.rest import RestClient as RestClient
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from tinsmith.client.sampling import SamplingClient as SamplingClient
     from tinsmith.client.service import ServiceClient as ServiceClient
     from tinsmith.client.training import TrainingClient as TrainingClient
+    from tinsmith.errors import AdapterLostError as AdapterLostError
     from tinsmith.errors import APIConnectionError as APIConnectionError
     from tinsmith.errors import APIError as APIError
     from tinsmith.errors import APIResponseValidationError as APIResponseValidationError
@@ -74,9 +75,11 @@ if TYPE_CHECKING:
     from tinsmith.errors import LedgerError as LedgerError
     from tinsmith.errors import LedgerUnavailableError as LedgerUnavailableError
     from tinsmith.errors import LedgerVersionError as LedgerVersionError
+    from tinsmith.errors import NoReplicaError as NoReplicaError
     from tinsmith.errors import NotFoundError as NotFoundError
     from tinsmith.errors import PermissionDeniedError as PermissionDeniedError
     from tinsmith.errors import RateLimitError as RateLimitError
+    from tinsmith.errors import ReplicaError as ReplicaError
     from tinsmith.errors import RequestErrorCategory as RequestErrorCategory
     from tinsmith.errors import RequestFailedError as RequestFailedError
     from tinsmith.errors import ResultExpiredError as ResultExpiredError
@@ -131,9 +134,9 @@ _MODULE_OF = {
     "SamplingClient": "tinsmith.client.sampling",
     "RestClient": "tinsmith.client.rest",
     "AdminClient": "tinsmith.client.admin",
-    "DeletionReport": "tinsmith.client.management.bulk_delete",
-    "FailedDeletion": "tinsmith.client.management.bulk_delete",
-    "TraceExportError": "tinsmith.client.management.trace_export",
+    "DeletionReport": "tinsmith.client.management.checkpoints",
+    "FailedDeletion": "tinsmith.client.management.checkpoints",
+    "TraceExportError": "tinsmith.client.management.sessions",
     "NoIdentityError": "tinsmith.client.auth",
     "APIFuture": "tinsmith.client.futures",
     "LossHandle": "tinsmith.client.losses.graph",
@@ -177,6 +180,9 @@ _MODULE_OF = {
     "ConflictError": "tinsmith.errors",
     "DecodeError": "tinsmith.errors",
     "EngineLostError": "tinsmith.errors",
+    "ReplicaError": "tinsmith.errors",
+    "NoReplicaError": "tinsmith.errors",
+    "AdapterLostError": "tinsmith.errors",
     "ExperimentalWarning": "tinsmith.errors",
     "IncompleteResultError": "tinsmith.errors",
     "InternalServerError": "tinsmith.errors",

@@ -53,10 +53,10 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "tinker._types": ("tinsmith.client.request_options",),
     "tinker._version": (),
     "tinker.lib": (),
-    "tinker.lib.api_future_impl": ("tinsmith.client.queue_state", "tinsmith.client.futures"),
+    "tinker.lib.api_future_impl": ("tinsmith.client.waits", "tinsmith.client.futures"),
     "tinker.lib.experimental": ("tinsmith.errors",),
     "tinker.lib.internal_client_holder": (),
-    "tinker.lib.queue_state_logger": ("tinsmith.client.queue_state",),
+    "tinker.lib.queue_state_logger": ("tinsmith.client.waits",),
     "tinker.lib.retry_handler": (),
     "tinker.lib.retryable_exception": (),
     "tinker.lib.public_interfaces": _PUBLIC_INTERFACES,
@@ -93,8 +93,8 @@ def as_tinker() -> None:
         return
     if loaded is not None:
         raise AsTinkerError(
-            "the official tinker package was imported before",
-            remedy="call tinsmith.as_tinker() first of all",
+            "the official tinker package is already imported",
+            remedy="call tinsmith.as_tinker() before the first `import tinker`",
         )
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

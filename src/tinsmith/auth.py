@@ -1,7 +1,6 @@
-"""Whether there is a credential, and whether it works.
+"""The functions of `tinker.auth`: find credentials, and check them.
 
-The same three functions as in `tinker.auth`. The first two look around on this machine alone; the
-third asks the service.
+The first two look on this machine only; the third calls the service.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from tinsmith.errors import TinkerError
 
 __all__ = ["get_tinker_token", "raise_if_tinker_not_accessible", "tinker_has_credentials"]
 
-PATIENCE_S = 60.0
-"""How long the service may take to answer; the credential command has that long too."""
+TIMEOUT_S = 60.0
+"""The timeout of the service, and of the credential command."""
 
 
 def get_tinker_token() -> str | None:
-    """The key in `TINKER_API_KEY`, else the stored default; None if there is none.
+    """The API key in `TINKER_API_KEY`, else the stored default; None if there is none.
 
-    The credential command is not run.
+    Does not run the credential command.
     """
     try:
         settings = settings_from()
@@ -38,9 +37,9 @@ def get_tinker_token() -> str | None:
 
 
 def tinker_has_credentials() -> bool:
-    """Whether a client would find a credential here.
+    """Whether a client would find a credential.
 
-    A credential command counts, and is not run.
+    A credential command counts, but is not run.
     """
     try:
         settings = settings_from(base_url=address_of_login(os.environ))
@@ -50,22 +49,20 @@ def tinker_has_credentials() -> bool:
 
 
 def raise_if_tinker_not_accessible() -> None:
-    """Make one call with the credential that is found here, and wait for it.
-
-    Nothing is tried again: whatever is wrong is told at once.
+    """Check the credential with one call to the service, without retries.
 
     Raises:
-        TinkerError: There is no credential, or something else is wrong on this side.
-        AuthenticationError: The service does not accept it.
-        BillingError: The account is not set up to pay.
-        APIConnectionError: The service was not reached.
+        TinkerError: There is no credential, or another local problem.
+        AuthenticationError: The service does not accept the credential.
+        BillingError: The account has a billing problem.
+        APIConnectionError: The service could not be reached.
     """
     try:
-        # An address is named, so that no service is started here for want of a credential.
+        # An explicit address, so that a missing credential does not start an embedded service.
         url = settings_from(base_url=address_of_login(os.environ)).base_url
         with ServiceClient(base_url=url, retry=NO_RETRIES) as client:
-            client.get_server_capabilities(timeout=PATIENCE_S)
+            client.get_server_capabilities(timeout=TIMEOUT_S)
     except TinkerError:
         raise
     except Exception as exc:
-        raise TinkerError(f"the service cannot be used: {exc}") from exc
+        raise TinkerError(f"cannot use the service: {exc}") from exc

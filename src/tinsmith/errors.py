@@ -1,45 +1,48 @@
-"""Every error tinsmith raises, one tree, branched by who can act on it.
+"""Every error that tinsmith raises, as one tree branched by who can act on it.
 
     TinkerError                          (also named TinsmithError)
-    ├── ValidationError                  a value does not fit its field (a ValueError)
+    ├── ValidationError                  an argument is invalid (a ValueError)
     │   └── UnknownFieldError            the type has no such field (also a TypeError)
-    ├── DecodeError                      bytes are not what they claim to be (a ValueError)
-    │   └── BodyTooLargeError            they would take more memory than allowed
-    ├── ClosedError                      the client was closed (a RuntimeError)
-    │   └── EngineLostError              the process in which an engine computed has ended
-    ├── TokenizerError                   no tokenizer was found for a model (a RuntimeError)
-    ├── LedgerError                      the service's durable record says no
-    │   ├── CommandConflictError         a number was used for another request
-    │   ├── CommandPassedError           the turn of a number is over
-    │   ├── UnknownEntryError            nothing is kept under this id
+    ├── DecodeError                      received bytes are malformed (a ValueError)
+    │   └── BodyTooLargeError            decoding them would take too much memory
+    ├── ClosedError                      the client is closed (a RuntimeError)
+    │   └── EngineLostError              the engine's process has exited
+    ├── ReplicaError                     a part of the engine cannot do its work (a RuntimeError)
+    │   ├── AdapterLostError             what it held is lost with it, and is rebuilt elsewhere
+    │   └── NoReplicaError               no replica has room now
+    ├── TokenizerError                   a model's tokenizer was not found (a RuntimeError)
+    ├── LedgerError                      the service's ledger refused or failed
+    │   ├── CommandConflictError         the command's number belongs to another request
+    │   ├── CommandPassedError           the command's number was skipped
+    │   ├── UnknownEntryError            no entry has this id
     │   ├── ResultGoneError              the result was acknowledged or has expired
-    │   ├── LedgerUnavailableError       it cannot write or read now: disk full, locked, gone
-    │   ├── LeaseHeldError               another server's scheduler works from it
-    │   ├── LeaseLostError               ... since this one's lease ended: nothing was written
-    │   ├── LedgerVersionError           its schema is not one that this version can use
-    │   └── LedgerDamagedError           kept bytes are not what was written
-    ├── CheckpointError                  saved weights say no
-    │   ├── CheckpointNotFoundError      nothing is saved under this path
-    │   ├── CheckpointExistsError        something else is
-    │   ├── CheckpointUnavailableError   the store cannot write or read now
-    │   │   └── StorageFullError         ... because there is no room
-    │   ├── CheckpointFormatError        the files are not weights as we know them (a ValueError)
-    │   └── CheckpointDamagedError       kept bytes are not what was written
-    ├── BaseModelError                   the files of a base model say no
-    │   ├── BaseModelNotFoundError       no model of this name is here, or known where it was sought
-    │   ├── BaseModelUnavailableError    it cannot be fetched, written or read now
-    │   │   └── BaseModelNoRoomError     ... because the disk has no room
-    │   ├── BaseModelFormatError         the files are not a model as we know them (a ValueError)
-    │   └── BaseModelDamagedError        fetched or kept bytes are not what they should be
-    ├── RequestFailedError               the server accepted the work and could not finish it
-    └── APIError                         an HTTP exchange went wrong
-        ├── APIResponseValidationError   the reply arrived and could not be understood
-        │   ├── UnreadableResultError    ... and was the result of a call (a ValueError)
-        │   └── IncompleteResultError    ... and is not what was asked for (a RuntimeError)
-        ├── APIConnectionError           no reply arrived
-        │   ├── APITimeoutError          ... within the time allowed (a TimeoutError)
-        │   └── CertificateError         the server could not prove who it is
-        └── APIStatusError               the reply was a refusal
+    │   ├── LedgerUnavailableError       temporarily unusable: disk full, locked, unreachable
+    │   ├── LeaseHeldError               another scheduler holds the lease
+    │   ├── LeaseLostError               this scheduler lost its lease; nothing was written
+    │   ├── LedgerVersionError           this version cannot use the schema
+    │   └── LedgerDamagedError           stored bytes are corrupt
+    ├── CheckpointError                  a checkpoint could not be written, found or read
+    │   ├── CheckpointNotFoundError      no checkpoint has this path
+    │   ├── CheckpointExistsError        a checkpoint has this path already
+    │   ├── CheckpointUnavailableError   the store is temporarily unusable
+    │   │   └── StorageFullError         the store is full
+    │   ├── CheckpointFormatError        the files are not weights we can read (a ValueError)
+    │   └── CheckpointDamagedError       stored bytes are corrupt
+    ├── BaseModelError                   a base model could not be fetched, found or read
+    │   ├── BaseModelNotFoundError       no model has this name
+    │   ├── BaseModelUnavailableError    the model is temporarily unavailable
+    │   │   └── BaseModelNoRoomError     the disk is full
+    │   ├── BaseModelFormatError         the files are not a model we can read (a ValueError)
+    │   └── BaseModelDamagedError        fetched or stored bytes are corrupt
+    ├── RequestFailedError               the service accepted the request, but it failed
+    └── APIError                         an HTTP request failed
+        ├── APIResponseValidationError   the response could not be understood
+        │   ├── UnreadableResultError    the result of a call is malformed (a ValueError)
+        │   └── IncompleteResultError    the result of a call is incomplete (a RuntimeError)
+        ├── APIConnectionError           no response arrived
+        │   ├── APITimeoutError          no response arrived in time (a TimeoutError)
+        │   └── CertificateError         the server's TLS certificate is not trusted
+        └── APIStatusError               the response has an error status
             ├── BadRequestError          400
             ├── AuthenticationError      401
             ├── BillingError             402
@@ -49,19 +52,16 @@
             ├── UnprocessableEntityError 422
             ├── RateLimitError           429
             ├── InternalServerError      500 and above
-            └── ResultRefusedError       4xx when asked for a result (a ValueError)
-                └── ResultExpiredError   410: the server no longer has it
+            └── ResultRefusedError       4xx for a result (a ValueError)
+                └── ResultExpiredError   410: the service no longer has the result
 
-A refusal to give out a result is of both classes that fit: a 404 is a `NotFoundError` and a
-`ResultRefusedError`. Programs catch it as a `ValueError`, which is what the official SDK raises,
-and a wait that took too long as a `TimeoutError`.
+A 4xx for a result has two classes: a 404 is a `NotFoundError` and a `ResultRefusedError`. The
+official SDK raises `ValueError` for these, and `TimeoutError` when a wait takes too long, so
+programs written for it catch ours.
 
-The names that Tinker programs catch are the API's own. Each error can be pickled, so that it
-crosses process boundaries, and carries the request id, the status and the remedy where they are
-known.
-
-Knows nothing of HTTP libraries: `request` and `response` are whatever small records the transport
-made.
+The names under `APIError`, and `RequestFailedError`, are those of the official SDK. Errors can be
+pickled and carry the request id, the status and a remedy where they are known. `request` and
+`response` are small records of the transport; no HTTP library is involved here.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _Error = TypeVar("_Error", bound=BaseException)
 
 
 class RequestErrorCategory(enum.StrEnum):
-    """Who can mend a failed request: its sender, the server, or it is not known."""
+    """Who can fix a failed request: the user, the server, or unknown."""
 
     Unknown = "unknown"
     Server = "server"
@@ -82,7 +82,7 @@ class RequestErrorCategory(enum.StrEnum):
 
     @classmethod
     def parse(cls, text: object) -> RequestErrorCategory:
-        """Read a category as it came over the wire, in any case; what is not known is `Unknown`."""
+        """Parse a category from the wire, case-insensitively; anything else is `Unknown`."""
         try:
             return cls(text.strip().lower()) if isinstance(text, str) else cls.Unknown
         except ValueError:
@@ -90,31 +90,30 @@ class RequestErrorCategory(enum.StrEnum):
 
 
 def shown(value: object, most: int = 80) -> str:
-    """A value for a message: cut to `most` characters, and never itself a reason to fail.
+    """The `repr` of a value for an error message, cut to `most` characters. Never raises.
 
-    What came over the wire may be nested deeper than `repr` can go, or have more digits than Python
-    agrees to print.
+    A value from the wire may be nested too deeply for `repr`, or have more digits than Python is
+    willing to print.
     """
     try:
         return repr(value)[:most]
     except (RecursionError, ValueError):
-        return f"a {type(value).__name__} that cannot be shown"
+        return f"<{type(value).__name__} that cannot be printed>"
 
 
 def without_frames(error: _Error) -> _Error:
-    """The same error without its traceback: call it on every error that is stored.
+    """Drop an error's traceback, and those of its causes and contexts; call it before storing one.
 
-    A traceback references the frames that the error passed through. They hold what was at hand,
-    such as the body of a request, and often what the error is stored in, so that only the garbage
-    collector could free them. This clears the causes and contexts of the error too.
+    A traceback references the frames that the error passed through, and with them whatever they
+    hold: request bodies, and often the object that stores the error, which makes a reference cycle.
 
-    Where an error that is not ours was raised is kept as text, in a note: it may be a bug.
+    For an error that is not ours, and so may be a bug, the traceback is kept as text in a note.
     """
     if error.__traceback__ is not None and not isinstance(error, TinkerError | MemoryError):
         import traceback
 
         where = "".join(traceback.format_tb(error.__traceback__)).rstrip()
-        error.add_note(f"It was raised in:\n{where}")
+        error.add_note(f"Traceback:\n{where}")
     found: list[BaseException | None] = [error]
     seen: set[int] = set()
     while found:
@@ -130,9 +129,10 @@ def without_frames(error: _Error) -> _Error:
 
 
 class TinkerError(Exception):
-    """Root of everything that tinsmith raises on purpose.
+    """The base class of all errors that tinsmith raises.
 
-    `request_id` names the server-side request and `remedy` says what to do, where they are known.
+    `request_id` identifies the request in the server's log, and `remedy` says what to do, where
+    they are known.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class TinkerError(Exception):
         return f"{text}; {self.remedy}" if self.remedy else text
 
     def __reduce__(self) -> tuple[object, ...]:
-        # The default calls the class with `args` alone, which fails wherever a keyword is required.
+        # The default would call the class with `args` alone, without its keyword arguments.
         return _rebuild, (type(self), self.args, self.__dict__.copy())
 
 
@@ -164,93 +164,114 @@ TinsmithError = TinkerError
 
 
 class ValidationError(TinkerError, ValueError):
-    """A value given by the caller does not fit its field.
+    """An argument is invalid; nothing was sent.
 
-    Mend the value that the message names; nothing was sent.
+    Correct the value that the message names.
     """
 
 
 class UnknownFieldError(ValidationError, TypeError):
-    """A type was made with a field that it does not have.
+    """A type was constructed with a field that it does not have.
 
-    Mend the name of the field; the message lists the nearest.
+    Correct the name of the field; the message suggests the nearest one.
     """
 
 
 class DecodeError(TinkerError, ValueError):
-    """Bytes from the other side are not what they claim to be.
+    """Received bytes are malformed.
 
-    Look at what stands between: a proxy, another service at this address, a release too new.
+    Check for a proxy in between, another service at this address, or a newer release there.
     """
 
 
 class BodyTooLargeError(DecodeError):
     """Decoding would take more memory than the receiver allows.
 
-    Ask for less at once, or raise `limits.decoded_bytes` of a service of your own.
+    Send less per request, or raise `limits.decoded_bytes` if you run the service.
     """
 
 
 class ClosedError(TinkerError, RuntimeError):
-    """The client was closed, or belongs to the process that this one was forked from.
+    """The client is closed, or belongs to the parent of this forked process.
 
-    Make a new client, in a forked child too.
+    Create a new client; a forked child needs its own.
     """
 
 
 class EngineLostError(ClosedError):
-    """The process in which an engine computed has ended; what the engine held is gone.
+    """The engine's process has exited, and its state is lost.
 
-    Nothing, as a rule: the service starts the engine anew and runs again what was under way.
+    Usually nothing: the service restarts the engine and repeats the work that was running.
+    """
+
+
+class ReplicaError(TinkerError, RuntimeError):
+    """A replica of the engine cannot do its work now. Only inside the service.
+
+    Nothing: the service repeats the work.
+    """
+
+
+class AdapterLostError(ReplicaError):
+    """A replica was lost, and with it the adapter, weights or sample that a work needs.
+
+    Nothing: the service rebuilds what was lost from the ledger, and repeats the work.
+    """
+
+
+class NoReplicaError(ReplicaError):
+    """No replica that serves the base model is running and has room for another adapter.
+
+    Usually nothing: the work waits. `tinsmith fleet` shows the replicas.
     """
 
 
 class TokenizerError(TinkerError, RuntimeError):
-    """The tokenizer of a model could not be found or loaded.
+    """A model's tokenizer was not found or could not be loaded.
 
-    Do what the message says: install the extra `tokenizers`, or name a folder to load from.
+    Follow the message: install the extra `tokenizers`, or name a folder to load from.
     """
 
 
 class LedgerError(TinkerError):
-    """The durable record of the service refused something or failed.
+    """The service's ledger refused an operation or failed.
 
-    See the classes below; what was accepted before is kept.
+    See the subclasses; commands accepted earlier are safe.
     """
 
 
 class CommandConflictError(LedgerError):
-    """A command's number was used before, for another request.
+    """A command's number was already used for another request.
 
-    Let one client number the calls of a model, and send the same body when trying again.
+    Use one client per model, and retry with the same body.
     """
 
 
 class CommandPassedError(LedgerError):
-    """A command came after its number had been passed over.
+    """A command arrived after its number had been skipped.
 
-    Make the call again; it gets a new number.
+    Repeat the call; it gets a new number.
     """
 
 
 class UnknownEntryError(LedgerError):
-    """The ledger keeps nothing under this id.
+    """The ledger has no entry with this id.
 
-    Look at the id, and at whose key is used: what belongs to others does not exist for you.
+    Check the id and the API key: other tenants' entries are not visible.
     """
 
 
 class ResultGoneError(LedgerError):
-    """A result is no longer kept: its client has it, or it expired.
+    """A result was deleted: its client acknowledged it, or it expired.
 
-    Ask for the work again; `retention.result_s` says how long results are kept.
+    Repeat the call; `retention.result_s` sets how long results are kept.
     """
 
 
 class LedgerUnavailableError(LedgerError):
-    """The ledger cannot write or read now; nothing was promised, and trying again may help.
+    """The ledger is temporarily unusable; nothing was accepted.
 
-    Clients try again by themselves; see that the disk has room and the database answers.
+    Check that the disk has free space and the database responds; clients retry automatically.
     """
 
     def __init__(
@@ -262,62 +283,62 @@ class LedgerUnavailableError(LedgerError):
     ) -> None:
         super().__init__(*args, request_id=request_id, remedy=remedy)
         self.reason = reason
-        """What is wrong, for clients: nothing of the server's inside."""
+        """The cause, in words that may be shown to clients."""
 
 
 class LeaseHeldError(LedgerError):
     """Another server's scheduler holds the ledger's lease.
 
-    Stop that server, or give this one a database of its own.
+    Stop that server, or give this one its own database.
     """
 
 
 class LeaseLostError(LedgerError):
-    """A scheduler's write was refused, because it does not hold the ledger's newest lease.
+    """A scheduler's write was refused because it no longer holds the ledger's lease.
 
-    Nothing was written. The scheduler that holds the lease now goes on with the work.
+    Nothing was written. The scheduler that holds the lease continues the work.
     """
 
 
 class LedgerVersionError(LedgerError):
-    """The ledger's schema is newer than this version, half-changed, or not a ledger's.
+    """The ledger's schema is newer than this version, half migrated, or not a ledger's.
 
     Use the release that wrote it or a newer one, or another data folder.
     """
 
 
 class LedgerDamagedError(LedgerError):
-    """Bytes that the ledger keeps are not those that were written.
+    """Data in the ledger is corrupt.
 
-    Restore the data folder from a backup; see that the disk is sound.
+    Restore the data folder from a backup, and check the disk.
     """
 
 
 class CheckpointError(TinkerError):
-    """Saved weights could not be written, found or read.
+    """A checkpoint could not be written, found or read.
 
-    See the classes below.
+    See the subclasses.
     """
 
 
 class CheckpointNotFoundError(CheckpointError):
-    """Nothing is saved under this path.
+    """No checkpoint has this path.
 
-    Look at the path with `tinsmith checkpoint list`; it may have expired or been deleted.
+    Check the path with `tinsmith checkpoint list`; it may have expired or been deleted.
     """
 
 
 class CheckpointExistsError(CheckpointError):
-    """The path is taken, and what is there was not to be overwritten.
+    """A checkpoint has this path already, and overwriting was not requested.
 
     Choose another name, or overwrite it where the call allows that.
     """
 
 
 class CheckpointUnavailableError(CheckpointError):
-    """The store cannot write or read now; nothing was changed, and trying again may help.
+    """The checkpoint store is temporarily unusable; nothing was changed.
 
-    Try again; see that the store answers and may be written to.
+    Retry; check that the store responds and is writable.
     """
 
     def __init__(
@@ -330,78 +351,78 @@ class CheckpointUnavailableError(CheckpointError):
     ) -> None:
         super().__init__(*args, request_id=request_id, remedy=remedy)
         self.reason = reason
-        """What is wrong, for clients: nothing of the server's inside."""
+        """The cause, in words that may be shown to clients."""
         self.is_lasting = is_lasting
-        """Whether it stays until somebody changes a setting, so that waiting does not help."""
+        """Whether a setting has to be changed, so that retrying does not help."""
 
 
 class StorageFullError(CheckpointUnavailableError):
-    """There is no room to write, or the quota is used up.
+    """The store is full, or the quota is used up.
 
-    Delete checkpoints that are no longer needed, or give the store more room.
+    Delete checkpoints that are no longer needed, or add storage.
     """
 
 
 class CheckpointFormatError(CheckpointError, ValueError):
-    """The files are not weights in a form that this version can read.
+    """The files are not weights in a format that this version can read.
 
-    Give a folder with plain LoRA as PEFT saves it; the message says what does not fit.
+    Use a plain LoRA adapter as saved by PEFT; the message says what is unsupported.
     """
 
 
 class CheckpointDamagedError(CheckpointError):
-    """Bytes that a store keeps are not those that were written.
+    """A stored checkpoint is corrupt.
 
-    Delete it, or restore it from a backup; see that the disk is sound.
+    Delete it or restore it from a backup, and check the disk.
     """
 
 
 class BaseModelError(TinkerError):
-    """The files of a base model could not be fetched, found or read.
+    """A base model could not be fetched, found or read.
 
-    See the classes below.
+    See the subclasses.
     """
 
 
 class BaseModelNotFoundError(BaseModelError):
-    """No model of this name is here, or is known where it was looked for.
+    """No base model has this name, here or at the source that was asked.
 
-    Look at the name with `tinsmith model local`, or fetch it with `tinsmith model pull`.
+    Check the name with `tinsmith model local`, or fetch the model with `tinsmith model pull`.
     """
 
 
 class BaseModelUnavailableError(BaseModelError):
-    """A model cannot be fetched, written or read now; trying again may help.
+    """A base model is temporarily unavailable: it could not be fetched, written or read.
 
-    Try again; the message says what did not answer.
+    Retry; the message says what did not respond.
     """
 
 
 class BaseModelNoRoomError(BaseModelUnavailableError):
-    """The disk has no room for a model.
+    """The disk is too full for a base model.
 
-    Free room on the disk, or move `TINSMITH_HOME` to one that has it.
+    Free disk space, or set `TINSMITH_HOME` to another disk.
     """
 
 
 class BaseModelFormatError(BaseModelError, ValueError):
-    """The files are not a model in a form that this version can read.
+    """The files are not a model in a format that this version can read.
 
-    Choose a model that can be run; docs/models.md says which.
+    Choose a supported model; see docs/models.md.
     """
 
 
 class BaseModelDamagedError(BaseModelError):
-    """Bytes that were fetched or kept are not those that they should be.
+    """A base model's files are corrupt.
 
     Fetch it again with `tinsmith model pull`.
     """
 
 
 class RequestFailedError(TinkerError):
-    """The server accepted the request and finished it in a failed state.
+    """The service accepted the request, but it failed.
 
-    Mend the request if `category` is `user`; if it is `server`, try again or read its log.
+    Correct the request if `category` is `user`; if it is `server`, retry or see the service's log.
     """
 
     def __init__(
@@ -418,9 +439,9 @@ class RequestFailedError(TinkerError):
 
 
 class APIError(TinkerError):
-    """An HTTP exchange with the service went wrong.
+    """An HTTP request to the service failed.
 
-    See the classes below.
+    See the subclasses.
     """
 
     def __init__(
@@ -439,9 +460,9 @@ class APIError(TinkerError):
 
 
 class APIResponseValidationError(APIError):
-    """A reply arrived whose content type or shape is not that of the API.
+    """A response has a content type or structure that the API does not define.
 
-    See that the address is a Tinker service's, and what a proxy before it changes.
+    Check that the address is that of a Tinker service, and that no proxy alters responses.
     """
 
     def __init__(
@@ -449,7 +470,7 @@ class APIResponseValidationError(APIError):
         response: Any = None,
         body: object = None,
         *,
-        message: str = "the reply is not of the shape that the API promises",
+        message: str = "the response does not match the API's schema",
         request_id: str | None = None,
         remedy: str | None = None,
     ) -> None:
@@ -465,9 +486,9 @@ class APIResponseValidationError(APIError):
 
 
 class APIConnectionError(APIError):
-    """The connection failed before a whole reply arrived.
+    """The connection failed before a complete response arrived, after all retries.
 
-    See that the service runs and can be reached; calls were tried again already.
+    Check that the service is running and reachable.
     """
 
     def __init__(
@@ -482,13 +503,13 @@ class APIConnectionError(APIError):
 
 
 class APITimeoutError(APIConnectionError, TimeoutError):
-    """No whole reply arrived within the time allowed.
+    """No complete response arrived in time.
 
-    Give the call a longer `timeout`, or look at why the service is slow.
+    Pass a longer `timeout`, or find out why the service is slow.
     """
 
-    # Programs catch it as a `TimeoutError` around `result_async(timeout)`, which is what the
-    # official SDK raises there. Python's own is an `OSError` too: catch this one before those.
+    # The official SDK raises `TimeoutError` from `result_async(timeout)`, so programs catch that.
+    # Python's `TimeoutError` is also an `OSError`: catch this class before `OSError`.
 
     def __init__(
         self,
@@ -502,16 +523,16 @@ class APITimeoutError(APIConnectionError, TimeoutError):
 
 
 class CertificateError(APIConnectionError):
-    """The server's certificate is for another name, expired, or of an unknown authority.
+    """The server's TLS certificate has expired, or is for another name or by an unknown authority.
 
-    Nothing was sent, and another try would end the same way. Give `ca_file` the authority to trust.
+    Set `ca_file` to the authority to trust. Nothing was sent; a retry would fail in the same way.
     """
 
 
 class APIStatusError(APIError):
-    """The service answered with a status that refuses the request.
+    """The service responded with an error status.
 
-    See the classes below; `status_code` and `body` are the answer.
+    See the subclasses; `status_code` and `body` are those of the response.
     """
 
     def __init__(
@@ -541,118 +562,118 @@ class APIStatusError(APIError):
 
 
 class BadRequestError(APIStatusError):
-    """400: the request is malformed or asks for something that cannot be.
+    """400: the request is malformed or cannot be fulfilled.
 
-    Mend the request; the message says what is wrong with it.
+    Correct the request; the message says what is wrong.
     """
 
 
 class AuthenticationError(APIStatusError):
-    """401: no credential was sent, or it is not accepted.
+    """401: the API key is missing or invalid.
 
-    Look at `TINKER_API_KEY`, or run `tinsmith auth login`.
+    Check `TINKER_API_KEY`, or run `tinsmith auth login`.
     """
 
     default_status = 401
 
 
 class BillingError(APIStatusError):
-    """402: the account cannot pay; the service pauses its work.
+    """402: the account has a billing problem, and its work is paused.
 
-    Settle the account of the hosted service; ours never answers so.
+    Resolve it with the hosted service; a tinsmith service never responds with 402.
     """
 
     default_status = 402
 
 
 class PermissionDeniedError(APIStatusError):
-    """403: the credential is good and does not allow this.
+    """403: the API key is valid but lacks permission.
 
-    Use a credential whose role allows it.
+    Use a key whose role has the permission.
     """
 
     default_status = 403
 
 
 class NotFoundError(APIStatusError):
-    """404: there is no such thing, or it belongs to somebody else.
+    """404: it does not exist, or belongs to someone else.
 
-    Look at the id, and at whose key is used.
+    Check the id and whose API key is used.
     """
 
     default_status = 404
 
 
 class ConflictError(APIStatusError):
-    """409: the state of the thing does not allow this now; clients retry it.
+    """409: the current state does not allow the request.
 
-    Nothing, as a rule: clients have tried again for as long as their budget says.
+    Retry later; the client has already retried for as long as its retry budget allows.
     """
 
     default_status = 409
 
 
 class UnprocessableEntityError(APIStatusError):
-    """422: the request is well-formed and its values do not fit.
+    """422: the request is well-formed, but a value is invalid.
 
-    Mend the value that the message names.
+    Correct the value that the message names.
     """
 
     default_status = 422
 
 
 class RateLimitError(APIStatusError):
-    """429: too many requests; `retry_after_s` says when to come back, if the server did.
+    """429: too many requests; `retry_after_s` is the delay that the server asked for, if any.
 
-    Send less at once, or have the quota raised; clients wait by themselves before this is raised.
+    Send fewer requests at once, or ask for a higher quota; the client has already waited.
     """
 
     default_status = 429
 
 
 class InternalServerError(APIStatusError):
-    """500 and above: the service failed.
+    """500 and above: the service failed, after all retries.
 
-    Look at the service's log under the request id; clients have tried again already.
+    Look up the request id in the service's log.
     """
 
     default_status = 500
 
 
 class UnreadableResultError(APIResponseValidationError, ValueError):
-    """The server gave a result that cannot be read.
+    """The result of a call is malformed.
 
-    Make the call again, with a client and a service of the same release.
+    Repeat the call with a client and a service of the same release.
     """
 
 
 class IncompleteResultError(APIResponseValidationError, RuntimeError):
-    """The result lacks something that was asked for, or has more than that.
+    """The result of a call lacks something that was requested, or has too much.
 
-    Ask without it, or use a service of a release that knows it.
+    Drop the option, or use a service whose release supports it.
     """
 
 
 class ResultRefusedError(APIStatusError, ValueError):
-    """The server accepted the work and does not give out its result.
+    """The service accepted a request but refuses to return its result.
 
-    See the other class that it is of, such as `NotFoundError`.
+    See the error's other class, such as `NotFoundError`.
     """
 
 
 class ResultExpiredError(ResultRefusedError):
-    """410: the server no longer has the result.
+    """410: the service no longer has the result.
 
-    Ask for the work again.
+    Repeat the call.
     """
 
     default_status = 410
 
 
 def refused_result(error: APIStatusError) -> APIStatusError:
-    """The error for a 4xx that came when a result was asked for; others are returned as they are.
+    """Convert a 4xx for a result into an error that is also a `ResultRefusedError`.
 
-    It is what the given one is and a `ResultRefusedError` too, and carries all that it carries.
+    The new error has the attributes of the given one. Other errors are returned unchanged.
     """
     if not 400 <= error.status_code < 500 or isinstance(error, ResultRefusedError):
         return error
@@ -670,14 +691,14 @@ def _rebuild_refused(
 
 @functools.cache
 def _refused_class(plain: type[APIStatusError]) -> type[APIStatusError]:
-    """The class that is both: made once, so that `except` and `type()` agree everywhere."""
+    """The class derived from both; cached, so that `type()` is the same every time."""
     if issubclass(plain, ResultRefusedError):
         return plain
     if plain is APIStatusError:
         return ResultRefusedError
 
     def reduce(error: APIStatusError) -> tuple[object, ...]:
-        # A class that was made here cannot be found by its name in another process.
+        # Pickle cannot find a class that was created at run time by its name.
         return _rebuild_refused, (plain, error.args, error.__dict__.copy())
 
     members = {"__module__": __name__, "__doc__": plain.__doc__, "__reduce__": reduce}
@@ -685,4 +706,4 @@ def _refused_class(plain: type[APIStatusError]) -> type[APIStatusError]:
 
 
 class ExperimentalWarning(FutureWarning):
-    """The call works and may change in a coming release."""
+    """The feature works, but may change in a future release."""

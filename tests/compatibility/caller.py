@@ -1,4 +1,4 @@
-"""Calls the method under test by one of its names, whatever the release takes and gives back."""
+"""Calls the method under test, with the arguments and results of each release."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.compatibility.stage import RESULT_TIMEOUT_S, settled
 
 
 class Caller:
-    """The method under test. Waits for what it gives: the value, not a future of it."""
+    """The method under test. Waits for its value if it returns a future."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -33,7 +33,7 @@ class Caller:
 
 
 async def waited_for(value: Any) -> Any:
-    """What a coroutine gives in the end: the first await of a training call only submits it."""
+    """The final value of a coroutine; the first await of a training call only submits it."""
     async with asyncio.timeout(RESULT_TIMEOUT_S):
         while inspect.isawaitable(value):
             value = await value

@@ -1,4 +1,4 @@
-"""Calls every public method of one SDK, by each of its names, and tells how each call went.
+"""Calls every public method of one SDK, by each of its names, and reports each outcome.
 
     python -m tests.compatibility.driver tinker|tinsmith|as_tinker TITLE
 
@@ -44,7 +44,7 @@ def the_sdk(kind: str) -> ModuleType:
 
 
 def offered_by(sdk: ModuleType, is_tinsmith: bool) -> set[str]:
-    """Types of ours have methods beyond the official ones; tests of theirs prove those."""
+    """Our types have more methods than the official ones; they have tests of their own."""
     methods = public_methods(sdk)
     if not is_tinsmith:
         return methods
@@ -57,7 +57,7 @@ def place(method: str) -> tuple[int, str]:
 
 
 def attempt(stage: Stage, method: str, face: str) -> str | None:
-    """What went wrong; None if nothing did."""
+    """The error; None if there was none."""
     if method not in CALLS:
         return NOT_COVERED
     call = Caller(face)
@@ -81,7 +81,7 @@ def attempt(stage: Stage, method: str, face: str) -> str | None:
 
 
 def told(exc: BaseException) -> str:
-    """The error, and the line of ours that it came from."""
+    """The error, and the line of our code that caused it."""
     ours = [
         f for f in traceback.extract_tb(exc.__traceback__) if "/tests/compatibility/" in f.filename
     ]

@@ -1,4 +1,4 @@
-"""Calls that cannot succeed, and why. One that does succeed must leave this list."""
+"""Calls that cannot succeed, and why. A call that succeeds must be removed from this list."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Known(NamedTuple):
     name: str
     """The public name, without its class."""
     titles: tuple[str, ...]
-    """The columns that it holds for."""
+    """The columns of the table that it applies to."""
     why: str
 
 

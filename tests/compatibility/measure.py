@@ -1,4 +1,4 @@
-"""Runs every SDK against a running service and gathers how each of its calls went.
+"""Runs every SDK against a running service and collects the outcomes.
 
     python -m tests.compatibility.measure [--write]
 
@@ -29,12 +29,12 @@ from tests.compatibility.targets import Target, served
 from tests.unit.client.small_tokenizer import write_tokenizer
 
 AT_ONCE = 2
-"""Processes; more would only share the two cores of CI."""
+"""Number of processes; CI has two cores."""
 SDK_TIMEOUT_S = 300.0
 
 
 class Client(NamedTuple):
-    """What is run against it."""
+    """The client that is run against the service."""
 
     title: str
     kind: str
@@ -51,22 +51,27 @@ CLIENTS = [
 def measure(
     clients: list[Client], service: Callable[[Path], AbstractContextManager[Target]] = served
 ) -> list[Run]:
-    """Run these clients against a service."""
+    """Run each client against a service of its own.
+
+    One service for all would run out of room: their models together are more than the engine's 64
+    adapters, and the next one waits until a session expires.
+    """
     for client in clients:
         folder_of(client.release)  # fetched one after the other, before anything waits for it
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        service(Path(folder) / "service") as target,
-        ThreadPoolExecutor(AT_ONCE) as pool,
-    ):
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_ONCE) as pool:
         # In the current directory a model's name is the path of its tokenizer: no hub is asked.
         scratch = Path(folder) / "scratch"
         write_tokenizer(scratch / BASE_MODEL)
-        return list(pool.map(lambda client: run(client, target, scratch), clients))
+
+        def run_alone(client: Client) -> Run:
+            with service(Path(folder) / f"service-{client.title.replace(' ', '-')}") as target:
+                return run(client, target, scratch)
+
+        return list(pool.map(run_alone, clients))
 
 
 def run(client: Client, target: Target, scratch: Path) -> Run:
-    """Run one of them, in a process of its own."""
+    """Run one client in a process of its own."""
     log = scratch / f"{client.kind}-{client.release}.log"
     out = log.with_suffix(".out")
     driver = [sys.executable, "-W", "ignore", "-m", "tests.compatibility.driver"]
@@ -107,7 +112,7 @@ def environment(client: Client, target: Target) -> dict[str, str]:
 
 
 def failures(runs: list[Run]) -> list[str]:
-    """What went wrong and is not explained, and what is explained and did not go wrong."""
+    """Failures without an explanation, and explanations without a failure."""
     found = []
     for done in runs:
         if done.end is not None:

@@ -1,4 +1,4 @@
-"""How calls went: one outcome for each public name, one run for each SDK."""
+"""Outcomes of calls: one per public name, and one run per SDK."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 
 class Outcome(NamedTuple):
-    """How one call went, as the driver told it."""
+    """The outcome of one call."""
 
     method: str
-    """Such as `RestClient.whoami`; the twin for coroutines has the same."""
+    """For example `RestClient.whoami`; the same for its async twin."""
     name: str
     """The public name that was called: `whoami` or `whoami_async`."""
     error: str | None
@@ -25,12 +25,12 @@ class Outcome(NamedTuple):
 
 
 class Run(NamedTuple):
-    """How the calls of one SDK went."""
+    """The outcomes of one SDK."""
 
     title: str
     outcomes: list[Outcome]
     end: str | None
-    """Why its process did not end well; None if it did."""
+    """Why its process failed; None if it did not."""
 
     def of(self, method: str) -> list[Outcome]:
         """The blocking call, then the coroutine; without those that this SDK has not."""

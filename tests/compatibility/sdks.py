@@ -20,14 +20,14 @@ CACHE = ROOT / ".cache" / "sdks"
 
 _pinned = tomllib.loads((Path(__file__).parent / "releases.toml").read_text(encoding="utf-8"))
 NEWEST: str = _pinned["newest"]
-"""The release that the development environment holds."""
+"""The release in the development environment."""
 WHEELS: dict[str, str] = _pinned["wheels"]
 """SHA-256 of the wheel of each older release, oldest first."""
 FETCH_TIMEOUT_S = 120.0
 
 
 def folder_of(release: str) -> Path | None:
-    """What to put before the path to get that release; None if the environment has it.
+    """The folder to put on the path for that release; None if the environment has it.
 
     Raises:
         RuntimeError: The wheel cannot be fetched, or is not the one that was pinned.

@@ -1,4 +1,4 @@
-"""What the calls need: clients, data, and things on the server. Each is made when first asked for.
+"""What the calls need: clients, data, and objects on the server, each created on first use.
 
 Runs inside of the SDK under test and so knows its releases only by what they share.
 """
@@ -13,20 +13,20 @@ from typing import Any
 
 RESULT_TIMEOUT_S = 40.0
 BASE_MODEL = "Qwen/Qwen3-8B"
-"""Also a folder with a tokenizer in the current directory, so that no hub is asked for it."""
+"""Also the name of a folder with a tokenizer, so that the hub is not needed."""
 
 PROJECT = "project-1"
 
 
 def settled(value: Any) -> Any:
-    """The value itself, or what it is the future of."""
+    """The value, or the result of a future."""
     while hasattr(value, "result") and not hasattr(value, "__iter__"):
         value = value.result(timeout=RESULT_TIMEOUT_S)
     return value
 
 
 class Stage:
-    """One SDK at one service."""
+    """One SDK with one service."""
 
     def __init__(self, sdk: ModuleType, base_url: str, api_key: str, title: str) -> None:
         self.sdk = sdk
@@ -133,7 +133,7 @@ class Stage:
 
 
 def download(url: str) -> bytes:
-    """What is behind an address that a service gave out; it must need no credential."""
+    """The content at a signed address, fetched without a credential."""
     with urllib.request.urlopen(url, timeout=RESULT_TIMEOUT_S) as reply:
         content: bytes = reply.read()
     return content

@@ -1,4 +1,4 @@
-"""What a release of the SDK, or our own client, offers: found by looking, not from a list.
+"""The public methods of a release of the SDK, or of our client, found by inspection.
 
 A method is named `Class.method`, without the `_async` that its twin for coroutines ends with.
 """
@@ -18,7 +18,7 @@ CLIENTS = (
     "AdminClient",
     "APIFuture",
 )
-"""Of these every public method counts, in the official releases and in our client."""
+"""Every public method of these classes is called."""
 COROUTINE = "_async"
 PACKAGES = ("tinker", "tinsmith")
 
@@ -41,7 +41,7 @@ def public_methods(sdk: ModuleType) -> set[str]:
 
 
 def classes(sdk: ModuleType, kind: str) -> list[type]:
-    """The class of that name; what futures really are comes under the name of their base."""
+    """The class of that name; a future's actual class is found under the name of its base."""
     names = (kind, "AwaitableConcurrentFuture") if kind == "APIFuture" else (kind,)
     found = [getattr(module, name, None) for name in names for module in homes(sdk)]
     return [cls for cls in found if cls is not None]

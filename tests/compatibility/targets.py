@@ -6,15 +6,20 @@ import contextlib
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from tests.compatibility.stage import BASE_MODEL
 from tests.e2e.service.served import serving
+from tests.numerics.small_models import make_model
+from tests.unit.client.small_tokenizer import write_tokenizer
 from tinsmith.testing import running_service
 
 KEY_TIMEOUT_S = 60.0
+_MAKING = threading.Lock()
+"""Two services may start at once, and the lazy imports of transformers are not thread-safe."""
 
 
 class Target(NamedTuple):
@@ -26,7 +31,9 @@ class Target(NamedTuple):
 
 @contextlib.contextmanager
 def served(folder: Path) -> Iterator[Target]:
-    """`tinsmith serve` with the fake engine and a key, in a process of its own.
+    """`tinsmith serve` with a key and a tiny random model, in a process of its own.
+
+    The embedded engine runs it: uploaded losses are part of what SDKs can do.
 
     Raises:
         AssertionError: At the end, if it told of a fault of its own, which a client's second try
@@ -39,14 +46,17 @@ def served(folder: Path) -> Iterator[Target]:
         timeout=KEY_TIMEOUT_S,
         check=True,
     )
-    with serving(folder, "--model", BASE_MODEL) as service:
+    with _MAKING:
+        make_model(folder / "model")
+    write_tokenizer(folder / "model")
+    with serving(folder, engine="embedded", model=f"{BASE_MODEL}={folder / 'model'}") as service:
         yield Target(service.base_url, made.stdout.strip())
         told = service.log.read_text(encoding="utf-8", errors="replace")
         assert faults(told) == []
 
 
 def faults(log: str) -> list[str]:
-    """Lines of a service's log that tell of errors and of answers 500 to 599, but for its start."""
+    """Lines of a service's log about errors and 5xx replies after its start."""
     return [
         line
         for line in log.splitlines()
@@ -57,7 +67,7 @@ def faults(log: str) -> list[str]:
 
 @contextlib.contextmanager
 def for_tests(folder: Path) -> Iterator[Target]:  # noqa: ARG001 - it keeps nothing
-    """The service of `tinsmith.testing`, with everything that it can do switched on."""
+    """The service of `tinsmith.testing`, with all extensions switched on."""
     with running_service(
         pjwt_auth_enabled=True,
         sample_use_retrieve_futures=True,

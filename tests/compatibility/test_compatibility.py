@@ -20,22 +20,23 @@ def test_every_call_of_every_sdk_succeeds_or_is_explained(runs: list[Run]) -> No
     assert failures(runs) == []
 
 
-def test_every_sdk_was_called_in_full(runs: list[Run]) -> None:
-    """So that a driver that stops early cannot pass for one that found nothing wrong."""
+def test_every_method_of_every_sdk_was_called(runs: list[Run]) -> None:
+    """A driver that stops early must not look like one that found no fault."""
     assert [run.title for run in runs] == [client.title for client in CLIENTS]
     assert min(len(run.outcomes) for run in runs) >= 70
     newest = next(run for run in runs if run.title == "0.36.0")
     assert len(newest.outcomes) >= 130
 
 
-def test_the_page_says_what_was_measured(runs: list[Run]) -> None:
+def test_the_compatibility_page_matches_the_measurements(runs: list[Run]) -> None:
     assert page.is_current(page.rendered(runs)), "run scripts/compatibility --write"
 
 
-def test_the_service_for_tests_takes_the_oldest_and_the_newest_sdk_too() -> None:
+def test_the_testing_service_works_with_the_oldest_and_the_newest_sdk() -> None:
     clients = [client for client in CLIENTS if client.title in ("0.3.0", NEWEST, "tinsmith")]
 
     runs = measure(clients, for_tests)
 
     assert len(runs) == 3
-    assert failures(runs) == []
+    # Its engine is the fake one, which runs no uploaded losses.
+    assert [one for one in failures(runs) if "built-in losses only" not in one] == []

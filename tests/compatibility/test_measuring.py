@@ -1,4 +1,4 @@
-"""The measurement itself: what is missing, wrong, slow or no longer true is found."""
+"""The measurement itself: it finds calls that are missing, wrong, hanging or outdated."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def stage() -> Stage:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A table of calls that a test fills."""
+    """A table of calls for a test to fill."""
     table: dict[str, Any] = {}
     monkeypatch.setattr(driver, "CALLS", table)
     return table
 
 
-def test_methods_are_found_with_their_twins() -> None:
+def test_public_methods_are_found_with_their_async_variants() -> None:
     methods = public_methods(tinsmith)
 
     assert {"TrainingClient.forward", "TrainingClient.forward_async"} <= methods
@@ -50,15 +50,15 @@ def test_a_method_without_a_call_is_a_failure(stage: Stage) -> None:
     assert driver.attempt(stage, "RestClient.brand_new", "brand_new") == driver.NOT_COVERED
 
 
-def test_a_call_that_calls_something_else_is_a_failure(stage: Stage, calls: dict[str, Any]) -> None:
+def test_a_call_that_never_calls_its_method_is_a_failure(
+    stage: Stage, calls: dict[str, Any]
+) -> None:
     calls["RestClient.whoami"] = lambda _stage, _call: None
 
     assert "never calls it" in str(driver.attempt(stage, "RestClient.whoami", "whoami"))
 
 
-def test_an_error_is_told_with_the_line_that_it_came_from(
-    stage: Stage, calls: dict[str, Any]
-) -> None:
+def test_an_error_is_reported_with_its_source_line(stage: Stage, calls: dict[str, Any]) -> None:
     def fails(stage: Stage, _call: Caller) -> None:
         assert stage.title == "another", "why"
 
@@ -71,7 +71,7 @@ def test_an_error_is_told_with_the_line_that_it_came_from(
     assert 'at assert stage.title == "another"' in error
 
 
-def test_a_call_that_hangs_is_left(
+def test_a_hanging_call_is_abandoned(
     stage: Stage, calls: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "CALL_TIMEOUT_S", 0.01)
@@ -88,7 +88,7 @@ def a_run(*outcomes: Outcome, end: str | None = None) -> Run:
     return Run("0.36.0", list(outcomes), end)
 
 
-def test_only_what_failed_without_a_reason_is_a_failure() -> None:
+def test_only_unexplained_errors_are_failures() -> None:
     explained = known.KNOWN[0].name
     method = f"RestClient.{explained.removesuffix('_async')}"
     done = a_run(
@@ -113,7 +113,7 @@ def test_a_reason_that_no_longer_holds_is_a_failure() -> None:
     assert "still listed" in found
 
 
-def test_the_page_shows_each_face() -> None:
+def test_the_page_shows_blocking_and_async_methods() -> None:
     both = [Outcome("RestClient.whoami", name, None) for name in ("whoami", "whoami_async")]
     shown = page.rendered(
         [
@@ -127,16 +127,16 @@ def test_the_page_shows_each_face() -> None:
     assert "| `whoami` | ✓✓ | ✓– | ✗– | – |\n" in shown
 
 
-def test_faults_of_the_service_are_seen_though_clients_try_again() -> None:
+def test_errors_of_the_service_are_seen_even_if_clients_retry() -> None:
     start = "WARNING tinsmith.access: GET /api/v1/healthz  endpoint=healthz status=503 tenant="
     refused = "WARNING tinsmith.access: POST /api/v1/asample  endpoint=asample status=429 tenant="
     failed = "WARNING tinsmith.access: POST /api/v1/asample  endpoint=asample status=500 tenant="
-    error = "2026-01-02 ERROR   tinsmith.scheduler.loop: why"
+    error = "2026-01-02 ERROR   tinsmith.service.scheduler.scheduler: why"
 
     assert faults("\n".join([start, refused, failed, error])) == [failed, error]
 
 
-def test_a_wheel_that_is_not_the_pinned_one_is_refused(tmp_path: Path) -> None:
+def test_a_wheel_other_than_the_pinned_one_is_rejected(tmp_path: Path) -> None:
     wheel = tmp_path / "tinker.whl"
     wheel.write_bytes(b"something else")
 

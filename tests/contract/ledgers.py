@@ -12,29 +12,29 @@ from typing import Any, TypeVar
 import pytest
 
 from tests.contract.postgres_server import new_database
-from tinsmith.ledger.base import Ledger
-from tinsmith.ledger.clock import SteadyClock
-from tinsmith.ledger.memory import MemoryLedger
-from tinsmith.ledger.postgres import PostgresLedger
-from tinsmith.ledger.records import (
-    LineId,
+from tinsmith.service.ledger.base import Ledger
+from tinsmith.service.ledger.memory import MemoryLedger
+from tinsmith.service.ledger.postgres import PostgresLedger
+from tinsmith.service.ledger.records import (
+    QueueId,
     RequestId,
     Retention,
-    Session,
+    SessionEntry,
     SessionId,
     Settlement,
     Submission,
     TenantId,
     Use,
 )
-from tinsmith.ledger.sqlite import SqliteLedger
+from tinsmith.service.ledger.scheduler_lease import SteadyClock
+from tinsmith.service.ledger.sqlite import SqliteLedger
 
 T = TypeVar("T")
 
 TENANT = TenantId("tenant-a")
 SESSION = SessionId("session-0")
-MODEL = LineId("session-0:train:0")
-SAMPLER = LineId("session-0:sample:0")
+MODEL = QueueId("session-0:train:0")
+SAMPLER = QueueId("session-0:sample:0")
 INLINE_BYTES = 1000
 """Small, so that tests need no large payloads to have files."""
 
@@ -106,10 +106,10 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     return Place(request.param, tmp_path / "ledger", dsn)
 
 
-def training(seq_id: int | None, payload: bytes = b"pass", line: LineId = MODEL) -> Submission:
+def training(seq_id: int | None, payload: bytes = b"pass", queue_id: QueueId = MODEL) -> Submission:
     """A numbered training request."""
     return Submission(
-        line=line,
+        queue_id=queue_id,
         seq_id=seq_id,
         kind="forward_backward",
         tenant_id=TENANT,
@@ -122,7 +122,7 @@ def training(seq_id: int | None, payload: bytes = b"pass", line: LineId = MODEL)
 def sampling(seq_id: int, payload: bytes = b"prompt", clone: int = 0) -> Submission:
     """A numbered sample."""
     return Submission(
-        line=SAMPLER,
+        queue_id=SAMPLER,
         seq_id=seq_id,
         kind="asample",
         tenant_id=TENANT,
@@ -139,7 +139,7 @@ def ended(request_id: str, payload: bytes = b"done", *uses: Use, fail: bool = Fa
     return Settlement(request_id=RequestId(request_id), payload=payload, is_failed=fail, uses=uses)
 
 
-def a_session(session_id: str = SESSION, at: float = 10.0, **fields: Any) -> Session:
+def a_session(session_id: str = SESSION, at: float = 10.0, **fields: Any) -> SessionEntry:
     """A session."""
     made: dict[str, Any] = {
         "id": session_id,
@@ -149,7 +149,7 @@ def a_session(session_id: str = SESSION, at: float = 10.0, **fields: Any) -> Ses
         "project_id": "project-0",
         **fields,
     }
-    return Session(**made)
+    return SessionEntry(**made)
 
 
 async def raised(work: Awaitable[object], kind: type[BaseException]) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import tinker
 import torch
 
+BASE_MODEL = "small/model"
 CASES = ("lists", "matrix", "sparse")
 TOKENS = [1, 2, 3]
 UPLOADED_INPUTS: dict[str, Any] = {"target_tokens": [2, 3, 4], "weights": [1.0, 0.0, 2.0]}
@@ -51,12 +52,14 @@ def a_datum(given: dict[str, Any]) -> tinker.Datum:
 def main(base_url: str, api_key: str) -> None:
     metrics: dict[str, Any] = {}
     with tinker.ServiceClient(base_url=base_url, api_key=api_key) as client:
-        training = client.create_lora_training_client("m", rank=4)
+        training = client.create_lora_training_client(BASE_MODEL, rank=4, seed=1)
         for case in CASES:
             data = [a_datum(given) for given in inputs(case)]
             metrics[case] = training.forward_backward_custom(data, whole_batch).result().metrics
         handle = client.create_custom_loss(cross_entropy, UPLOADED_RANKS).result()
-        _ = training.forward_backward_custom([a_datum(UPLOADED_INPUTS)], handle).result()
+        data = [a_datum(UPLOADED_INPUTS)]
+        metrics["uploaded"] = training.forward_backward_custom(data, handle).result().metrics
+        metrics["built in"] = training.forward(data, "cross_entropy").result().metrics
     print(json.dumps(metrics), flush=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import socket
 import subprocess
@@ -15,24 +16,28 @@ from pathlib import Path
 import pytest
 
 ACCESS_KEY = "tinsmith-tests"
+ADMIN_KEY = "tinsmith-admin"
+"""Of the one who may make buckets."""
 SECRET_KEY = "a-secret-of-the-tests"
 BUCKET = "weights"
 START_S = 120.0
 """How long a start may take on a busy machine."""
 GRPC_OFFSET = 10_000
-"""Each of its services has a second port, so much above the first."""
+"""Each of its services listens on a second port, this far above the first."""
+FIRST_PORTS = range(11_000, 21_000)
+"""Neither these nor the second ports overlap, and both lie below the ports that the kernel gives to
+outgoing connections."""
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now, nor on those above them."""
+    """Random ports on which nobody listens, nor on their second ports."""
     found: list[int] = []
-    while len(found) < count:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1] % 30_000 + 10_000
-        if port not in found and all(_is_free(one) for one in (port, port + GRPC_OFFSET)):
+    for port in random.SystemRandom().sample(FIRST_PORTS, len(FIRST_PORTS)):
+        if _is_free(port) and _is_free(port + GRPC_OFFSET):
             found.append(port)
-    return found
+            if len(found) == count:
+                return found
+    raise AssertionError("there are no free ports for an S3 server")
 
 
 def _is_free(port: int) -> bool:
@@ -58,12 +63,18 @@ class S3Server:
         self.endpoint = f"http://127.0.0.1:{self._ports[3]}"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "data").mkdir(exist_ok=True)
-        identity = {
-            "name": "tests",
-            "credentials": [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}],
-            "actions": ["Admin", "Read", "List", "Tagging", "Write"],
-        }
-        (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
+        identities = [
+            {
+                "name": name,
+                "credentials": [{"accessKey": key, "secretKey": SECRET_KEY}],
+                "actions": actions,
+            }
+            for name, key, actions in (
+                ("tests", ACCESS_KEY, ["Read", "List", "Write"]),
+                ("admin", ADMIN_KEY, ["Admin"]),
+            )
+        ]
+        (folder / "s3.json").write_text(json.dumps({"identities": identities}))
 
     def environment(self, *, secret: str = SECRET_KEY) -> dict[str, str]:
         """The variables by which S3 libraries find it."""
@@ -83,7 +94,10 @@ class S3Server:
             *("-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
             *(f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}"),
             *("-master.volumeSizeLimitMB=64", "-volume.max=8"),
-            *("-s3", f"-s3.port={s3}", "-s3.port.lance=0"),
+            # A master that was killed waits for the others of its cluster before it leads.
+            *("-master.electionTimeout=1s", "-master.telemetry=false"),
+            # Two servers on a machine cannot have the same ports of these catalogs.
+            *("-s3", f"-s3.port={s3}", "-s3.port.lance=0", "-s3.port.iceberg=0"),
             *("-s3.autoCreateBucket=false", f"-s3.config={self._folder / 's3.json'}"),
         ]
         deadline = time.monotonic() + START_S
@@ -112,7 +126,7 @@ class S3Server:
 
         environment = self.environment()
         fs = s3fs.S3FileSystem(
-            key=ACCESS_KEY,
+            key=ADMIN_KEY,
             secret=SECRET_KEY,
             endpoint_url=environment["AWS_ENDPOINT_URL"],
             skip_instance_cache=True,
@@ -120,10 +134,11 @@ class S3Server:
         deadline = time.monotonic() + START_S
         while True:
             try:
+                self.start()  # on a busy machine it may crash soon after its start
                 if not fs.exists(BUCKET):
                     fs.mkdir(BUCKET)
                 fs.pipe_file(f"{BUCKET}/ready", b"ready")
-            except OSError:
+            except Exception:  # noqa: BLE001 - s3fs has its own, and botocore below it
                 assert time.monotonic() < deadline, self.log_text()
                 time.sleep(0.2)
             else:

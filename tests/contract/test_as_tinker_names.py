@@ -110,13 +110,13 @@ def absent_of(wanted: dict[str, list[str]]) -> list[str]:
     return absent
 
 
-def test_every_public_name_is_there() -> None:
+def test_every_public_name_exists() -> None:
     wanted = {"tinker": list(tinker.__all__), "tinker.types": list(NAMED)}
 
     assert absent_of(wanted) == []
 
 
-def test_every_module_of_a_type_is_there() -> None:
+def test_every_type_module_exists() -> None:
     modules = [
         f"tinker.types.{found.name}"
         for found in pkgutil.iter_modules(tinker.types.__path__)
@@ -128,17 +128,17 @@ def test_every_module_of_a_type_is_there() -> None:
 
 
 @pytest.mark.parametrize("module", PRIVATE)
-def test_the_list_of_private_paths_is_that_of_the_official_package(module: str) -> None:
+def test_the_list_of_private_paths_matches_the_official_package(module: str) -> None:
     found = importlib.import_module(module)
 
     assert [name for name in PRIVATE[module] if not hasattr(found, name)] == []
 
 
-def test_private_paths_that_programs_import_are_there() -> None:
+def test_private_paths_that_programs_import_exist() -> None:
     assert absent_of(PRIVATE) == []
 
 
-def test_the_insides_of_the_official_package_are_not_there_and_nothing_else_is_missing() -> None:
+def test_only_internals_of_the_official_package_are_missing() -> None:
     modules = [
         found.name
         for found in pkgutil.walk_packages(tinker.__path__, "tinker.", onerror=lambda _: None)
@@ -154,7 +154,7 @@ def test_the_insides_of_the_official_package_are_not_there_and_nothing_else_is_m
     assert {name for name in absent - INSIDES if not name.startswith(below)} == set()
 
 
-def test_modules_are_found_as_attributes_too() -> None:
+def test_modules_are_also_available_as_attributes() -> None:
     program = (
         "import tinsmith; tinsmith.as_tinker(); import tinker\n"
         "assert tinker.types.tensor_data.TensorData is tinker.TensorData\n"
@@ -172,7 +172,7 @@ def test_modules_are_found_as_attributes_too() -> None:
     assert finished.returncode == 0, finished.stderr
 
 
-def test_the_official_client_s_raw_replies_are_not_there() -> None:
+def test_raw_response_wrappers_of_the_official_client_do_not_exist() -> None:
     """They belong to its HTTP library, which ours does not have."""
     unlisted = {"APIResponse", "AsyncAPIResponse", "resources"}
 
@@ -184,7 +184,7 @@ def test_the_official_client_s_raw_replies_are_not_there() -> None:
 
 
 @pytest.mark.parametrize("made", ["AdamParams()", "ModelInput.from_ints([1])"])
-def test_pickles_of_the_official_package_are_refused_and_not_misread(made: str) -> None:
+def test_pickles_of_the_official_package_are_rejected_not_misread(made: str) -> None:
     pickled = pickle.dumps(eval(f"tinker.{made}"))
     program = f"import tinsmith, pickle; tinsmith.as_tinker(); pickle.loads({pickled!r})"
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.contract.s3_server import BUCKET, S3Server
 from tinsmith.checkpoints.base import CheckpointStore
 from tinsmith.checkpoints.manifest import Manifest
 from tinsmith.checkpoints.paths import CheckpointPath
@@ -25,9 +26,27 @@ OTHER = CheckpointPath.parse("tinker://s1:train:1/weights/second")
 Open = Callable[[], CheckpointStore]
 
 
-@pytest.fixture(params=["folder", "file", "memory", "memory at once"])
-def open_again(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A server with an empty bucket."""
+    server = S3Server(tmp_path_factory.mktemp("s3"))
+    try:
+        server.start()
+        server.make_bucket()
+        yield server
+    finally:
+        server.remove()
+
+
+@pytest.fixture(params=["folder", "file", "memory", "memory at once", "s3"])
+def open_again(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Open:
     """Opens the same store, as a restarted service does."""
+    if request.param == "s3":
+        for name, value in request.getfixturevalue("s3").environment().items():
+            monkeypatch.setenv(name, value)
+        return lambda: open_store(f"s3://{BUCKET}/{tmp_path.name}/kept", work=tmp_path / "work")
     if request.param == "memory at once":  # without the hour in which readers may go on
         return lambda: UrlStore(f"memory://{tmp_path}/kept", tmp_path / "work", grace_s=0.0)
     addresses = {
@@ -65,7 +84,7 @@ def weights(store: CheckpointStore, path: CheckpointPath = PATH) -> bytes:
         return (reading.folder / "adapter_model.safetensors").read_bytes()
 
 
-def test_what_was_committed_is_read_by_the_next_process(open_again: Open) -> None:
+def test_a_committed_checkpoint_is_readable_by_the_next_process(open_again: Open) -> None:
     with open_again() as store:
         saved = save(store, content=b"0123456789")
 
@@ -79,10 +98,11 @@ def test_what_was_committed_is_read_by_the_next_process(open_again: Open) -> Non
             "adapter_model.safetensors",
         ]
         assert weights(store) == b"0123456789"
-        assert store.verify(PATH) == saved
+        with store.open_whole(PATH) as reading:
+            assert reading.manifest == saved
 
 
-def test_what_is_to_be_computed_with_is_compared_with_what_was_written(
+def test_opening_a_whole_checkpoint_verifies_its_content(
     store: CheckpointStore,
 ) -> None:
     """Where it was fetched it is fetched again, else it is refused."""
@@ -102,7 +122,7 @@ def test_what_is_to_be_computed_with_is_compared_with_what_was_written(
             assert weights(store) == b"0123456789"
 
 
-def test_what_was_not_committed_is_not_there(store: CheckpointStore) -> None:
+def test_an_uncommitted_checkpoint_does_not_exist(store: CheckpointStore) -> None:
     with store.begin(PATH) as staging:
         (staging.folder / "adapter_config.json").write_bytes(b"{}")
 
@@ -113,17 +133,19 @@ def test_what_was_not_committed_is_not_there(store: CheckpointStore) -> None:
         store.open(PATH)
 
 
-def test_a_taken_path_is_refused_and_left_as_it_was(store: CheckpointStore) -> None:
+def test_saving_to_an_existing_path_is_rejected_and_leaves_it_unchanged(
+    store: CheckpointStore,
+) -> None:
     save(store, content=b"old")
 
-    with pytest.raises(CheckpointExistsError, match="another name or overwrite"):
+    with pytest.raises(CheckpointExistsError, match="another name, or overwrite"):
         save(store, content=b"new")
 
     assert weights(store) == b"old"
     assert store.sweep() == 0
 
 
-def test_the_same_origin_twice_is_one_checkpoint(store: CheckpointStore) -> None:
+def test_committing_the_same_origin_twice_makes_one_checkpoint(store: CheckpointStore) -> None:
     first = save(store, content=b"first run", origin="request-1")
 
     again = save(store, content=b"second run", origin="request-1")
@@ -132,7 +154,7 @@ def test_the_same_origin_twice_is_one_checkpoint(store: CheckpointStore) -> None
     assert weights(store) == b"first run"
 
 
-def test_overwriting_leaves_readers_what_they_opened(store: CheckpointStore) -> None:
+def test_overwriting_does_not_disturb_open_readers(store: CheckpointStore) -> None:
     save(store, content=b"old")
     pieces = store.read(PATH, "adapter_model.safetensors")
     with store.open(PATH) as reading:
@@ -148,7 +170,7 @@ def test_overwriting_leaves_readers_what_they_opened(store: CheckpointStore) -> 
     assert weights(store) == b"new"
 
 
-def test_a_deleted_checkpoint_is_gone_and_its_readers_go_on(store: CheckpointStore) -> None:
+def test_deleting_a_checkpoint_does_not_disturb_open_readers(store: CheckpointStore) -> None:
     save(store)
     with store.open(PATH) as reading:
         assert store.delete(PATH)
@@ -171,10 +193,12 @@ def test_a_copy_outlives_its_source(store: CheckpointStore) -> None:
     assert copied == again
     assert copied.files == source.files
     assert weights(store, OTHER) == b"weights"
-    store.verify(OTHER)
+    store.open_whole(OTHER).close()
 
 
-def test_a_copy_of_nothing_or_onto_something_is_refused(store: CheckpointStore) -> None:
+def test_copying_a_missing_source_or_onto_an_existing_target_is_rejected(
+    store: CheckpointStore,
+) -> None:
     with pytest.raises(CheckpointNotFoundError):
         store.copy(PATH, OTHER)
     save(store)
@@ -186,7 +210,7 @@ def test_a_copy_of_nothing_or_onto_something_is_refused(store: CheckpointStore) 
     assert weights(store, OTHER) == b"other"
 
 
-def test_ranges_of_files(store: CheckpointStore) -> None:
+def test_byte_ranges_of_files_are_read_and_validated(store: CheckpointStore) -> None:
     save(store, content=b"0123456789")
     file = "adapter_model.safetensors"
 
@@ -201,13 +225,13 @@ def test_ranges_of_files(store: CheckpointStore) -> None:
             store.read(PATH, name)
 
 
-def test_a_range_is_of_the_version_that_it_was_chosen_by(store: CheckpointStore) -> None:
+def test_a_range_is_read_from_the_requested_version_only(store: CheckpointStore) -> None:
     file = "adapter_model.safetensors"
     old = save(store, content=b"old and long")
     new = save(store, content=b"new", overwrite=True)
 
     assert b"".join(store.read(PATH, file, 1, 3, version=new.version)) == b"ew"
-    with pytest.raises(CheckpointNotFoundError, match="was overwritten"):
+    with pytest.raises(CheckpointNotFoundError, match="has been overwritten"):
         store.read(PATH, file, 5, 9, version=old.version)
 
 
@@ -233,7 +257,7 @@ def test_only_plain_files_can_be_committed(store: CheckpointStore, tmp_path: Pat
     assert not store.exists(PATH)
 
 
-def test_paths_of_a_run_and_snapshots_of_a_model(store: CheckpointStore) -> None:
+def test_paths_are_listed_by_run_and_snapshots_by_model(store: CheckpointStore) -> None:
     snapshots = [CheckpointPath.snapshot("s1:train:0", position) for position in (9, 10, 100)]
     strange = CheckpointPath("s1:train:0", "sampler_weights", "größe 1 (é)")
     sampler = CheckpointPath.sampler("s1:sample:0")
@@ -247,7 +271,9 @@ def test_paths_of_a_run_and_snapshots_of_a_model(store: CheckpointStore) -> None
     assert store.snapshots("s1:train:1") == []
 
 
-def test_sweep_leaves_what_is_being_written(store: CheckpointStore, open_again: Open) -> None:
+def test_sweep_keeps_a_checkpoint_that_is_being_written(
+    store: CheckpointStore, open_again: Open
+) -> None:
     with store.begin(PATH) as staging:
         (staging.folder / "x").write_text("x")
 
@@ -258,7 +284,7 @@ def test_sweep_leaves_what_is_being_written(store: CheckpointStore, open_again: 
     assert store.exists(PATH)
 
 
-def test_a_staging_is_committed_once(store: CheckpointStore) -> None:
+def test_a_staging_can_be_committed_only_once(store: CheckpointStore) -> None:
     with store.begin(PATH) as staging:
         (staging.folder / "x").write_text("x")
         staging.commit()
@@ -268,7 +294,7 @@ def test_a_staging_is_committed_once(store: CheckpointStore) -> None:
         staging.commit()
 
 
-def test_editions_of_a_name_are_apart(open_again: Open) -> None:
+def test_editions_of_a_name_are_independent(open_again: Open) -> None:
     """Whoever saves under it, in whatever order, replaces and deletes nothing of another."""
     first, second = PATH.new_edition(1), PATH.new_edition(2)
     with open_again() as store:
@@ -291,7 +317,7 @@ def test_editions_of_a_name_are_apart(open_again: Open) -> None:
 @pytest.mark.parametrize(
     "path", [PATH, CheckpointPath.snapshot("m", 12), CheckpointPath.sampler("s:sample:1")]
 )
-def test_an_edition_is_read_back_from_its_text_and_its_place(path: CheckpointPath) -> None:
+def test_an_edition_round_trips_through_its_string_and_its_parts(path: CheckpointPath) -> None:
     edition = path.new_edition(12)
 
     assert edition != path.new_edition(12), "each is another"
@@ -302,6 +328,6 @@ def test_an_edition_is_read_back_from_its_text_and_its_place(path: CheckpointPat
 
 
 @pytest.mark.parametrize("text", ["", "7", "0-0123456789abcdef", "7-../../../../etc/pas", "7-abc"])
-def test_what_is_no_edition_is_refused(text: str) -> None:
+def test_an_invalid_edition_is_rejected(text: str) -> None:
     with pytest.raises(ValidationError):
         CheckpointPath.parse(f"{PATH}#{text}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import pathlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -66,7 +68,7 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("class_name", "method"), list(cases()))
-def test_a_method_is_called_as_the_official_one(class_name: str, method: str) -> None:
+def test_methods_have_the_official_signatures(class_name: str, method: str) -> None:
     official = getattr(getattr(tinker, class_name), method)
     ours = getattr(getattr(tinsmith, class_name), method, None)
 
@@ -77,7 +79,7 @@ def test_a_method_is_called_as_the_official_one(class_name: str, method: str) ->
 
 
 @pytest.mark.parametrize("class_name", OPENED)
-def test_a_client_is_made_as_the_official_one(class_name: str) -> None:
+def test_client_constructors_have_the_official_signatures(class_name: str) -> None:
     official, ours = getattr(tinker, class_name), getattr(tinsmith, class_name)
 
     assert differences(official.__init__, ours.__init__) == []
@@ -111,7 +113,7 @@ def test_every_method_that_starts_work_takes_a_timeout(class_name: str) -> None:
 
 
 @pytest.mark.parametrize("class_name", ["RestClient", "AdminClient"])
-def test_every_call_has_a_twin_for_coroutines(class_name: str) -> None:
+def test_every_method_has_an_async_variant(class_name: str) -> None:
     cls = getattr(tinsmith, class_name)
     names = [n for n in public_methods(cls) if not n.startswith("iter_") and n != "get_telemetry"]
 
@@ -122,7 +124,7 @@ def test_every_call_has_a_twin_for_coroutines(class_name: str) -> None:
     assert lonely == []
 
 
-def test_the_twins_differ_in_nothing() -> None:
+def test_sync_and_async_variants_have_the_same_signature() -> None:
     for class_name in OPENED:
         cls = getattr(tinsmith, class_name)
         for name in public_methods(cls):
@@ -132,3 +134,49 @@ def test_the_twins_differ_in_nothing() -> None:
                 assert ours == [
                     (n, p.kind, p.default) for n, p in parameters(getattr(cls, name)).items()
                 ], f"{class_name}.{name}"
+
+
+PLAIN = {
+    "ServiceClient": {"get_server_capabilities"},
+    "TrainingClient": {"get_info", "get_tokenizer"},
+    "SamplingClient": {"get_base_model", "get_sampler_handle", "get_tokenizer"},
+    "RestClient": set[str](),
+    "AdminClient": set[str](),
+}
+"""Methods that make a request and return a value, as the official ones do."""
+WITHOUT_REQUEST = {
+    *("create_rest_client", "from_sampler_handle", "get_console_url", "get_telemetry"),
+    "on_queue_state_change",
+}
+OWN_LOOPS = {"sample_many", "sample_as_completed", "sample_stream", "open"}
+"""Of ours alone; `open` is a coroutine."""
+
+
+@pytest.mark.parametrize("class_name", PLAIN)
+def test_every_other_request_returns_a_future_that_can_be_awaited(class_name: str) -> None:
+    cls = getattr(tinsmith, class_name)
+    returned = {
+        name: str(inspect.signature(getattr(cls, name)).return_annotation)
+        for name in public_methods(cls)
+        if not name.endswith("_async") and not name.startswith("iter_")
+    }
+
+    plain = {name for name, value in returned.items() if not value.startswith(FUTURES)}
+
+    assert plain - WITHOUT_REQUEST - OWN_LOOPS == PLAIN[class_name]
+
+
+FUTURES = ("APIFuture[", "TrainingClientFuture", "SamplingClientFuture")
+
+
+@pytest.mark.parametrize("class_name", PLAIN)
+def test_the_page_lists_what_returns_a_plain_value_as_the_official_sdk_does(
+    class_name: str,
+) -> None:
+    page = pathlib.Path(__file__).parents[2].joinpath("docs", "compatibility.md").read_text("utf-8")
+    listed = set(re.findall(rf"^\| `{class_name}\.(\w+)` \| `await ", page, re.MULTILINE))
+
+    assert listed == PLAIN[class_name]
+    for name in listed:
+        official = getattr(getattr(tinker, class_name), name)
+        assert "Future" not in str(inspect.signature(official).return_annotation)

@@ -29,13 +29,15 @@ OFFICIAL = dict(official_commands())
 OURS: dict[tuple[str, ...], Level] = {level.words: level for level in levels(root_parser())}
 
 
-def test_every_official_command_is_there() -> None:
+def test_every_official_command_exists() -> None:
     assert len(OFFICIAL) > 20
     assert set(OFFICIAL) <= set(OURS)
 
 
 @pytest.mark.parametrize("words", OFFICIAL, ids=lambda words: " ".join(words) or "root")
-def test_every_official_option_is_there_and_takes_a_value_alike(words: tuple[str, ...]) -> None:
+def test_every_official_option_exists_and_takes_the_same_kind_of_value(
+    words: tuple[str, ...],
+) -> None:
     ours = {name: option for option in OURS[words].options for name in option.option_strings}
 
     for parameter in OFFICIAL[words].params:
@@ -50,7 +52,7 @@ def test_every_official_option_is_there_and_takes_a_value_alike(words: tuple[str
 
 
 @pytest.mark.parametrize("words", OFFICIAL, ids=lambda words: " ".join(words) or "root")
-def test_every_official_argument_is_there_in_its_place(words: tuple[str, ...]) -> None:
+def test_every_official_argument_exists_in_its_position(words: tuple[str, ...]) -> None:
     official_ones = [
         (p.name, "*" if p.nargs == -1 else None if p.required else "?")
         for p in OFFICIAL[words].params
@@ -68,7 +70,7 @@ def test_defaults_are_the_official_ones() -> None:
         assert ours["limit"] == limit.default
 
 
-def test_the_columns_of_runs_are_the_official_ones_and_what_our_services_know() -> None:
+def test_run_columns_are_the_official_ones_plus_our_own() -> None:
     from tinker.cli.commands import run as official_run
 
     from tinsmith.cli import run

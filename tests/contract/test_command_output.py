@@ -19,12 +19,14 @@ from tinsmith.testing import running_service
 
 TIME = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d.*")
 
+RUN = "RUN"
+"""Stands for the id of the run."""
 LINES = [
     ("run", "list"),
-    ("run", "info", "session-0:train:0"),
+    ("run", "info", RUN),
     ("checkpoint", "list"),
-    ("checkpoint", "list", "--run-id", "session-0:train:0"),
-    ("checkpoint", "info", "tinker://session-0:train:0/weights/first"),
+    ("checkpoint", "list", "--run-id", RUN),
+    ("checkpoint", "info", f"tinker://{RUN}/weights/first"),
     ("model", "list", "qwen"),
     ("auth", "whoami"),
     ("billing", "checkpoint-storage"),
@@ -44,7 +46,7 @@ print(json.dumps(printed))
 
 @pytest.fixture(scope="module")
 def tinsmith(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
-    """A service with a run, `session-0:train:0`, and two checkpoints of it."""
+    """A service with a run and two checkpoints of it."""
     with running_service(long_poll_s=0.5, pjwt_auth_enabled=True) as service:
         with ServiceClient(base_url=service.base_url, api_key=service.api_key) as client:
             training = client.create_lora_training_client(
@@ -53,14 +55,21 @@ def tinsmith(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
             training.save_state("first", ttl_seconds=7200).result()
             training.save_weights_for_sampler("second").result()
         folder: pathlib.Path = tmp_path_factory.mktemp("commands")
-        yield Commands(service, folder)
+        commands = Commands(service, folder)
+        commands.environment["RUN"] = training.model_id
+        yield commands
+
+
+def with_run(words: tuple[str, ...], tinsmith: Commands) -> list[str]:
+    """A line with the id of the run in the place of `RUN`."""
+    return [word.replace(RUN, tinsmith.environment["RUN"]) for word in words]
 
 
 @pytest.fixture(scope="module")
 def official(tinsmith: Commands) -> dict[tuple[str, ...], Any]:
     """What the official command prints as JSON for each line; one process, as it starts slowly."""
     finished = subprocess.run(
-        [sys.executable, "-c", OFFICIAL, json.dumps(LINES)],
+        [sys.executable, "-c", OFFICIAL, json.dumps([with_run(line, tinsmith) for line in LINES])],
         env=tinsmith.environment,
         cwd=tinsmith.folder,
         capture_output=True,
@@ -73,8 +82,13 @@ def official(tinsmith: Commands) -> dict[tuple[str, ...], Any]:
 
 
 def with_moments(plain: Any) -> Any:
-    """The same with times as moments, however they are written."""
+    """The same with times as moments, however they are written.
+
+    A checkpoint's base model is left out: SDK 0.36 does not know it yet.
+    """
     if isinstance(plain, dict):
+        if "checkpoint_id" in plain:
+            plain = {key: value for key, value in plain.items() if key != "base_model"}
         return {key: with_moments(value) for key, value in plain.items()}
     if isinstance(plain, list):
         return [with_moments(value) for value in plain]
@@ -84,9 +98,9 @@ def with_moments(plain: Any) -> Any:
 
 
 @pytest.mark.parametrize("words", LINES, ids=" ".join)
-def test_json_is_that_of_the_official_command(
+def test_json_output_equals_that_of_the_official_command(
     tinsmith: Commands, official: dict[tuple[str, ...], Any], words: tuple[str, ...]
 ) -> None:
-    ours = tinsmith.run(*words, "-f", "json").json
+    ours = tinsmith.run(*with_run(words, tinsmith), "-f", "json").json
 
     assert with_moments(ours) == with_moments(official[words])

@@ -16,6 +16,7 @@ import torch.fx
 from tinker.lib.public_interfaces import custom_loss as official
 
 from tests.contract.official_custom_loss import (
+    BASE_MODEL,
     CASES,
     TOKENS,
     UPLOADED_INPUTS,
@@ -25,6 +26,7 @@ from tests.contract.official_custom_loss import (
     whole_batch,
 )
 from tests.contract.official_process import said_by
+from tests.numerics.small_models import make_model
 from tinsmith.client.losses.graph import trace
 from tinsmith.client.service import ServiceClient
 from tinsmith.testing import ScriptedService, running_service
@@ -156,7 +158,7 @@ BAD: dict[str, Loss] = {
 
 
 @pytest.mark.parametrize("fn", BAD.values(), ids=BAD)
-def test_what_the_official_sdk_refuses_is_refused(fn: Loss) -> None:
+def test_losses_that_the_official_sdk_rejects_are_rejected(fn: Loss) -> None:
     ranks: Any = dict.fromkeys(inspect.signature(fn).parameters, 1)
     with pytest.raises(ValueError, match=r"create_custom_loss|rank"):
         official.encode_graph(official.trace_loss(fn, ranks, "s"))
@@ -168,7 +170,7 @@ def test_what_the_official_sdk_refuses_is_refused(fn: Loss) -> None:
 @pytest.mark.parametrize(
     "ranks", [{}, {"logprobs": 0}, {"logprobs": 3}, {"logprobs": 1, "other": 1}]
 )
-def test_wrong_ranks_are_refused(ranks: Any) -> None:
+def test_wrong_ranks_are_rejected(ranks: Any) -> None:
     with pytest.raises(ValueError, match=r"create_custom_loss|rank"):
         official.trace_loss(as_list, ranks, "s")
 
@@ -187,9 +189,16 @@ class Run(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def run() -> Run:
-    """What each of the two SDKs sent for the same calls."""
-    with running_service(long_poll_s=0.5, custom_loss_server_side=True) as service:
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """What each of the two SDKs sent for the same calls, on an engine that runs uploaded losses."""
+    folder = tmp_path_factory.mktemp("model")
+    make_model(folder)
+    with running_service(
+        long_poll_s=0.5,
+        custom_loss_server_side=True,
+        engine="embedded",
+        base_models=[f"{BASE_MODEL}={folder}"],
+    ) as service:
         our_metrics = with_ours(service)
         ours = service.requests()
         their_metrics = with_theirs(service)
@@ -199,14 +208,17 @@ def run() -> Run:
 def with_ours(service: ScriptedService) -> dict[str, Any]:
     metrics: dict[str, Any] = {}
     with ServiceClient(base_url=service.base_url, api_key=service.api_key) as client:
-        training = client.create_lora_training_client("m", rank=4)
+        training = client.create_lora_training_client(BASE_MODEL, rank=4, seed=1)
         for case in CASES:
             data = [Datum(ModelInput.from_ints(TOKENS), given) for given in inputs(case)]
             output = training.forward_backward_custom(data, whole_batch).result(WAIT_S)
             metrics[case] = output.metrics
         handle = client.create_custom_loss(cross_entropy, UPLOADED_RANKS).result(WAIT_S)
         datum = Datum(ModelInput.from_ints(TOKENS), UPLOADED_INPUTS)
-        _ = training.forward_backward_custom([datum], handle).result(WAIT_S)
+        output = training.forward_backward_custom([datum], handle).result(WAIT_S)
+        metrics["uploaded"] = output.metrics
+        output = training.forward([datum], "cross_entropy").result(WAIT_S)
+        metrics["built in"] = output.metrics
     return metrics
 
 
@@ -232,16 +244,16 @@ def passes(received: list[ReceivedRequest]) -> list[tuple[Any, ...]]:
     ]
 
 
-def test_the_passes_of_a_loss_are_sent_as_the_official_sdk_sends_them(run: Run) -> None:
+def test_the_requests_of_a_custom_loss_match_the_official_sdk(run: Run) -> None:
     ours, theirs = passes(run.ours), passes(run.theirs)
 
-    assert len(ours) == len(theirs) == 2 * len(CASES) + 1
+    assert len(ours) == len(theirs) == 2 * len(CASES) + 2
     for mine, other in zip(ours, theirs, strict=True):
         assert mine == other
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_metrics_of_a_loss_are_those_of_the_official_sdk(run: Run, case: str) -> None:
+@pytest.mark.parametrize("case", [*CASES, "uploaded", "built in"])
+def test_the_metrics_of_a_custom_loss_match_the_official_sdk(run: Run, case: str) -> None:
     assert run.our_metrics[case] == pytest.approx(run.their_metrics[case], rel=1e-6)
 
 
@@ -257,8 +269,16 @@ def test_a_loss_is_uploaded_as_the_official_sdk_uploads_it(run: Run) -> None:
     assert ours == theirs
 
 
+def test_an_uploaded_loss_is_run_by_the_service_in_one_pass(run: Run) -> None:
+    for metrics in (run.our_metrics, run.their_metrics):
+        total = metrics["built in"]["loss:sum"]
+        assert metrics["uploaded"]["loss:sum"] == pytest.approx(total, rel=1e-5)
+        assert metrics["uploaded"]["custom/nll:sum"] == pytest.approx(total, rel=1e-5)
+        assert metrics["uploaded"]["custom/mean-lp/a.b_c:mean"] < 0
+
+
 def test_an_uploaded_loss_is_named_in_the_config(run: Run) -> None:
     for received in (run.ours, run.theirs):
-        given = [each for each in received if each.endpoint == "forward_backward"][-1].request
+        given = [each for each in received if each.endpoint == "forward_backward"][-2].request
         config = given.forward_backward_input.loss_fn_config
         assert list(config) == ["loss_id"]

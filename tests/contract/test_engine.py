@@ -1,4 +1,4 @@
-"""The promises of `engines/base.py`, held against every engine."""
+"""The promises of `engine/base.py`, held against every engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import functools
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ import pytest
 
 from tests.numerics.small_models import make_model
 from tinsmith.client.losses.graph import trace
-from tinsmith.engines.base import (
+from tinsmith.engine.base import (
     AdapterId,
+    AdapterParts,
     AdapterSpec,
     CustomLossSpec,
     Engine,
@@ -24,13 +25,13 @@ from tinsmith.engines.base import (
     SampleOutcome,
     SampleTokens,
     SampleWork,
-    Saved,
     StepWork,
     TrainingWork,
     WeightsId,
 )
-from tinsmith.engines.child import ChildEngine
-from tinsmith.engines.registry import make_engine, read_models
+from tinsmith.engine.embedded.embedded_settings import EmbeddedModel, EmbeddedSettings
+from tinsmith.engine.fleet.replica_settings import ReplicaSettings
+from tinsmith.engine.registry import make_engine, read_models
 from tinsmith.errors import ClosedError, NotFoundError, TinkerError, ValidationError
 from tinsmith.types import (
     AdamOptimizerConfig,
@@ -44,7 +45,7 @@ from tinsmith.types import (
 )
 from tinsmith.types.requests import SampleRequest
 
-ENGINES = ["fake", "child of fake", "embedded"]
+ENGINES = ["fake", "child of fake", "embedded", "fleet of fake", "fleet of embedded"]
 BASE = "test/base"
 MODELS = [f"{BASE}=path", "test/alias=path", "test/other"]
 A, B = AdapterId("a"), AdapterId("b")
@@ -63,8 +64,7 @@ def small_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _embedded(folder: Path) -> Engine:
-    from tinsmith.engines.embedded.engine import EmbeddedEngine
-    from tinsmith.engines.embedded.settings import EmbeddedModel, EmbeddedSettings
+    from tinsmith.engine.embedded.embedded_engine import EmbeddedEngine
 
     models = [
         EmbeddedModel(
@@ -78,19 +78,61 @@ def _embedded(folder: Path) -> Engine:
     return EmbeddedEngine(models, EmbeddedSettings(threads=1, dtype="float32"))
 
 
+def _fleet(kind: str, folder: Path) -> Engine:
+    """Three replicas; adapters and samples are spread over them."""
+    models = read_models(MODELS)
+    if kind == "embedded":
+        models = [
+            msgspec.structs.replace(
+                one, folder=str(folder / ("path" if one.path == "path" else "other"))
+            )
+            for one in models
+        ]
+    settings = EmbeddedSettings(threads=1, dtype="float32", kv_bytes=256 << 20)
+    replicas = [ReplicaSettings(count=2 if kind == "embedded" else 3, threads=1)]
+    return make_engine(kind, models, settings, replicas=replicas)
+
+
 @pytest.fixture(params=ENGINES)
 def make(request: pytest.FixtureRequest) -> Callable[[], Engine]:
     """Makes an engine of each kind."""
-    kind = request.param.removeprefix("child of ")
+    kind = request.param.rpartition(" ")[2]
+    if request.param.startswith("fleet of "):
+        return functools.partial(_fleet, kind, request.getfixturevalue("small_models"))
     if kind == "embedded":
         return functools.partial(_embedded, request.getfixturevalue("small_models"))
-    make = functools.partial(make_engine, kind, MODELS)
-    return make if kind == request.param else functools.partial(ChildEngine, make, kind)
+    return functools.partial(make_engine, kind, MODELS, has_own_process=kind != request.param)
+
+
+@pytest.fixture(scope="session")
+def shared_fleet(small_models: Path) -> Iterator[Callable[[Test, Path], None]]:
+    """Runs tests on one fleet, whose processes take seconds to start, and empties it after each."""
+    engine = _fleet("embedded", small_models)
+
+    async def whole(test: Test, folder: Path) -> None:
+        try:
+            await test(engine, folder)
+        finally:
+            for adapter in (A, B):
+                await engine.drop_adapter(adapter)
+            await engine.drop_weights(WeightsId("w"))
+            if engine.replicas()[0].pid is None:  # the test has closed it
+                await engine.open()
+
+    with asyncio.Runner() as runner:
+        runner.run(engine.open())
+        yield lambda test, folder: runner.run(whole(test, folder))
+        runner.run(engine.close())
 
 
 @pytest.fixture
-def run(make: Callable[[], Engine], tmp_path: Path) -> Callable[[Test], None]:
+def run(
+    request: pytest.FixtureRequest, make: Callable[[], Engine], tmp_path: Path
+) -> Callable[[Test], None]:
     """Runs a test with an open engine."""
+    if request.node.callspec.params["make"] == "fleet of embedded":
+        shared: Callable[[Test, Path], None] = request.getfixturevalue("shared_fleet")
+        return lambda test: shared(test, tmp_path)
 
     def runner(test: Test) -> None:
         async def whole() -> None:
@@ -153,7 +195,11 @@ async def _run(engine: Engine, *works: TrainingWork) -> list[Any]:
 
 
 async def _saved(
-    engine: Engine, folder: Path, name: str, adapter: AdapterId = A, parts: Saved = Saved.SNAPSHOT
+    engine: Engine,
+    folder: Path,
+    name: str,
+    adapter: AdapterId = A,
+    parts: AdapterParts = AdapterParts.SNAPSHOT,
 ) -> dict[str, bytes]:
     """An adapter's arrays as files."""
     place = folder / name
@@ -197,7 +243,7 @@ async def _sample(engine: Engine, *works: SampleWork) -> dict[str, SampleRespons
 # Models
 
 
-def test_an_engine_tells_its_models_with_their_aliases(run: Callable[[Test], None]) -> None:
+def test_an_engine_lists_its_models_with_their_aliases(run: Callable[[Test], None]) -> None:
     """Every name that a client may ask for, and which are the same model."""
 
     async def test(engine: Engine, _: Path) -> None:
@@ -211,7 +257,7 @@ def test_an_engine_tells_its_models_with_their_aliases(run: Callable[[Test], Non
     run(test)
 
 
-def test_adapters_are_counted(run: Callable[[Test], None]) -> None:
+def test_capacity_counts_created_and_dropped_adapters(run: Callable[[Test], None]) -> None:
     """What is made and dropped shows in the capacity; dropping twice is no error."""
 
     async def test(engine: Engine, _: Path) -> None:
@@ -241,7 +287,9 @@ def test_adapters_are_counted(run: Callable[[Test], None]) -> None:
         _spec(train_attn=False, train_mlp=False, train_unembed=False),
     ],
 )
-def test_what_cannot_be_trained_is_refused(run: Callable[[Test], None], spec: AdapterSpec) -> None:
+def test_an_adapter_that_cannot_be_trained_is_rejected(
+    run: Callable[[Test], None], spec: AdapterSpec
+) -> None:
     """As something that the user can mend."""
 
     async def test(engine: Engine, _: Path) -> None:
@@ -252,7 +300,9 @@ def test_what_cannot_be_trained_is_refused(run: Callable[[Test], None], spec: Ad
     run(test)
 
 
-def test_fresh_weights_follow_from_the_seed_or_the_id(run: Callable[[Test], None]) -> None:
+def test_initial_weights_are_determined_by_the_seed_or_the_adapter_id(
+    run: Callable[[Test], None],
+) -> None:
     """A replay makes the same; another seed or id makes others."""
 
     async def test(engine: Engine, folder: Path) -> None:
@@ -261,7 +311,9 @@ def test_fresh_weights_follow_from_the_seed_or_the_id(run: Callable[[Test], None
             [_spec(A, seed=5), _spec(B, seed=5), _spec(A, seed=6), _spec(A, seed=None)] * 2
         ):
             await engine.create_adapter(spec)
-            found.append(await _saved(engine, folder, str(name), spec.adapter_id, Saved.WEIGHTS))
+            found.append(
+                await _saved(engine, folder, str(name), spec.adapter_id, AdapterParts.WEIGHTS)
+            )
             await engine.drop_adapter(spec.adapter_id)
 
         assert found[:4] == found[4:]
@@ -290,7 +342,7 @@ def test_training_lowers_the_loss(run: Callable[[Test], None]) -> None:
     run(test)
 
 
-def test_metrics_of_our_own_never_overwrite_a_column_of_a_training_loop(
+def test_our_own_metrics_never_overwrite_a_column_of_a_training_loop(
     run: Callable[[Test], None],
 ) -> None:
     """Loops merge them into their own record, which has a `step` and a `learning_rate`."""
@@ -306,7 +358,7 @@ def test_metrics_of_our_own_never_overwrite_a_column_of_a_training_loop(
     run(test)
 
 
-def test_the_loss_is_that_of_the_logprobs_given(run: Callable[[Test], None]) -> None:
+def test_the_reported_loss_matches_the_returned_logprobs(run: Callable[[Test], None]) -> None:
     """Cross-entropy is exactly the weighted sum; clients rely on it for losses of their own."""
 
     async def test(engine: Engine, _: Path) -> None:
@@ -339,7 +391,7 @@ def _expected(loss: str, lp: list[float]) -> float:
 
 
 @pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo", "dro"])
-def test_losses_are_those_of_their_formulas(run: Callable[[Test], None], loss: str) -> None:
+def test_losses_match_their_formulas(run: Callable[[Test], None], loss: str) -> None:
     """As the API documents them."""
 
     async def test(engine: Engine, _: Path) -> None:
@@ -399,7 +451,7 @@ def test_cispo_does_not_differentiate_its_ratio(run: Callable[[Test], None]) -> 
     run(test)
 
 
-def test_a_pass_in_two_halves_gives_the_same_step(run: Callable[[Test], None]) -> None:
+def test_a_forward_backward_split_in_two_gives_the_same_step(run: Callable[[Test], None]) -> None:
     """Gradients add up until the step, and losses are sums."""
 
     async def test(engine: Engine, _: Path) -> None:
@@ -418,7 +470,7 @@ def test_a_pass_in_two_halves_gives_the_same_step(run: Callable[[Test], None]) -
     run(test)
 
 
-def test_a_pass_without_gradients_changes_nothing(run: Callable[[Test], None]) -> None:
+def test_a_forward_pass_without_gradients_changes_nothing(run: Callable[[Test], None]) -> None:
     """Not even what was gathered before."""
 
     async def test(engine: Engine, folder: Path) -> None:
@@ -432,7 +484,7 @@ def test_a_pass_without_gradients_changes_nothing(run: Callable[[Test], None]) -
     run(test)
 
 
-def test_numbers_do_not_depend_on_who_shares_the_batch(run: Callable[[Test], None]) -> None:
+def test_results_do_not_depend_on_what_else_is_in_the_batch(run: Callable[[Test], None]) -> None:
     """Nor on how works are split into batches; bit for bit."""
 
     async def test(engine: Engine, folder: Path) -> None:
@@ -476,7 +528,7 @@ def test_numbers_do_not_depend_on_who_shares_the_batch(run: Callable[[Test], Non
         StepWork(work_id="x", adapter_id=AdapterId("nobody"), params=STEP),
     ],
 )
-def test_a_work_that_fails_fails_alone_and_changes_nothing(
+def test_a_failed_work_item_changes_nothing_and_does_not_affect_others(
     run: Callable[[Test], None], wrong: TrainingWork
 ) -> None:
     """As something that the user can mend; its neighbours are done."""
@@ -523,7 +575,7 @@ def test_targets_may_have_several_columns_and_be_sparse(run: Callable[[Test], No
 # Files
 
 
-def test_an_adapter_goes_on_from_its_snapshot_as_if_nothing_had_happened(
+def test_an_adapter_resumes_from_its_snapshot_bit_for_bit(
     run: Callable[[Test], None],
 ) -> None:
     """Weights, moments, steps and gathered gradients; bit for bit."""
@@ -536,7 +588,7 @@ def test_an_adapter_goes_on_from_its_snapshot_as_if_nothing_had_happened(
         await _run(engine, *rest)
         straight = await _saved(engine, folder, "straight")
 
-        await engine.load_adapter(_spec(), folder / "snapshot", Saved.SNAPSHOT)
+        await engine.load_adapter(_spec(), folder / "snapshot", AdapterParts.SNAPSHOT)
         await _run(engine, *rest)
 
         assert await _saved(engine, folder, "again") == straight
@@ -544,27 +596,29 @@ def test_an_adapter_goes_on_from_its_snapshot_as_if_nothing_had_happened(
     run(test)
 
 
-def test_parts_that_are_not_asked_for_begin_afresh(run: Callable[[Test], None]) -> None:
+def test_loading_weights_alone_resets_gradients_and_optimizer_state(
+    run: Callable[[Test], None],
+) -> None:
     """Weights alone: no moments, no gradients, and the first step is step 1."""
 
     async def test(engine: Engine, folder: Path) -> None:
         await engine.create_adapter(_spec())
         await _run(engine, _pass(), _step(), _pass("2"))
         await _saved(engine, folder, "whole")
-        await _saved(engine, folder, "weights", parts=Saved.WEIGHTS)
-        await engine.load_adapter(_spec(A), folder / "whole", Saved.WEIGHTS)
-        await engine.load_adapter(_spec(B), folder / "weights", Saved.WEIGHTS)
+        await _saved(engine, folder, "weights", parts=AdapterParts.WEIGHTS)
+        await engine.load_adapter(_spec(A), folder / "whole", AdapterParts.WEIGHTS)
+        await engine.load_adapter(_spec(B), folder / "weights", AdapterParts.WEIGHTS)
         works: list[TrainingWork] = [_pass("1"), _step("2"), _pass("1", B), _step("2", B)]
         await _run(engine, *works)
 
         assert await _saved(engine, folder, "a") == await _saved(engine, folder, "b", B)
         with pytest.raises(ValidationError):
-            await engine.load_adapter(_spec(), folder / "weights", Saved.CHECKPOINT)
+            await engine.load_adapter(_spec(), folder / "weights", AdapterParts.CHECKPOINT)
 
     run(test)
 
 
-def test_files_that_do_not_fit_are_refused_and_change_nothing(
+def test_files_that_do_not_match_the_adapter_are_rejected_and_change_nothing(
     run: Callable[[Test], None],
 ) -> None:
     """Another rank, another base model, no files at all."""
@@ -586,7 +640,7 @@ def test_files_that_do_not_fit_are_refused_and_change_nothing(
 
         for name in ("rank", "base", "empty"):
             with pytest.raises(ValidationError):
-                await engine.load_adapter(_spec(), folder / name, Saved.WEIGHTS)
+                await engine.load_adapter(_spec(), folder / name, AdapterParts.WEIGHTS)
         with pytest.raises(ValidationError):
             await engine.load_weights(WeightsId("w"), BASE, folder / "base")
 
@@ -599,7 +653,9 @@ def test_files_that_do_not_fit_are_refused_and_change_nothing(
 # Sampling
 
 
-def test_a_seeded_sample_does_not_depend_on_its_neighbours(run: Callable[[Test], None]) -> None:
+def test_a_seeded_sample_does_not_depend_on_what_else_is_in_the_batch(
+    run: Callable[[Test], None],
+) -> None:
     """Alone or among others, first or last: the same tokens and logprobs."""
 
     async def test(engine: Engine, _: Path) -> None:
@@ -617,13 +673,13 @@ def test_a_seeded_sample_does_not_depend_on_its_neighbours(run: Callable[[Test],
     run(test)
 
 
-def test_sampled_logprobs_are_those_of_training(run: Callable[[Test], None]) -> None:
+def test_sampled_logprobs_equal_training_logprobs(run: Callable[[Test], None]) -> None:
     """Sampling and training see the same model."""
 
     async def test(engine: Engine, folder: Path) -> None:
         await engine.create_adapter(_spec())
         await _run(engine, _pass(), _step())
-        await _saved(engine, folder, "weights", parts=Saved.WEIGHTS)
+        await _saved(engine, folder, "weights", parts=AdapterParts.WEIGHTS)
         await engine.load_weights(WeightsId("w"), BASE, folder / "weights")
         await engine.load_weights(WeightsId("w"), BASE, folder / "weights")
         found = await _sample(engine, _work(weights="w", prompt_logprobs=True))
@@ -640,7 +696,7 @@ def test_sampled_logprobs_are_those_of_training(run: Callable[[Test], None]) -> 
     run(test)
 
 
-def test_a_sample_ends_at_its_limit_or_its_stop(run: Callable[[Test], None]) -> None:
+def test_a_sample_ends_at_its_token_limit_or_its_stop_sequence(run: Callable[[Test], None]) -> None:
     """A stop is the last token; without stops it runs to the end."""
 
     async def test(engine: Engine, _: Path) -> None:
@@ -656,7 +712,7 @@ def test_a_sample_ends_at_its_limit_or_its_stop(run: Callable[[Test], None]) -> 
 
 
 @pytest.mark.parametrize("loss", ["ppo", "cispo", "gspo"])
-def test_thresholds_that_leave_no_ratio_fail_the_pass(
+def test_clip_thresholds_that_exclude_every_ratio_fail_the_forward_backward(
     loss: str, run: Callable[[Test], None]
 ) -> None:
     async def test(engine: Engine, _: Path) -> None:
@@ -692,7 +748,7 @@ def test_a_prompt_may_fill_the_context(run: Callable[[Test], None]) -> None:
     run(test)
 
 
-def test_the_end_of_a_sequence_is_a_stop_unless_others_are_given(
+def test_the_eos_token_is_a_stop_unless_stops_are_given(
     run: Callable[[Test], None],
 ) -> None:
     """No stop means the model's own end."""
@@ -710,7 +766,9 @@ def test_the_end_of_a_sequence_is_a_stop_unless_others_are_given(
     run(test)
 
 
-def test_temperature_and_truncation_are_kept(run: Callable[[Test], None]) -> None:
+def test_temperature_zero_top_k_one_and_a_tiny_top_p_are_greedy(
+    run: Callable[[Test], None],
+) -> None:
     """At 0, with one token or with next to no mass, the likeliest token is drawn."""
 
     async def test(engine: Engine, _: Path) -> None:
@@ -730,7 +788,7 @@ def test_temperature_and_truncation_are_kept(run: Callable[[Test], None]) -> Non
     run(test)
 
 
-def test_what_is_asked_of_the_prompt_is_answered(run: Callable[[Test], None]) -> None:
+def test_every_kind_of_prompt_logprobs_is_returned(run: Callable[[Test], None]) -> None:
     """Logprobs of the last positions, of the likeliest, of given tokens, and of drawn ones."""
 
     async def test(engine: Engine, _: Path) -> None:
@@ -774,7 +832,8 @@ def _slow_loss() -> CustomLossSpec:
     return CustomLossSpec(loss_id="l", inputs=tuple(traced.inputs), graph=traced.graph)
 
 
-def test_an_uploaded_loss_holds_up_no_other_adapter(run: Callable[[Test], None]) -> None:
+@pytest.mark.parametrize("make", ["embedded"], indirect=True)
+def test_an_uploaded_loss_does_not_delay_other_adapters(run: Callable[[Test], None]) -> None:
     """It is called first and ends last; calls about its own adapter keep their order."""
 
     async def test(engine: Engine, folder: Path) -> None:
@@ -816,7 +875,7 @@ def test_an_uploaded_loss_holds_up_no_other_adapter(run: Callable[[Test], None])
     run(test)
 
 
-def test_streamed_tokens_are_those_of_the_result(run: Callable[[Test], None]) -> None:
+def test_streamed_tokens_equal_those_of_the_result(run: Callable[[Test], None]) -> None:
     """They come in order, before the outcome; others get none."""
 
     async def test(engine: Engine, _: Path) -> None:
@@ -841,7 +900,7 @@ def test_streamed_tokens_are_those_of_the_result(run: Callable[[Test], None]) ->
     run(test)
 
 
-def test_an_owners_only_sample_does_not_wait_for_those_of_another(
+def test_an_owner_s_single_sample_is_not_starved_by_many_of_another_owner(
     run: Callable[[Test], None],
 ) -> None:
     """Its tokens come within a few steps, which a sample of the other one counts."""
@@ -896,12 +955,12 @@ def test_a_cancelled_sample_has_no_outcome(run: Callable[[Test], None]) -> None:
     run(test)
 
 
-def test_weights_that_are_dropped_serve_those_who_have_them(run: Callable[[Test], None]) -> None:
+def test_dropped_weights_still_serve_the_samples_that_use_them(run: Callable[[Test], None]) -> None:
     """They go when the last sample of them has ended; dropping nothing is no error."""
 
     async def test(engine: Engine, folder: Path) -> None:
         await engine.create_adapter(_spec())
-        await _saved(engine, folder, "weights", parts=Saved.WEIGHTS)
+        await _saved(engine, folder, "weights", parts=AdapterParts.WEIGHTS)
         weights = WeightsId("w")
         await engine.load_weights(weights, BASE, folder / "weights")
         engine.admit(_work("it", weights="w", max_tokens=30))
@@ -915,7 +974,7 @@ def test_weights_that_are_dropped_serve_those_who_have_them(run: Callable[[Test]
     run(test)
 
 
-def test_a_closed_engine_says_so(run: Callable[[Test], None]) -> None:
+def test_calls_on_a_closed_engine_say_that_it_is_closed(run: Callable[[Test], None]) -> None:
     """And may be closed again."""
 
     async def test(engine: Engine, _: Path) -> None:

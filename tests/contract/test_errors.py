@@ -53,7 +53,7 @@ def test_messages_are_the_official_ones(body: bytes) -> None:
     assert mine.message == theirs.message.replace("{'detail': 'no'}", "no")
 
 
-def test_official_error_names_are_a_tree_of_the_same_shape() -> None:
+def test_official_error_names_form_the_same_class_hierarchy() -> None:
     """Code that catches an official class catches ours under the same name."""
     theirs = {
         name: cls
@@ -68,7 +68,7 @@ def test_official_error_names_are_a_tree_of_the_same_shape() -> None:
         assert parents <= {base.__name__ for base in mine.__mro__}, name
 
 
-def test_the_statuses_that_official_clients_retry() -> None:
+def test_official_clients_retry_the_same_statuses() -> None:
     """A permanent refusal under one of these makes every client spin."""
     client: Any = python_types.SimpleNamespace()
 

@@ -35,6 +35,8 @@ OF_JSON = [
     for parameter in EXAMPLES
     if ENDPOINTS[str(parameter.values[0])].request_format is Format.JSON
 ]
+NEWER = {("save_weights_external", "user_metadata")}
+"""Fields that SDK 0.36 does not have."""
 NULLABLE = {("finish_session", "detail"), ("set_checkpoint_ttl", "ttl_seconds")}
 """Fields where the API tells null from absent."""
 
@@ -76,7 +78,7 @@ def test_s24_full_examples_set_every_field(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "request_"), OF_JSON)
-def test_s24_the_official_type_writes_the_same_body(name: str, request_: Any) -> None:
+def test_s24_the_official_type_serializes_to_the_same_body(name: str, request_: Any) -> None:
     """For the routes whose request is a type of the official SDK."""
     cls = MODELS.get(ENDPOINTS[name].request.__name__)
     if cls is None:
@@ -85,6 +87,8 @@ def test_s24_the_official_type_writes_the_same_body(name: str, request_: Any) ->
     body = body_of(name, request_)
     if ENDPOINTS[name].method == "GET":
         body = to_http(ENDPOINTS[name], request_).query
+
+    body = {field: value for field, value in body.items() if (name, field) not in NEWER}
 
     theirs = cls.model_validate(body)
 
@@ -96,7 +100,7 @@ def _is_dataclass(name: str) -> bool:
 
 
 @pytest.mark.parametrize(("name", "request_"), EXAMPLES)
-def test_s24_what_is_sent_is_read_back_equal(name: str, request_: Any) -> None:
+def test_s24_a_decoded_request_equals_the_one_that_was_sent(name: str, request_: Any) -> None:
     endpoint = ENDPOINTS[name]
     sent = to_http(endpoint, request_)
     headers = {header.lower(): value for header, value in sent.headers.items()}
@@ -114,7 +118,7 @@ REQUESTS = sorted(
 
 
 @pytest.mark.parametrize("cls", REQUESTS, ids=lambda cls: cls.__name__)
-def test_s24_unknown_fields_are_refused_when_a_request_is_made(cls: type[Request]) -> None:
+def test_s24_unknown_fields_are_rejected_when_a_request_is_constructed(cls: type[Request]) -> None:
     made = next(request for request in MINIMAL.values() if type(request) is cls)
     fields = {name: getattr(made, name) for name in cls.__struct_fields__}
 
@@ -126,7 +130,7 @@ def test_s24_unknown_fields_are_refused_when_a_request_is_made(cls: type[Request
     "make",
     [t.OptimStepRequest, t.ForwardBackwardRequest, t.ForwardBackwardInput, t.Datum, t.TensorData],
 )
-def test_s24_unknown_fields_are_refused_by_types_that_hold_arrays(make: Any) -> None:
+def test_s24_unknown_fields_are_rejected_by_types_that_hold_arrays(make: Any) -> None:
     with pytest.raises(TypeError, match="internal_id"):
         make(internal_id=1)
 
@@ -143,7 +147,7 @@ def test_s24_private_attributes_are_never_sent(name: str, request_: Any) -> None
     assert not [key for key in keys(body) if key.startswith("_")]
 
 
-def test_s24_answers_ignore_what_they_do_not_know() -> None:
+def test_s24_responses_ignore_unknown_fields() -> None:
     body = b'{"request_id":"r","surprise":{"deep":[1]},"model_id":null}'
 
     assert json_format.decode(body, t.UntypedAPIFuture) == t.UntypedAPIFuture(request_id="r")
@@ -195,7 +199,7 @@ def test_s25_an_unknown_tag_is_a_typed_error(tag: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "request_"), OF_JSON)
-def test_s26_what_is_not_set_is_left_out(name: str, request_: Any) -> None:
+def test_s26_unset_fields_are_omitted(name: str, request_: Any) -> None:
     body = body_of(name, request_)
 
     nulls = {(name, key) for key, value in body.items() if value is None}
@@ -203,7 +207,7 @@ def test_s26_what_is_not_set_is_left_out(name: str, request_: Any) -> None:
 
 
 @pytest.mark.parametrize("name", MINIMAL)
-def test_s26_none_given_by_hand_is_left_out_as_well(name: str) -> None:
+def test_s26_fields_set_to_none_explicitly_are_omitted(name: str) -> None:
     """Where the API does not tell it from absent."""
     request = FULL.get(name, MINIMAL[name])
     if not isinstance(request, Request):
@@ -218,7 +222,7 @@ def test_s26_none_given_by_hand_is_left_out_as_well(name: str) -> None:
         assert set(to_plain(explicit)) == set(to_plain(request)) - {field.name}
 
 
-def test_s26_null_and_absent_differ_where_the_api_tells_them_apart() -> None:
+def test_s26_null_and_absent_differ_where_the_api_distinguishes_them() -> None:
     name = "set_checkpoint_ttl"
     named: dict[str, Any] = {"training_run_id": "r", "checkpoint_id": "weights/c"}
     absent = t.SetCheckpointTtlRequest(**named)
@@ -252,7 +256,7 @@ def test_s26_defaults_are_sent() -> None:
         assert set(names) <= to_plain(value).keys()
 
 
-def test_every_example_is_of_its_endpoints_type() -> None:
+def test_every_example_has_the_type_of_its_endpoint() -> None:
     for requests in (MINIMAL, FULL):
         for name, request in requests.items():
             assert isinstance(request, ENDPOINTS[name].request)

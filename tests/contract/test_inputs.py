@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,9 @@ def outcome(call: Callable[[], Any]) -> object:
 
 @contract
 @given(models(official.ModelInput), int32s)
-def test_prompts_are_read_and_extended_alike(prompt: official.ModelInput, token: int) -> None:
+def test_prompts_are_read_and_extended_like_the_official_ones(
+    prompt: official.ModelInput, token: int
+) -> None:
     mine = as_ours(prompt)
 
     assert outcome(mine.to_ints) == outcome(prompt.to_ints)
@@ -40,7 +43,7 @@ def test_prompts_are_read_and_extended_alike(prompt: official.ModelInput, token:
 
 @contract
 @given(st.lists(int32s))
-def test_prompts_are_made_of_tokens_alike(tokens: list[int]) -> None:
+def test_prompts_are_built_from_tokens_like_the_official_ones(tokens: list[int]) -> None:
     assert ours.ModelInput.from_ints(tokens) == as_ours(official.ModelInput.from_ints(tokens))
     assert ours.ModelInput.empty() == as_ours(official.ModelInput.empty())
 
@@ -77,7 +80,7 @@ def test_audio_is_as_long_as_its_header_says(dmel: bytes) -> None:
         {"sequence_id": "s", "length": 1, "offset": -1},
     ],
 )
-def test_spans_are_checked_alike(name: str, fields: dict[str, Any]) -> None:
+def test_spans_are_validated_like_the_official_ones(name: str, fields: dict[str, Any]) -> None:
     theirs = outcome(lambda: getattr(official, name)(**fields))
 
     assert outcome(lambda: getattr(ours, name)(**fields)) == theirs
@@ -95,10 +98,10 @@ def test_provenance_must_tile_both_fields(input_length: int, target_length: int)
     assert outcome(lambda: with_spans(OURS)) == outcome(lambda: with_spans(THEIRS))
 
 
-def test_one_list_of_spans_without_the_other_is_refused() -> None:
+def test_one_list_of_spans_without_the_other_is_rejected() -> None:
     with pytest.raises(AssertionError):
         official.Datum(official.ModelInput.empty(), model_input_spans=[])
-    with pytest.raises(ValueError, match="pair"):
+    with pytest.raises(ValueError, match="both or neither"):
         ours.Datum(ours.ModelInput.empty(), model_input_spans=[])
 
 
@@ -109,7 +112,7 @@ paths = st.lists(segments, max_size=4).map(lambda parts: "tinker://" + "/".join(
 @settings(contract, max_examples=150)
 @given(paths | st.text(max_size=20))
 @example("tinker://run:train:0/weights/c1")
-def test_checkpoint_paths_are_taken_apart_alike(path: str) -> None:
+def test_checkpoint_paths_are_parsed_like_the_official_ones(path: str) -> None:
     theirs = outcome(lambda: official.ParsedCheckpointTinkerPath.from_tinker_path(path))
     mine = outcome(lambda: ours.ParsedCheckpointTinkerPath.from_tinker_path(path))
 
@@ -119,8 +122,23 @@ def test_checkpoint_paths_are_taken_apart_alike(path: str) -> None:
         assert mine == theirs
 
 
+@pytest.mark.parametrize("run", ["session-{}:train:0", "copy-{}", "upload-{}"])
+def test_checkpoints_of_a_service_without_a_console_have_no_page(run: str) -> None:
+    path = f"tinker://{run.format('0a' * 16)}/sampler_weights/x"
+    now = datetime.datetime.now(datetime.UTC)
+    listed = ours.Checkpoint(
+        checkpoint_id="sampler_weights/x", checkpoint_type="sampler", time=now, tinker_path=path
+    )
+    for_sampler = OURS.SaveWeightsForSamplerResponse(path=path)
+
+    assert OURS.SaveWeightsResponse(path=path).get_console_url() is None
+    assert for_sampler.get_console_url() is None
+    assert for_sampler.get_playground_url() is None
+    assert listed.get_console_url() is None
+
+
 @pytest.mark.parametrize("path", ["tinker://r:train:0/weights/ä b", "tinker://r/sampler_weights/x"])
-def test_console_addresses_are_the_official_ones(path: str) -> None:
+def test_console_urls_match_the_official_ones(path: str) -> None:
     saved, theirs = OURS.SaveWeightsResponse(path=path), THEIRS.SaveWeightsResponse(path=path)
     for_sampler = OURS.SaveWeightsForSamplerResponse(path=path)
     their_sampler = THEIRS.SaveWeightsForSamplerResponse(path=path)

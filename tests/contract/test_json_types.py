@@ -67,7 +67,9 @@ def written(value: Record | Frozen) -> Any:
 @pytest.mark.parametrize("name", MODELS)
 @settings(contract, max_examples=12)
 @given(data=st.data())
-def test_travels_both_ways_as_the_official_type_does(name: str, data: st.DataObject) -> None:
+def test_a_type_round_trips_through_json_like_the_official_one(
+    name: str, data: st.DataObject
+) -> None:
     value = data.draw(models(MODELS[name]))
     sent = official_json(value)
 
@@ -83,7 +85,7 @@ def test_travels_both_ways_as_the_official_type_does(name: str, data: st.DataObj
 @pytest.mark.parametrize("name", MODELS)
 @settings(contract, max_examples=3)
 @given(data=st.data())
-def test_every_official_field_can_be_read_from_ours(name: str, data: st.DataObject) -> None:
+def test_every_official_field_exists_on_our_type(name: str, data: st.DataObject) -> None:
     value = data.draw(models(MODELS[name]))
 
     made = as_ours(value)
@@ -137,7 +139,7 @@ _EXAMPLES = _Examples()
 
 
 @pytest.mark.parametrize("name", STRICT)
-def test_unknown_fields_are_refused_where_the_official_type_refuses_them(name: str) -> None:
+def test_unknown_fields_are_rejected_where_the_official_type_rejects_them(name: str) -> None:
     fields = {field: getattr(_EXAMPLES[name], field) for field in MODELS[name].model_fields}
 
     with pytest.raises(pydantic.ValidationError):
@@ -147,7 +149,7 @@ def test_unknown_fields_are_refused_where_the_official_type_refuses_them(name: s
 
 
 @pytest.mark.parametrize("name", LENIENT)
-def test_unknown_keys_of_an_answer_are_ignored_as_the_official_type_does(name: str) -> None:
+def test_unknown_keys_of_a_response_are_ignored_like_in_the_official_type(name: str) -> None:
     sent = official_json(_EXAMPLES[name])
 
     decoded = read({**sent, "surprise": {"new": [1, None]}}, name)
@@ -156,7 +158,7 @@ def test_unknown_keys_of_an_answer_are_ignored_as_the_official_type_does(name: s
     assert MODELS[name].model_validate({**sent, "surprise": 1}) == _EXAMPLES[name]
 
 
-def test_settings_that_callers_make_are_stricter_than_the_official_ones() -> None:
+def test_types_that_callers_construct_reject_unknown_fields() -> None:
     """A misspelt `max_token` is told, not dropped; these two are the only such types."""
     made_by_callers = {name for name in LENIENT if issubclass(getattr(ours, name), Request)}
 
@@ -167,7 +169,7 @@ def test_settings_that_callers_make_are_stricter_than_the_official_ones() -> Non
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_missing_field_is_refused_where_the_official_type_refuses_it(name: str) -> None:
+def test_a_missing_field_is_rejected_where_the_official_type_rejects_it(name: str) -> None:
     sent = official_json(_EXAMPLES[name])
     for field, info in MODELS[name].model_fields.items():
         if not info.is_required() or field in FORGIVEN.get(name, ()) or field not in sent:
@@ -221,7 +223,7 @@ def test_optim_step_reads_all_three_spellings_and_writes_the_official_one(
         assert set(written(made)) & set(SPELLINGS) == {official_key}
 
 
-def test_optim_step_with_two_settings_is_refused() -> None:
+def test_optim_step_with_two_settings_is_rejected() -> None:
     """Which of them is meant could only be guessed."""
     body = {"model_id": "m", "adam_params": {}, "optimizer_params": {"type": "mine"}}
 
@@ -266,7 +268,7 @@ def test_stop_absent_and_stop_empty_differ() -> None:
         assert ("stop" in written(decoded)) == (stop is not None)
 
 
-def test_events_in_a_batch_are_told_apart_by_their_kind_alone() -> None:
+def test_events_in_a_batch_are_distinguished_by_their_kind_alone() -> None:
     common = {"event_id": "1", "event_session_index": 0, "severity": "INFO"}
     event = {**common, "event": "SESSION_START", "timestamp": "2026-01-02T03:04:05Z"}
     batch = {"platform": "p", "sdk_version": "v", "session_id": "s", "process_uuid": "u"}
@@ -279,7 +281,7 @@ def test_events_in_a_batch_are_told_apart_by_their_kind_alone() -> None:
         read({**batch, "events": [event]}, "TelemetrySendRequest")
 
 
-def test_sample_numbers_of_clones_keep_all_their_digits() -> None:
+def test_seq_ids_of_clones_keep_all_their_digits() -> None:
     """Clone ids push seq_id to about 10^18, beyond what a double can count."""
     request = official.SampleRequest(
         prompt=official.ModelInput.from_ints([1]),
@@ -299,7 +301,7 @@ CONFIGS: list[dict[str, float | str] | None] = [None, {}, {"beta": 0.5, "loss_id
 
 @contract
 @given(st.data())
-def test_datum_of_older_sdks_travels_both_ways(data: st.DataObject) -> None:
+def test_the_json_datum_of_older_sdks_round_trips(data: st.DataObject) -> None:
     """The SDK still has the JSON form of training data that releases up to 0.24 send."""
     theirs = JsonForwardBackwardInput(
         data=[
@@ -322,7 +324,7 @@ def test_datum_of_older_sdks_travels_both_ways(data: st.DataObject) -> None:
 
 @settings(contract, max_examples=200)
 @given(bits("float32", 4))
-def test_float32_in_json_reads_back_to_the_same_bits(values: np.ndarray[Any, Any]) -> None:
+def test_float32_round_trips_through_json_bit_for_bit(values: np.ndarray[Any, Any]) -> None:
     """We write the fewest digits that tell a float32 from its neighbours; the SDK writes more."""
     values[~np.isfinite(values)] = 0.0
     tensor = ours.TensorData(values, "float32", [4])

@@ -33,20 +33,20 @@ from tinsmith.errors import (
     UnknownEntryError,
     ValidationError,
 )
-from tinsmith.ledger.base import Ledger
-from tinsmith.ledger.lease import Lease
-from tinsmith.ledger.records import (
+from tinsmith.service.ledger.base import Ledger
+from tinsmith.service.ledger.records import (
     LARGEST_NUMBER,
     Command,
     CommandState,
-    LineId,
-    Session,
+    QueueId,
+    SessionEntry,
     SessionId,
     TenantId,
     UsageKey,
     Use,
     identity,
 )
+from tinsmith.service.ledger.scheduler_lease import Lease
 
 __all__ = ["place"]  # a fixture, for pytest to find
 
@@ -62,7 +62,7 @@ def numbers(commands: list[Command]) -> list[int]:
 
 
 @story
-async def test_when_a_command_was_begun_and_in_which_batch_is_kept_with_its_end(
+async def test_a_settled_command_records_its_start_time_and_batch(
     ledger: Ledger,
 ) -> None:
     appended = await ledger.append(training(1))
@@ -86,7 +86,7 @@ async def test_an_appended_command_can_be_read_as_it_was_submitted(
     command = await ledger.command(appended.request_id)
 
     assert appended.is_new
-    assert (command.line, command.seq_id, command.kind) == (MODEL, 3, "forward_backward")
+    assert (command.queue_id, command.seq_id, command.kind) == (MODEL, 3, "forward_backward")
     assert (command.tenant_id, command.session_id) == (TENANT, SESSION)
     assert (command.state, command.payload_bytes) == (CommandState.PENDING, 4)
     assert command.created_at == place.clock.wall
@@ -94,7 +94,7 @@ async def test_an_appended_command_can_be_read_as_it_was_submitted(
 
 
 @story
-async def test_the_same_submission_again_gives_the_first_request_id(ledger: Ledger) -> None:
+async def test_resubmitting_a_command_returns_the_first_request_id(ledger: Ledger) -> None:
     first = await ledger.append(training(1, b"body"))
 
     second = await ledger.append(training(1, b"body"))
@@ -121,7 +121,7 @@ def test_a_settled_command_submitted_again_is_not_run_again(place: Place, payloa
 
 
 @story
-async def test_another_body_under_the_same_number_is_refused(ledger: Ledger) -> None:
+async def test_a_different_body_under_the_same_seq_id_is_rejected(ledger: Ledger) -> None:
     await ledger.append(training(1, b"body"))
 
     for payload in (b"other", LARGE):
@@ -131,7 +131,7 @@ async def test_another_body_under_the_same_number_is_refused(ledger: Ledger) -> 
 
 
 @story
-async def test_submissions_that_race_become_one_command(ledger: Ledger) -> None:
+async def test_racing_identical_submissions_become_one_command(ledger: Ledger) -> None:
     answers = await asyncio.gather(*(ledger.append(training(7)) for _ in range(50)))
 
     assert {answer.request_id for answer in answers} == {f"{MODEL}:7"}
@@ -140,7 +140,7 @@ async def test_submissions_that_race_become_one_command(ledger: Ledger) -> None:
 
 
 @story
-async def test_of_different_bodies_that_race_one_is_accepted(ledger: Ledger) -> None:
+async def test_one_of_several_racing_different_bodies_is_accepted(ledger: Ledger) -> None:
     bodies = [b"body %d" % number for number in range(20)]
 
     answers = await asyncio.gather(
@@ -154,7 +154,7 @@ async def test_of_different_bodies_that_race_one_is_accepted(ledger: Ledger) -> 
 
 
 @story
-async def test_a_command_without_a_number_takes_the_next(ledger: Ledger) -> None:
+async def test_a_command_without_a_seq_id_gets_the_next_one(ledger: Ledger) -> None:
     await ledger.append(training(4))
 
     appended = [await ledger.append(training(None)) for _ in range(2)]
@@ -164,7 +164,7 @@ async def test_a_command_without_a_number_takes_the_next(ledger: Ledger) -> None
 
 
 @story
-async def test_numbers_of_samples_need_all_64_bits(ledger: Ledger) -> None:
+async def test_seq_ids_of_samples_use_all_64_bits(ledger: Ledger) -> None:
     appended = await ledger.append(sampling(LARGEST_NUMBER, clone=10**9))
 
     assert (await ledger.command(appended.request_id)).seq_id == LARGEST_NUMBER
@@ -172,14 +172,14 @@ async def test_numbers_of_samples_need_all_64_bits(ledger: Ledger) -> None:
         sampling(LARGEST_NUMBER + 1)
 
 
-@pytest.mark.parametrize("line", ["", "nul\0", "half \ud800", "x" * 501])
-def test_a_line_has_a_name_that_every_ledger_can_keep(line: str) -> None:
+@pytest.mark.parametrize("queue_id", ["", "nul\0", "half \ud800", "x" * 501])
+def test_a_queue_id_that_some_ledger_cannot_store_is_rejected(queue_id: str) -> None:
     with pytest.raises(ValidationError):
-        training(1, line=LineId(line))
+        training(1, queue_id=QueueId(queue_id))
 
 
 @pytest.mark.parametrize("field", ["kind", "tenant_id", "session_id"])
-def test_a_submission_holds_nothing_that_a_ledger_cannot_keep(field: str) -> None:
+def test_text_that_some_ledger_cannot_store_is_rejected(field: str) -> None:
     for wrong in ("nul\0", "half \ud800"):
         with pytest.raises(ValidationError):
             msgspec.structs.replace(training(1), **{field: wrong})
@@ -189,7 +189,7 @@ def test_a_submission_holds_nothing_that_a_ledger_cannot_keep(field: str) -> Non
     "wanted",
     ["", ":", "m", "m:", ":1", "m:01", "m:-1", "m:1 ", "m:²", f"m:{2**63}", "m\0:1", "\ud800:1"],
 )
-def test_what_no_request_id_looks_like_is_unknown(wanted: str) -> None:
+def test_a_malformed_request_id_is_unknown(wanted: str) -> None:
     with pytest.raises(UnknownEntryError):
         identity(wanted)
 
@@ -203,7 +203,7 @@ async def test_an_unknown_request_is_an_error(ledger: Ledger) -> None:
 
 
 @story
-async def test_another_kind_of_command_under_a_used_number_is_refused(ledger: Ledger) -> None:
+async def test_a_different_kind_of_command_under_a_used_seq_id_is_rejected(ledger: Ledger) -> None:
     first = training(1)
     await ledger.append(first)
 
@@ -230,7 +230,7 @@ async def test_commands_are_claimed_oldest_first_and_once(ledger: Ledger) -> Non
 
 
 @story
-async def test_claimers_that_race_share_nothing(ledger: Ledger) -> None:
+async def test_racing_claimers_never_get_the_same_command(ledger: Ledger) -> None:
     for number in range(30):
         await ledger.append(training(number))
 
@@ -240,7 +240,7 @@ async def test_claimers_that_race_share_nothing(ledger: Ledger) -> None:
 
 
 @story
-async def test_released_claims_come_again_in_their_first_order(ledger: Ledger) -> None:
+async def test_released_commands_are_claimed_again_in_their_original_order(ledger: Ledger) -> None:
     for number in range(4):
         await ledger.append(training(number))
     await ledger.claim("dead", limit=2)
@@ -254,7 +254,7 @@ async def test_released_claims_come_again_in_their_first_order(ledger: Ledger) -
 
 
 @story
-async def test_the_first_settlement_stays(ledger: Ledger) -> None:
+async def test_the_first_settlement_wins(ledger: Ledger) -> None:
     request = (await ledger.append(training(1))).request_id
     key = UsageKey(tenant_id=TENANT, kind="training")
 
@@ -270,7 +270,7 @@ async def test_the_first_settlement_stays(ledger: Ledger) -> None:
 
 
 @story
-async def test_of_settlements_that_race_one_counts(ledger: Ledger) -> None:
+async def test_one_of_several_racing_settlements_wins(ledger: Ledger) -> None:
     request = (await ledger.append(sampling(1))).request_id
 
     told = await asyncio.gather(*(ledger.settle([ended(request, b"%d" % i)]) for i in range(20)))
@@ -283,7 +283,7 @@ async def test_of_settlements_that_race_one_counts(ledger: Ledger) -> None:
 
 
 @story
-async def test_unknown_commands_are_passed_by_when_settled(ledger: Ledger) -> None:
+async def test_settling_an_unknown_command_is_ignored(ledger: Ledger) -> None:
     request = (await ledger.append(training(1))).request_id
 
     told = await ledger.settle([ended("nonsense"), ended(request), ended(f"{MODEL}:9", LARGE)])
@@ -322,7 +322,9 @@ async def test_an_unsettled_command_has_no_result_to_acknowledge(ledger: Ledger)
 
 
 @story
-async def test_a_samples_payload_goes_with_its_end_and_a_passes_stays(ledger: Ledger) -> None:
+async def test_settling_deletes_the_payload_of_a_sample_but_not_of_a_training_call(
+    ledger: Ledger,
+) -> None:
     sample = (await ledger.append(sampling(1, LARGE))).request_id
     trained = (await ledger.append(training(1, LARGE))).request_id
 
@@ -336,7 +338,7 @@ async def test_a_samples_payload_goes_with_its_end_and_a_passes_stays(ledger: Le
 
 
 @story
-async def test_whoever_waits_for_a_command_is_woken_by_its_end(ledger: Ledger) -> None:
+async def test_waiters_for_a_command_are_woken_when_it_is_settled(ledger: Ledger) -> None:
     request = (await ledger.append(training(1))).request_id
     waits = [asyncio.create_task(ledger.wait_settled(request, timeout_s=LONG_S)) for _ in range(3)]
     await asyncio.sleep(SHORT_S)
@@ -350,7 +352,9 @@ async def test_whoever_waits_for_a_command_is_woken_by_its_end(ledger: Ledger) -
 
 
 @pytest.mark.parametrize("result", [b"small", LARGE], ids=["small", "large"])
-def test_who_waited_is_told_what_the_ledger_holds(place: Place, result: bytes) -> None:
+def test_a_waiter_gets_the_command_and_result_that_the_ledger_holds(
+    place: Place, result: bytes
+) -> None:
     @story
     async def told(ledger: Ledger) -> None:
         requests = [(await ledger.append(each)).request_id for each in (training(1), sampling(1))]
@@ -373,7 +377,7 @@ def test_who_waited_is_told_what_the_ledger_holds(place: Place, result: bytes) -
 
 
 @story
-async def test_a_result_that_was_waited_for_is_gone_once_it_is_acknowledged(
+async def test_an_awaited_result_is_deleted_once_it_is_acknowledged(
     ledger: Ledger,
 ) -> None:
     request = (await ledger.append(training(1))).request_id
@@ -400,7 +404,7 @@ async def test_a_tenant_cannot_wait_for_a_command_of_another(ledger: Ledger) -> 
 
 
 @story
-async def test_a_wait_ends_when_its_time_is_up(ledger: Ledger) -> None:
+async def test_a_wait_ends_at_its_timeout(ledger: Ledger) -> None:
     request = (await ledger.append(sampling(1))).request_id
 
     command = await ledger.wait_settled(request, timeout_s=SHORT_S)
@@ -412,7 +416,7 @@ async def test_a_wait_ends_when_its_time_is_up(ledger: Ledger) -> None:
 
 
 @story
-async def test_a_scheduler_is_woken_by_work(ledger: Ledger) -> None:
+async def test_a_scheduler_is_woken_by_a_new_command(ledger: Ledger) -> None:
     wait = asyncio.create_task(ledger.wait_for_commands("s", timeout_s=LONG_S))
     await asyncio.sleep(SHORT_S)
     assert not wait.done()
@@ -436,7 +440,7 @@ async def test_a_scheduler_is_woken_by_released_claims(ledger: Ledger) -> None:
 
 
 @story
-async def test_no_news_are_lost_between_looking_and_waiting(ledger: Ledger) -> None:
+async def test_no_command_is_missed_between_claiming_and_waiting(ledger: Ledger) -> None:
     """A scheduler that only claims and waits sees every command, however they interleave."""
     seen: list[int] = []
 
@@ -458,7 +462,7 @@ async def test_no_news_are_lost_between_looking_and_waiting(ledger: Ledger) -> N
 
 
 @story
-async def test_completions_come_in_the_order_of_settlement(ledger: Ledger) -> None:
+async def test_completions_are_listed_in_settlement_order(ledger: Ledger) -> None:
     requests = [(await ledger.append(sampling(number))).request_id for number in range(3)]
     other = (await ledger.append(sampling(10**9, clone=1))).request_id
     await ledger.settle([ended(requests[2]), ended(other)])
@@ -477,7 +481,9 @@ async def test_completions_come_in_the_order_of_settlement(ledger: Ledger) -> No
 
 
 @story
-async def test_a_completion_is_told_again_after_its_result_was_acknowledged(ledger: Ledger) -> None:
+async def test_a_completion_is_still_listed_after_its_result_was_acknowledged(
+    ledger: Ledger,
+) -> None:
     request = (await ledger.append(sampling(1))).request_id
     await ledger.settle([ended(request)])
     await ledger.acknowledge([request])
@@ -488,7 +494,7 @@ async def test_a_completion_is_told_again_after_its_result_was_acknowledged(ledg
 
 
 @story
-async def test_whoever_polls_a_feed_is_woken_by_its_news_alone(ledger: Ledger) -> None:
+async def test_a_feed_poll_is_woken_only_by_completions_of_its_own_feed(ledger: Ledger) -> None:
     mine = (await ledger.append(sampling(1))).request_id
     other = (await ledger.append(sampling(10**9, clone=1))).request_id
     poll = asyncio.create_task(ledger.wait_completions(SAMPLER, 0, after=0, timeout_s=LONG_S))
@@ -506,7 +512,7 @@ async def test_whoever_polls_a_feed_is_woken_by_its_news_alone(ledger: Ledger) -
 
 
 @story
-async def test_a_claim_that_waits_takes_what_comes(ledger: Ledger) -> None:
+async def test_a_waiting_claim_returns_the_next_commands_that_arrive(ledger: Ledger) -> None:
     """What was there before, what comes, and nothing when the time is up."""
     await ledger.append(training(1))
 
@@ -524,7 +530,7 @@ async def test_a_claim_that_waits_takes_what_comes(ledger: Ledger) -> None:
 
 
 @story
-async def test_a_claim_that_waits_ends_with_a_cancelled_one(ledger: Ledger) -> None:
+async def test_a_waiting_claim_returns_when_a_claimed_command_is_cancelled(ledger: Ledger) -> None:
     claimed = (await ledger.append(sampling(1))).request_id
     await ledger.claim("s", limit=1)
     waiting = asyncio.create_task(ledger.wait_claim("s", limit=5, timeout_s=LONG_S))
@@ -537,7 +543,7 @@ async def test_a_claim_that_waits_ends_with_a_cancelled_one(ledger: Ledger) -> N
 
 
 @story
-async def test_claims_that_wait_share_what_comes_and_nothing_is_claimed_by_one_that_gave_up(
+async def test_waiting_claims_share_new_commands_and_an_abandoned_claim_takes_none(
     ledger: Ledger,
 ) -> None:
     """However appends, claims and cancelled claims interleave, each command is claimed once."""
@@ -562,7 +568,7 @@ async def test_claims_that_wait_share_what_comes_and_nothing_is_claimed_by_one_t
 
 
 @story
-async def test_a_cancelled_claim_is_told_to_its_claimer_once(ledger: Ledger) -> None:
+async def test_a_cancelled_command_is_reported_to_its_claimer_once(ledger: Ledger) -> None:
     claimed = (await ledger.append(sampling(1))).request_id
     await ledger.claim("s", limit=1)
     pending = (await ledger.append(sampling(2))).request_id
@@ -582,7 +588,7 @@ async def test_a_cancelled_claim_is_told_to_its_claimer_once(ledger: Ledger) -> 
 
 
 @story
-async def test_what_has_ended_cannot_be_cancelled(ledger: Ledger) -> None:
+async def test_a_settled_command_cannot_be_cancelled(ledger: Ledger) -> None:
     request = (await ledger.append(sampling(1))).request_id
     await ledger.claim("s", limit=1)
     await ledger.settle([ended(request, b"done")])
@@ -595,27 +601,27 @@ async def test_what_has_ended_cannot_be_cancelled(ledger: Ledger) -> None:
     assert result.payload == b"done"
 
 
-# Lines
+# Queues
 
 
 @story
-async def test_a_number_that_was_passed_over_is_refused(ledger: Ledger) -> None:
+async def test_a_seq_id_that_was_passed_over_is_rejected(ledger: Ledger) -> None:
     first = await ledger.append(training(1))
     await ledger.pass_over(MODEL, 5)
     await ledger.pass_over(MODEL, 3)
 
     message = await raised(ledger.append(training(4)), CommandPassedError)
 
-    assert "reached 5" in message
+    assert "the next number is 5" in message
     assert (await ledger.append(training(1))).request_id == first.request_id
     await raised(ledger.append(training(1, b"other")), CommandConflictError)
     assert (await ledger.append(training(5))).is_new
-    assert (await ledger.append(training(4, line=LineId("other")))).is_new
-    assert (await ledger.line(MODEL)).position == 5
+    assert (await ledger.append(training(4, queue_id=QueueId("other")))).is_new
+    assert (await ledger.queue(MODEL)).position == 5
 
 
 @story
-async def test_a_snapshot_ends_the_need_for_what_it_holds(ledger: Ledger) -> None:
+async def test_a_snapshot_drops_the_commands_that_it_covers_from_the_replay(ledger: Ledger) -> None:
     for number in range(4):
         await ledger.append(training(number, LARGE))
     await ledger.settle([ended(f"{MODEL}:{number}") for number in range(3)])
@@ -626,23 +632,27 @@ async def test_a_snapshot_ends_the_need_for_what_it_holds(ledger: Ledger) -> Non
     assert numbers(await ledger.replay(MODEL)) == [2, 3]
     await raised(ledger.payload(f"{MODEL}:1"), UnknownEntryError)
     assert await ledger.payload(f"{MODEL}:2") == LARGE
-    line = await ledger.line(MODEL)
-    assert (line.position, line.snapshot_position, line.snapshot) == (2, 2, "snapshots/2")
+    progress = await ledger.queue(MODEL)
+    assert (progress.position, progress.snapshot_position, progress.snapshot) == (
+        2,
+        2,
+        "snapshots/2",
+    )
     assert not (await ledger.append(training(1, LARGE))).is_new
 
 
 @story
-async def test_an_older_snapshot_does_not_replace_a_newer(ledger: Ledger) -> None:
+async def test_an_older_snapshot_does_not_replace_a_newer_one(ledger: Ledger) -> None:
     await ledger.record_snapshot(MODEL, 4, "snapshots/4")
 
     assert await ledger.record_snapshot(MODEL, 2, "snapshots/2") == "snapshots/2"
     assert await ledger.record_snapshot(MODEL, 4, "snapshots/4") is None
-    assert (await ledger.line(MODEL)).snapshot == "snapshots/4"
+    assert (await ledger.queue(MODEL)).snapshot == "snapshots/4"
     assert await ledger.record_snapshot(MODEL, 6, "snapshots/6") == "snapshots/4"
 
 
 @story
-async def test_a_closed_line_takes_and_replays_nothing(ledger: Ledger) -> None:
+async def test_a_closed_queue_accepts_and_replays_nothing(ledger: Ledger) -> None:
     await ledger.append(training(1))
     await ledger.settle([ended(f"{MODEL}:1")])
 
@@ -653,12 +663,12 @@ async def test_a_closed_line_takes_and_replays_nothing(ledger: Ledger) -> None:
 
 
 @story
-async def test_refused_numbers_are_known_until_used_or_snapshotted(ledger: Ledger) -> None:
+async def test_spent_seq_ids_are_remembered_until_used_or_snapshotted(ledger: Ledger) -> None:
     for number in (5, 1, 3, 3):
         await ledger.spend(MODEL, number)
     await ledger.append(training(3))
     assert await ledger.spent(MODEL) == [1, 5]
-    assert await ledger.spent(LineId("other")) == []
+    assert await ledger.spent(QueueId("other")) == []
 
     await ledger.record_snapshot(MODEL, 2, None)
 
@@ -666,14 +676,14 @@ async def test_refused_numbers_are_known_until_used_or_snapshotted(ledger: Ledge
 
 
 @story
-async def test_a_line_nobody_asked_anything_of_is_at_its_start(ledger: Ledger) -> None:
-    line = await ledger.line(LineId("unknown"))
+async def test_an_unused_queue_is_at_position_zero(ledger: Ledger) -> None:
+    progress = await ledger.queue(QueueId("unknown"))
 
-    assert (line.position, line.snapshot, line.asked_at) == (0, None, None)
+    assert (progress.position, progress.snapshot, progress.asked_at) == (0, None, None)
 
 
 @story
-async def test_the_commands_of_a_session_are_listed_in_pages(ledger: Ledger) -> None:
+async def test_commands_of_a_session_are_paginated(ledger: Ledger) -> None:
     for number in range(5):
         await ledger.append(training(number))
     first = await ledger.commands_of(SESSION, limit=3)
@@ -688,7 +698,7 @@ async def test_the_commands_of_a_session_are_listed_in_pages(ledger: Ledger) -> 
 
 
 @story
-async def test_a_closed_ledger_says_so(ledger: Ledger) -> None:
+async def test_calls_on_a_closed_ledger_say_that_it_is_closed(ledger: Ledger) -> None:
     unseen: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, told: unseen.append(told))
     request = (await ledger.append(training(1))).request_id
@@ -717,23 +727,23 @@ async def _claimed(ledger: Ledger) -> None:
 
 
 @story
-async def test_a_cancelled_caller_leaves_the_ledger_whole(ledger: Ledger) -> None:
+async def test_cancelling_a_caller_leaves_the_ledger_consistent(ledger: Ledger) -> None:
     """An append whose caller went away happened or did not; either way it can be made again."""
-    for line, payload in ((LineId("small"), b"small"), (LineId("large"), LARGE)):
+    for queue_id, payload in ((QueueId("small"), b"small"), (QueueId("large"), LARGE)):
         for number in range(20):
-            task = asyncio.create_task(ledger.append(training(number, payload, line)))
+            task = asyncio.create_task(ledger.append(training(number, payload, queue_id)))
             for _turn in range(number % 4):
                 await asyncio.sleep(0)
             task.cancel()
             await asyncio.wait([task])
-            appended = await ledger.append(training(number, payload, line))
+            appended = await ledger.append(training(number, payload, queue_id))
             assert await ledger.payload(appended.request_id) == payload
         assert (await ledger.sweep()).files == 0
-        assert numbers(await ledger.replay(line)) == list(range(20))
+        assert numbers(await ledger.replay(queue_id)) == list(range(20))
 
 
 @story
-async def test_a_look_whether_it_can_be_written_leaves_nothing_behind(ledger: Ledger) -> None:
+async def test_the_writability_check_leaves_nothing_behind(ledger: Ledger) -> None:
     await ledger.append(training(1))
     before = await ledger.statistics()
 
@@ -742,12 +752,12 @@ async def test_a_look_whether_it_can_be_written_leaves_nothing_behind(ledger: Le
     after = await ledger.statistics()
     assert after.payload_bytes == before.payload_bytes
     assert after.payload_files == before.payload_files
-    assert await ledger.spent(LineId("")) == []
+    assert await ledger.spent(QueueId("")) == []
     assert (await ledger.sweep()).files == 0
 
 
 @story
-async def test_statistics_show_what_there_is(ledger: Ledger, place: Place) -> None:
+async def test_statistics_count_what_the_ledger_holds(ledger: Ledger, place: Place) -> None:
     for number in range(3):
         await ledger.append(sampling(number, b"12345678"))
     await ledger.claim("s", limit=2)
@@ -774,7 +784,9 @@ async def lost_and_newest(ledger: Ledger) -> tuple[Lease, Lease]:
 
 
 @story
-async def test_each_lease_has_a_larger_epoch_than_all_before(ledger: Ledger, place: Place) -> None:
+async def test_each_lease_has_a_larger_epoch_than_all_earlier_ones(
+    ledger: Ledger, place: Place
+) -> None:
     lost, newest = await lost_and_newest(ledger)
     await ledger.renew_lease(newest)
     await ledger.release_lease(newest)
@@ -828,21 +840,21 @@ async def _add_uses(ledger: Ledger, epoch: int) -> None:
 
 
 async def _add(ledger: Ledger, epoch: int) -> None:
-    await ledger.entries(Session, epoch=epoch).add(a_session("added"))
+    await ledger.entries(SessionEntry, epoch=epoch).add(a_session("added"))
 
 
 async def _put(ledger: Ledger, epoch: int) -> None:
-    await ledger.entries(Session, epoch=epoch).put(a_session(at=99.0))
+    await ledger.entries(SessionEntry, epoch=epoch).put(a_session(at=99.0))
 
 
 async def _change(ledger: Ledger, epoch: int) -> None:
-    await ledger.entries(Session, epoch=epoch).change(
+    await ledger.entries(SessionEntry, epoch=epoch).change(
         SESSION, lambda kept: msgspec.structs.replace(kept, project_id="changed")
     )
 
 
 async def _remove(ledger: Ledger, epoch: int) -> None:
-    await ledger.entries(Session, epoch=epoch).remove(SESSION)
+    await ledger.entries(SessionEntry, epoch=epoch).remove(SESSION)
 
 
 async def everything(ledger: Ledger) -> object:
@@ -850,8 +862,8 @@ async def everything(ledger: Ledger) -> object:
     return (
         [await ledger.command(f"{MODEL}:{number}") for number in (1, 2, 3)],
         await ledger.result(f"{MODEL}:1"),
-        await ledger.line(MODEL),
-        await ledger.entries(Session).all(),
+        await ledger.queue(MODEL),
+        await ledger.entries(SessionEntry).all(),
         await ledger.usage(TENANT, since=0.0, before=2e9),
     )
 
@@ -863,13 +875,13 @@ async def everything(ledger: Ledger) -> object:
         *(_pass_over, _record_snapshot, _add_uses, _add, _put, _change, _remove),
     ],
 )
-def test_a_scheduler_whose_lease_is_another_s_writes_nothing(
+def test_a_scheduler_that_lost_its_lease_cannot_write(
     place: Place, write: Callable[[Ledger, int], Awaitable[None]]
 ) -> None:
     async def tell() -> None:
         async with await place.open() as ledger:
             lost, newest = await lost_and_newest(ledger)
-            await ledger.entries(Session).add(a_session())
+            await ledger.entries(SessionEntry).add(a_session())
             for number in (1, 2):
                 await ledger.append(training(number))
             await ledger.claim("s", limit=2, epoch=newest.epoch)
@@ -888,7 +900,7 @@ def test_a_scheduler_whose_lease_is_another_s_writes_nothing(
 
 
 @story
-async def test_a_write_that_is_refused_for_its_epoch_takes_no_other_with_it(
+async def test_a_write_that_is_fenced_off_does_not_fail_other_writes(
     ledger: Ledger,
 ) -> None:
     """All of them are asked for at the same moment, and go into one commit where there is one."""

@@ -30,24 +30,24 @@ from tinsmith.errors import (
     UnknownEntryError,
     ValidationError,
 )
-from tinsmith.ledger import keeping_steps
-from tinsmith.ledger.base import Ledger
-from tinsmith.ledger.records import (
+from tinsmith.service.ledger import entry_steps
+from tinsmith.service.ledger.base import Ledger
+from tinsmith.service.ledger.records import (
     ApiKey,
     AuditEntry,
     CheckpointEntry,
     Command,
-    CustomLoss,
-    Model,
+    CustomLossEntry,
+    ModelEntry,
     Retention,
-    Sampler,
-    Session,
+    SamplerEntry,
+    SessionEntry,
     Tenant,
     TenantId,
     UsageKey,
     Use,
 )
-from tinsmith.ledger.recovery import recover
+from tinsmith.service.ledger.recovery import recover
 
 __all__ = ["place"]  # a fixture, for pytest to find
 
@@ -55,14 +55,14 @@ LARGE = b"x" * (INLINE_BYTES * 3)
 OTHER = TenantId("tenant-b")
 
 
-def a_model(model_id: str = MODEL) -> Model:
-    return Model(
+def a_model(model_id: str = MODEL) -> ModelEntry:
+    return ModelEntry(
         id=model_id, tenant_id=TENANT, created_at=1.0, session_id=SESSION, base_model="tiny"
     )
 
 
-def a_sampler(sampler_id: str = SAMPLER) -> Sampler:
-    return Sampler(
+def a_sampler(sampler_id: str = SAMPLER) -> SamplerEntry:
+    return SamplerEntry(
         id=sampler_id, tenant_id=TENANT, created_at=1.0, session_id=SESSION, base_model="tiny"
     )
 
@@ -83,7 +83,7 @@ def a_checkpoint(name: str, run: str = MODEL, expires_at: float | None = None) -
 
 
 @story
-async def test_every_kind_of_entry_comes_back_as_it_was(ledger: Ledger) -> None:
+async def test_every_kind_of_entry_round_trips(ledger: Ledger) -> None:
     kept = [
         Tenant(id="t", tenant_id=TenantId("t"), created_at=1.5, name="T", quotas={"models": 3}),
         ApiKey(id="digest", tenant_id=TENANT, created_at=1.0, name="laptop", shown="tml-ab"),
@@ -91,7 +91,7 @@ async def test_every_kind_of_entry_comes_back_as_it_was(ledger: Ledger) -> None:
         a_model(),
         a_sampler(),
         a_checkpoint("one", expires_at=5.0),
-        CustomLoss(
+        CustomLossEntry(
             id="l", tenant_id=TENANT, created_at=1.0, session_id=SESSION, name="f", graph={"n": []}
         ),
         AuditEntry(id="a", tenant_id=TENANT, created_at=1.0, event="checkpoint.created"),
@@ -107,8 +107,8 @@ async def test_every_kind_of_entry_comes_back_as_it_was(ledger: Ledger) -> None:
 
 
 @story
-async def test_an_entry_is_added_once(ledger: Ledger) -> None:
-    sessions = ledger.entries(Session)
+async def test_an_entry_can_be_added_only_once(ledger: Ledger) -> None:
+    sessions = ledger.entries(SessionEntry)
     first = a_session(display_name="first")
 
     kept = await asyncio.gather(
@@ -120,11 +120,11 @@ async def test_an_entry_is_added_once(ledger: Ledger) -> None:
 
 
 @story
-async def test_changes_of_an_entry_do_not_overwrite_each_other(ledger: Ledger) -> None:
-    samplers = ledger.entries(Sampler)
+async def test_concurrent_changes_of_an_entry_do_not_overwrite_each_other(ledger: Ledger) -> None:
+    samplers = ledger.entries(SamplerEntry)
     await samplers.add(a_sampler())
 
-    def join(sampler: Sampler) -> Sampler:
+    def join(sampler: SamplerEntry) -> SamplerEntry:
         return msgspec.structs.replace(sampler, clones=sampler.clones + 1)
 
     joined = await asyncio.gather(*(samplers.change(SAMPLER, join) for _ in range(20)))
@@ -133,14 +133,14 @@ async def test_changes_of_an_entry_do_not_overwrite_each_other(ledger: Ledger) -
 
 
 @story
-async def test_a_change_that_refuses_changes_nothing(ledger: Ledger) -> None:
-    sessions = ledger.entries(Session)
+async def test_a_change_that_raises_changes_nothing(ledger: Ledger) -> None:
+    sessions = ledger.entries(SessionEntry)
     await sessions.add(a_session())
 
-    def refuse(session: Session) -> Session:
+    def refuse(session: SessionEntry) -> SessionEntry:
         raise ValidationError(f"{session.id} has ended")
 
-    def fail(session: Session) -> Session:
+    def fail(session: SessionEntry) -> SessionEntry:
         raise ZeroDivisionError(f"a mistake with {session.id}")
 
     changes = [sessions.change(SESSION, refuse), sessions.change(SESSION, fail)]
@@ -148,20 +148,20 @@ async def test_a_change_that_refuses_changes_nothing(ledger: Ledger) -> None:
     told = await asyncio.gather(*changes, *added, return_exceptions=True)
 
     assert [type(one) for one in told[:2]] == [ValidationError, ZeroDivisionError]
-    assert [type(one) for one in told[2:]] == [Session] * 3
+    assert [type(one) for one in told[2:]] == [SessionEntry] * 3
     assert await sessions.get(SESSION) == a_session()
     await raised(sessions.change("unknown", lambda session: session), UnknownEntryError)
 
 
 @story
-async def test_entries_are_listed_newest_first_in_pages(ledger: Ledger) -> None:
-    sessions = ledger.entries(Session)
+async def test_entries_are_paginated_newest_first(ledger: Ledger) -> None:
+    sessions = ledger.entries(SessionEntry)
     for number in range(5):
         owner = OTHER if number == 2 else TENANT
         await sessions.add(a_session(f"s{number}", tenant_id=owner, project_id=f"p{number % 2}"))
-    await ledger.entries(Model).add(a_model())
+    await ledger.entries(ModelEntry).add(a_model())
 
-    def ids(page: list[Session]) -> list[str]:
+    def ids(page: list[SessionEntry]) -> list[str]:
         return [session.id for session in page]
 
     assert ids(await sessions.all(limit=2, offset=1)) == ["s3", "s2"]
@@ -172,7 +172,7 @@ async def test_entries_are_listed_newest_first_in_pages(ledger: Ledger) -> None:
 
 
 @story
-async def test_what_is_put_replaces_and_becomes_the_newest(ledger: Ledger) -> None:
+async def test_put_replaces_an_entry_and_makes_it_the_newest(ledger: Ledger) -> None:
     checkpoints = ledger.entries(CheckpointEntry)
     first, second = a_checkpoint("one"), a_checkpoint("two")
     assert await checkpoints.put(first) is None
@@ -188,7 +188,7 @@ async def test_what_is_put_replaces_and_becomes_the_newest(ledger: Ledger) -> No
 
 
 @story
-async def test_what_is_due_is_listed_earliest_first(ledger: Ledger) -> None:
+async def test_due_entries_are_listed_earliest_first(ledger: Ledger) -> None:
     checkpoints = ledger.entries(CheckpointEntry)
     for name, expires_at in (("c", 30.0), ("never", None), ("a", 10.0), ("b", 20.0)):
         await checkpoints.add(a_checkpoint(name, expires_at=expires_at))
@@ -224,7 +224,7 @@ async def test_an_entry_is_removed_only_if_it_is_still_due(ledger: Ledger) -> No
 
 
 @story
-async def test_usage_adds_up_by_hour_and_kind(ledger: Ledger, place: Place) -> None:
+async def test_usage_is_summed_by_hour_and_kind(ledger: Ledger, place: Place) -> None:
     trained = UsageKey(tenant_id=TENANT, kind="training", session_id=SESSION, base_model="tiny")
     other = UsageKey(tenant_id=OTHER, kind="training")
     place.clock.wait(3600 - place.clock.wall % 3600 + 1)
@@ -285,10 +285,10 @@ def test_results_expire_and_then_their_commands(kept: Place) -> None:
     asyncio.run(tell())
 
 
-def test_one_sweep_takes_all_that_is_due_however_much(
+def test_one_sweep_deletes_everything_that_is_due(
     kept: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeping_steps, "SWEPT_AT_ONCE", 3)
+    monkeypatch.setattr(entry_steps, "SWEPT_AT_ONCE", 3)
 
     async def tell() -> None:
         async with await kept.open() as ledger:
@@ -303,7 +303,7 @@ def test_one_sweep_takes_all_that_is_due_however_much(
     asyncio.run(tell())
 
 
-def test_a_line_whose_commands_were_all_swept_takes_further_ones(kept: Place) -> None:
+def test_a_queue_whose_commands_were_all_swept_accepts_new_ones(kept: Place) -> None:
     async def tell() -> None:
         async with await kept.open() as ledger:
             for number in range(3):
@@ -340,15 +340,15 @@ def test_commands_that_a_replay_needs_are_kept(kept: Place) -> None:
     asyncio.run(tell())
 
 
-def test_an_ended_session_goes_with_all_that_is_its_own(kept: Place) -> None:
+def test_an_ended_session_is_swept_with_everything_that_belongs_to_it(kept: Place) -> None:
     async def tell() -> None:
         async with await kept.open() as ledger:
             saved = "session-0:train:1"
-            await ledger.entries(Session).add(a_session(ended_at=kept.clock.wall))
-            await ledger.entries(Session).add(a_session("alive"))
-            await ledger.entries(Model).add(a_model())
-            await ledger.entries(Model).add(a_model(saved))
-            await ledger.entries(Sampler).add(a_sampler())
+            await ledger.entries(SessionEntry).add(a_session(ended_at=kept.clock.wall))
+            await ledger.entries(SessionEntry).add(a_session("alive"))
+            await ledger.entries(ModelEntry).add(a_model())
+            await ledger.entries(ModelEntry).add(a_model(saved))
+            await ledger.entries(SamplerEntry).add(a_sampler())
             await ledger.entries(CheckpointEntry).add(a_checkpoint("one", saved))
             await ledger.append(training(1, LARGE))
             await ledger.spend(MODEL, 2)
@@ -360,9 +360,9 @@ def test_an_ended_session_goes_with_all_that_is_its_own(kept: Place) -> None:
             swept = await ledger.sweep()
 
             assert (swept.sessions, swept.entries) == (1, 3)
-            assert [one.id for one in await ledger.entries(Session).all()] == ["alive"]
-            assert [one.id for one in await ledger.entries(Model).all()] == [saved]
-            assert await ledger.entries(Sampler).all() == []
+            assert [one.id for one in await ledger.entries(SessionEntry).all()] == ["alive"]
+            assert [one.id for one in await ledger.entries(ModelEntry).all()] == [saved]
+            assert await ledger.entries(SamplerEntry).all() == []
             assert await ledger.claim("s", limit=5) == []
             assert await ledger.spent(MODEL) == []
             assert (await ledger.statistics()).payload_bytes == 0
@@ -370,32 +370,32 @@ def test_an_ended_session_goes_with_all_that_is_its_own(kept: Place) -> None:
     asyncio.run(tell())
 
 
-def test_of_a_session_with_very_many_things_nothing_is_left(kept: Place) -> None:
+def test_a_session_with_more_than_a_thousand_entries_is_swept_completely(kept: Place) -> None:
     """A client that makes samplers without end must not leave any behind for ever."""
 
     async def tell() -> None:
         async with await kept.open() as ledger:
-            await ledger.entries(Session).add(a_session(ended_at=kept.clock.wall))
+            await ledger.entries(SessionEntry).add(a_session(ended_at=kept.clock.wall))
             saved = [f"session-0:train:{number}" for number in range(3)]
             for model in saved:
-                await ledger.entries(Model).add(a_model(model))
+                await ledger.entries(ModelEntry).add(a_model(model))
                 await ledger.entries(CheckpointEntry).add(a_checkpoint("one", model))
             samplers = [a_sampler(f"session-0:sample:{number}") for number in range(1100)]
-            await asyncio.gather(*(ledger.entries(Sampler).add(one) for one in samplers))
+            await asyncio.gather(*(ledger.entries(SamplerEntry).add(one) for one in samplers))
             kept.clock.wait(301)
 
             swept = [await ledger.sweep() for _ in range(4)]
 
             assert sum(one.sessions for one in swept) == 1
             assert sum(one.entries for one in swept) == 1101
-            assert await ledger.entries(Sampler).count() == 0
-            assert await ledger.entries(Session).count() == 0
-            assert await ledger.entries(Model).count() == 3
+            assert await ledger.entries(SamplerEntry).count() == 0
+            assert await ledger.entries(SessionEntry).count() == 0
+            assert await ledger.entries(ModelEntry).count() == 3
 
     asyncio.run(tell())
 
 
-def test_audit_and_usage_are_kept_for_their_time(kept: Place) -> None:
+def test_audit_and_usage_entries_are_kept_for_their_retention_time(kept: Place) -> None:
     async def tell() -> None:
         async with await kept.open() as ledger:
             now = kept.clock.wall
@@ -440,10 +440,10 @@ def test_jumps_of_the_wall_clock_expire_nothing(kept: Place) -> None:
 
 
 @pytest.mark.parametrize("place", DURABLE, indirect=True)
-def test_all_of_it_is_there_after_a_restart(place: Place) -> None:
+def test_everything_is_still_there_after_a_restart(place: Place) -> None:
     async def before() -> list[Command]:
         async with await place.open() as ledger:
-            await ledger.entries(Session).add(a_session())
+            await ledger.entries(SessionEntry).add(a_session())
             for number in range(4):
                 await ledger.append(training(number, LARGE if number % 2 else b"pass"))
             await ledger.append(sampling(0))
@@ -461,10 +461,10 @@ def test_all_of_it_is_there_after_a_restart(place: Place) -> None:
             assert result is not None
             assert result.payload == LARGE
             assert await ledger.payload(f"{MODEL}:3") == LARGE
-            assert await ledger.entries(Session).get(SESSION) == a_session()
+            assert await ledger.entries(SessionEntry).get(SESSION) == a_session()
             assert await ledger.take_cancelled("scheduler") == [f"{MODEL}:1"]
             assert await ledger.spent(MODEL) == [9]
-            assert (await ledger.line(MODEL)).snapshot == "snapshot"
+            assert (await ledger.queue(MODEL)).snapshot == "snapshot"
             assert ledger.now() >= 1_000_000, "time must not run backwards"
             commands = await ledger.commands_of(SESSION)
             assert not (await ledger.append(training(2))).is_new
@@ -475,11 +475,11 @@ def test_all_of_it_is_there_after_a_restart(place: Place) -> None:
 
 
 @story
-async def test_a_scheduler_gets_all_that_it_needs_to_go_on(ledger: Ledger) -> None:
-    await ledger.entries(Model).add(a_model())
-    await ledger.entries(Model).add(a_model("new"))
+async def test_a_scheduler_gets_everything_that_it_needs_to_resume(ledger: Ledger) -> None:
+    await ledger.entries(ModelEntry).add(a_model())
+    await ledger.entries(ModelEntry).add(a_model("new"))
     released = msgspec.structs.replace(a_model("old"), released_at=2.0)
-    await ledger.entries(Model).add(released)
+    await ledger.entries(ModelEntry).add(released)
     for number in range(6):
         await ledger.append(training(number))
     await ledger.append(sampling(0))
@@ -487,21 +487,19 @@ async def test_a_scheduler_gets_all_that_it_needs_to_go_on(ledger: Ledger) -> No
     await ledger.settle([ended(f"{MODEL}:{number}", fail=number == 2) for number in range(4)])
     await ledger.claim("scheduler", limit=2)
     await ledger.record_snapshot(MODEL, 1, "snapshot")
-    await ledger.spend(MODEL, 7)
 
     for _again in range(2):
         recovery = await recover(ledger, "scheduler")
 
         first, second = recovery.models
-        assert (first.model.id, first.line.snapshot) == (MODEL, "snapshot")
+        assert (first.model.id, first.progress.snapshot) == (MODEL, "snapshot")
         assert [one.seq_id for one in first.redo] == [1, 3]
-        assert first.spent == [7]
-        assert (second.model.id, second.redo, second.line.position) == ("new", [], 0)
+        assert (second.model.id, second.redo, second.progress.position) == ("new", [], 0)
     pending = await ledger.claim("scheduler", limit=9)
     assert [one.request_id for one in pending] == [f"{MODEL}:4", f"{MODEL}:5", f"{SAMPLER}:0"]
 
 
-def test_the_day_of_an_audit_entry_can_be_asked_for(place: Place) -> None:
+def test_audit_entries_can_be_listed_by_day(place: Place) -> None:
     async def tell() -> None:
         async with await place.open() as ledger:
             day = datetime.datetime(2026, 5, 1, tzinfo=datetime.UTC).timestamp()

@@ -30,31 +30,31 @@ from tests.contract.ledgers import (
     training,
 )
 from tinsmith.errors import TinkerError
-from tinsmith.ledger.base import Ledger
-from tinsmith.ledger.memory import MemoryLedger
-from tinsmith.ledger.records import (
+from tinsmith.service.ledger.base import Ledger
+from tinsmith.service.ledger.memory import MemoryLedger
+from tinsmith.service.ledger.records import (
     Command,
     Completion,
-    LineId,
-    Model,
+    ModelEntry,
+    QueueId,
     Retention,
-    Session,
+    SessionEntry,
     Submission,
     UsageKey,
     Use,
 )
-from tinsmith.ledger.recovery import recover
-from tinsmith.ledger.sqlite import SqliteLedger
+from tinsmith.service.ledger.recovery import recover
+from tinsmith.service.ledger.sqlite import SqliteLedger
 
 KEEP = Retention(result_s=50, command_s=100, session_s=150, audit_s=200, usage_s=250)
 LARGE = b"x" * (INLINE_BYTES * 2)
 
-LINES = st.sampled_from([MODEL, LineId("session-0:train:1")])
+QUEUES = st.sampled_from([MODEL, QueueId("session-0:train:1")])
 NUMBERS = st.integers(0, 6)
 PAYLOADS = st.sampled_from([b"", b"small", LARGE])
 CLAIMERS = st.sampled_from(["a", "b"])
 REQUESTS = st.one_of(
-    st.builds("{}:{}".format, st.one_of(LINES, st.just(SAMPLER)), NUMBERS), st.just("nonsense")
+    st.builds("{}:{}".format, st.one_of(QUEUES, st.just(SAMPLER)), NUMBERS), st.just("nonsense")
 )
 
 
@@ -98,9 +98,9 @@ class Twins(RuleBasedStateMachine):
 
     # What clients and the server do
 
-    @rule(line=LINES, number=st.one_of(NUMBERS, st.none()), payload=PAYLOADS)
-    def train(self, line: LineId, number: int | None, payload: bytes) -> None:
-        self.append(training(number, payload, line))
+    @rule(queue_id=QUEUES, number=st.one_of(NUMBERS, st.none()), payload=PAYLOADS)
+    def train(self, queue_id: QueueId, number: int | None, payload: bytes) -> None:
+        self.append(training(number, payload, queue_id))
 
     @rule(number=NUMBERS, payload=PAYLOADS, clone=st.integers(0, 1))
     def sample(self, number: int, payload: bytes, clone: int) -> None:
@@ -117,9 +117,9 @@ class Twins(RuleBasedStateMachine):
     def acknowledge(self, requests: list[str]) -> None:
         self.both(lambda ledger: ledger.acknowledge(requests))
 
-    @rule(line=LINES, number=NUMBERS)
-    def spend(self, line: LineId, number: int) -> None:
-        self.both(lambda ledger: ledger.spend(line, number))
+    @rule(queue_id=QUEUES, number=NUMBERS)
+    def spend(self, queue_id: QueueId, number: int) -> None:
+        self.both(lambda ledger: ledger.spend(queue_id, number))
 
     # What the scheduler does
 
@@ -139,13 +139,13 @@ class Twins(RuleBasedStateMachine):
         ends = [ended(request, payload, use, fail=fail) for request in requests]
         self.both(lambda ledger: ledger.settle(ends))
 
-    @rule(line=LINES, position=NUMBERS)
-    def pass_over(self, line: LineId, position: int) -> None:
-        self.both(lambda ledger: ledger.pass_over(line, position))
+    @rule(queue_id=QUEUES, position=NUMBERS)
+    def pass_over(self, queue_id: QueueId, position: int) -> None:
+        self.both(lambda ledger: ledger.pass_over(queue_id, position))
 
-    @rule(line=LINES, position=NUMBERS, reference=st.sampled_from([None, "one", "two"]))
-    def snapshot(self, line: LineId, position: int, reference: str | None) -> None:
-        self.both(lambda ledger: ledger.record_snapshot(line, position, reference))
+    @rule(queue_id=QUEUES, position=NUMBERS, reference=st.sampled_from([None, "one", "two"]))
+    def snapshot(self, queue_id: QueueId, position: int, reference: str | None) -> None:
+        self.both(lambda ledger: ledger.record_snapshot(queue_id, position, reference))
 
     @rule(claimer=CLAIMERS)
     def recover(self, claimer: str) -> None:
@@ -160,14 +160,14 @@ class Twins(RuleBasedStateMachine):
         made = a_session(session, at=self.memory.now(), display_name=str(now))
         if has_ended:
             made = msgspec.structs.replace(made, ended_at=self.memory.now())
-        self.both(lambda ledger: ledger.entries(Session).put(made))
+        self.both(lambda ledger: ledger.entries(SessionEntry).put(made))
 
-    @rule(line=LINES)
-    def add_model(self, line: LineId) -> None:
-        made = Model(
-            id=line, tenant_id=TENANT, created_at=1.0, session_id=SESSION, base_model="tiny"
+    @rule(queue_id=QUEUES)
+    def add_model(self, queue_id: QueueId) -> None:
+        made = ModelEntry(
+            id=queue_id, tenant_id=TENANT, created_at=1.0, session_id=SESSION, base_model="tiny"
         )
-        self.both(lambda ledger: ledger.entries(Model).add(made))
+        self.both(lambda ledger: ledger.entries(ModelEntry).add(made))
 
     # Time and accidents
 
@@ -198,7 +198,7 @@ class Twins(RuleBasedStateMachine):
 async def _recovered(ledger: Ledger, claimer: str) -> list[Any]:
     recovery = await recover(ledger, claimer)
     redo = [comparable(model.redo) for model in recovery.models]
-    return [recovery.released, redo, [model.line for model in recovery.models]]
+    return [recovery.released, redo, [model.progress for model in recovery.models]]
 
 
 async def _told(answer: Awaitable[Any]) -> Any:
@@ -214,12 +214,12 @@ async def _view(ledger: Ledger) -> list[Any]:
     asked: list[Awaitable[Any]] = [
         ledger.commands_of(SESSION),
         *(ledger.completions(SAMPLER, clone, after=0) for clone in (0, 1)),
-        ledger.entries(Session).due(1e12),
+        ledger.entries(SessionEntry).due(1e12),
         ledger.usage(TENANT, since=0, before=1e12),
     ]
-    for line in (MODEL, SAMPLER):
-        asked += [ledger.line(line), ledger.spent(line), ledger.replay(line)]
-        asked += [ledger.result(f"{line}:1"), ledger.payload(f"{line}:1")]
+    for queue_id in (MODEL, SAMPLER):
+        asked += [ledger.queue(queue_id), ledger.spent(queue_id), ledger.replay(queue_id)]
+        asked += [ledger.result(f"{queue_id}:1"), ledger.payload(f"{queue_id}:1")]
     return [
         (seen.pending, seen.claimed, seen.payload_bytes, seen.oldest_pending_s),
         *[await _told(one) for one in asked],

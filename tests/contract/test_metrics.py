@@ -22,7 +22,7 @@ from tinker.types import ClientConfigResponse
 
 from tests.contract.strategies import as_ours, contract, datums, texts
 from tinsmith import types as ours
-from tinsmith.client import chunking
+from tinsmith.client import dispatch
 from tinsmith.types.record import to_plain
 
 REDUCTIONS = sorted(REDUCE_MAP)
@@ -77,7 +77,7 @@ def test_s30_joined_metrics_are_the_official_ones(
     chunks: list[tuple[dict[str, float], int]],
 ) -> None:
     theirs = combine_fwd_bwd_output_results([official_output(*chunk) for chunk in chunks])
-    mine = chunking.join([our_output(*chunk) for chunk in chunks])
+    mine = dispatch.join([our_output(*chunk) for chunk in chunks])
 
     largest = max((abs(value) for metrics, _ in chunks for value in metrics.values()), default=0)
     assert_same_metrics(mine.metrics, theirs.metrics, largest=largest)
@@ -93,7 +93,7 @@ def test_s30_infinities_and_nan_are_joined_as_numpy_does(values: list[float]) ->
 
     with np.errstate(invalid="ignore"):
         theirs = combine_fwd_bwd_output_results([official_output(*chunk) for chunk in chunks])
-    mine = chunking.join([our_output(*chunk) for chunk in chunks])
+    mine = dispatch.join([our_output(*chunk) for chunk in chunks])
 
     for name, value in theirs.metrics.items():
         expected = max(0.0, value) if name == "x:slack" and value == value else value
@@ -107,7 +107,7 @@ def test_s30_hash2_wraps_around_at_64_bits(values: list[int]) -> None:
     chunks = [({"h:hash2": float(value)}, 1) for value in values]
 
     theirs = combine_fwd_bwd_output_results([official_output(*chunk) for chunk in chunks])
-    mine = chunking.join([our_output(*chunk) for chunk in chunks])
+    mine = dispatch.join([our_output(*chunk) for chunk in chunks])
 
     assert mine.metrics == theirs.metrics
     assert mine.metrics["h:hash2"] == sum(values) % 2**64
@@ -117,7 +117,7 @@ def test_s30_unique_metrics_are_numbered_from_the_second_chunk_on() -> None:
     chunks = [({"seed:unique": float(value)}, 1) for value in (7, 8, 7)]
 
     theirs = combine_fwd_bwd_output_results([official_output(*chunk) for chunk in chunks])
-    mine = chunking.join([our_output(*chunk) for chunk in chunks])
+    mine = dispatch.join([our_output(*chunk) for chunk in chunks])
 
     assert mine.metrics == theirs.metrics
     assert mine.metrics == {"seed:unique": 7.0, "seed:unique_1": 8.0, "seed:unique_2": 7.0}
@@ -127,7 +127,7 @@ def test_s29_slack_is_the_distance_from_the_mean_to_the_largest() -> None:
     chunks = [({"x:slack": 1.0}, 1), ({"x:slack": 4.0}, 3)]
 
     theirs = combine_fwd_bwd_output_results([official_output(*chunk) for chunk in chunks])
-    mine = chunking.join([our_output(*chunk) for chunk in chunks])
+    mine = dispatch.join([our_output(*chunk) for chunk in chunks])
 
     assert mine.metrics == theirs.metrics == {"x:slack": 0.75}
 
@@ -135,7 +135,7 @@ def test_s29_slack_is_the_distance_from_the_mean_to_the_largest() -> None:
 @settings(contract, max_examples=200)
 @given(st.lists(st.tuples(st.floats(allow_nan=False), st.integers(0, 9)), min_size=1, max_size=6))
 def test_s29_slack_is_never_negative(chunks: list[tuple[float, int]]) -> None:
-    joined = chunking.join([our_output({"x:slack": value}, count) for value, count in chunks])
+    joined = dispatch.join([our_output({"x:slack": value}, count) for value, count in chunks])
 
     slack = joined.metrics["x:slack"]
     assert slack >= 0 or math.isnan(slack)
@@ -161,14 +161,14 @@ any_names = (
 def test_s28_no_key_value_or_weight_can_crash_the_reduction(
     chunks: list[tuple[dict[str, float], int]],
 ) -> None:
-    joined = chunking.join([our_output(*chunk) for chunk in chunks])
+    joined = dispatch.join([our_output(*chunk) for chunk in chunks])
 
     assert all(isinstance(value, float | int) for value in joined.metrics.values())
 
 
-def test_s28_nothing_to_join_gives_an_empty_output_as_the_official_sdk_does() -> None:
+def test_s28_joining_nothing_gives_an_empty_output_like_the_official_sdk() -> None:
     theirs = combine_fwd_bwd_output_results([])
-    mine = chunking.join([])
+    mine = dispatch.join([])
 
     assert mine == as_ours(theirs)
 
@@ -193,7 +193,7 @@ def test_s30_the_order_of_chunks_does_not_matter(
     chunks: list[tuple[dict[str, float], int]],
 ) -> None:
     joined = [
-        chunking.join([our_output(*chunk) for chunk in order]).metrics
+        dispatch.join([our_output(*chunk) for chunk in order]).metrics
         for order in itertools.permutations(chunks)
     ]
 
@@ -212,7 +212,7 @@ def test_s28_names_that_the_official_sdk_cannot_read_are_averaged(name: str) -> 
         with pytest.raises(ValueError, match="unpack"):
             combine_fwd_bwd_output_results([official_output(*chunk) for chunk in chunks])
 
-    joined = chunking.join([our_output(*chunk) for chunk in chunks])
+    joined = dispatch.join([our_output(*chunk) for chunk in chunks])
 
     assert joined.metrics == ({} if name == ":" else {name: 4.0})
 
@@ -223,10 +223,10 @@ def test_s28_a_mean_over_no_outputs_counts_each_chunk_once() -> None:
 
     with pytest.raises(ZeroDivisionError):
         combine_fwd_bwd_output_results([official_output(*chunk) for chunk in chunks])
-    assert chunking.join([our_output(*chunk) for chunk in chunks]).metrics == {"loss:mean": 3.0}
+    assert dispatch.join([our_output(*chunk) for chunk in chunks]).metrics == {"loss:mean": 3.0}
 
 
-def test_s28_an_infinite_mean_of_no_outputs_does_not_spoil_the_rest() -> None:
+def test_s28_an_infinite_mean_over_no_outputs_does_not_affect_the_rest() -> None:
     """Zero times infinity is NaN; a chunk of weight zero says nothing, so it is left out."""
     chunks = [({"x:mean": math.inf}, 0), ({"x:mean": 2.0}, 1)]
 
@@ -234,13 +234,13 @@ def test_s28_an_infinite_mean_of_no_outputs_does_not_spoil_the_rest() -> None:
         theirs = combine_fwd_bwd_output_results([official_output(*chunk) for chunk in chunks])
 
     assert math.isnan(theirs.metrics["x:mean"])
-    assert chunking.join([our_output(*chunk) for chunk in chunks]).metrics == {"x:mean": 2.0}
+    assert dispatch.join([our_output(*chunk) for chunk in chunks]).metrics == {"x:mean": 2.0}
 
 
 def test_s28_both_loss_keys_are_kept() -> None:
     chunks = [({"loss": 1.0, "loss:mean": 2.0}, 1), ({"loss": 3.0, "loss:mean": 4.0}, 1)]
 
-    joined = chunking.join([our_output(*chunk) for chunk in chunks])
+    joined = dispatch.join([our_output(*chunk) for chunk in chunks])
 
     assert joined.metrics == {"loss": 2.0, "loss:mean": 3.0}
     assert joined.loss == 3.0
@@ -279,7 +279,7 @@ def test_s27_the_official_output_has_no_loss_and_ours_sends_none() -> None:
 
 @settings(contract, max_examples=100)
 @given(st.lists(datums(), min_size=1, max_size=6), st.integers(1, 4), st.integers(1, 200))
-def test_s23_calls_are_cut_where_the_official_sdk_cuts_them(
+def test_s23_calls_are_chunked_where_the_official_sdk_chunks_them(
     data: list[Any], max_datums: int, max_bytes: int
 ) -> None:
     config = ClientConfigResponse(
@@ -291,13 +291,13 @@ def test_s23_calls_are_cut_where_the_official_sdk_cuts_them(
     cut = training_client.TrainingClient._chunked_requests_generator(client, data)
     theirs = [(len(chunk), size) for chunk, size in cut]
 
-    mine = chunking.split(
+    mine = dispatch.split(
         [as_ours(datum) for datum in data], max_datums=max_datums, max_bytes=max_bytes
     )
 
-    assert [(len(chunk), sum(map(chunking.datum_bytes, chunk))) for chunk in mine] == theirs
+    assert [(len(chunk), sum(map(dispatch.datum_bytes, chunk))) for chunk in mine] == theirs
     assert all(mine)
     assert [datum for chunk in mine for datum in chunk] == [as_ours(datum) for datum in data]
     for chunk in mine:
-        is_within = sum(map(chunking.datum_bytes, chunk)) <= max_bytes
+        is_within = sum(map(dispatch.datum_bytes, chunk)) <= max_bytes
         assert len(chunk) == 1 or is_within

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from tests.contract.loopback import route
 from tinsmith import types as t
 from tinsmith.errors import DecodeError
 from tinsmith.wire import content, json_format
 from tinsmith.wire.endpoints import ENDPOINTS
 from tinsmith.wire.exchange import read_request
+from tinsmith.wire.routes import Router
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "old_sdk"
 RECORDED: dict[str, list[dict[str, Any]]] = {
@@ -33,7 +33,7 @@ NO_TIME = datetime.datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=datetime.UTC)
 
 def read(entry: dict[str, Any]) -> Any:
     """The typed request that a server of ours makes of a recorded call."""
-    found = route(entry["method"], entry["path"])
+    found = Router().find(entry["method"], entry["path"])
     assert found is not None
     endpoint, path_fields = found
     assert endpoint.name == entry["route"]
@@ -53,21 +53,17 @@ def test_the_five_releases_are_recorded() -> None:
 # What the recorded program means
 
 
-def expected_data() -> list[t.Datum]:
+def expected_data(**inputs: list[float]) -> list[t.Datum]:
     # Every release said, under one name or another, that the image takes two tokens.
     image = t.ImageChunk(data=b"\x89PNG", format="png", expected_tokens=2)
-    return [
-        t.Datum(
-            t.ModelInput([t.EncodedTextChunk([1, 2, 3]), image]),
-            {"target_tokens": [2, 3, 4], "weights": [0.0, 1.0, 0.5]},
-        )
-    ]
+    model_input = t.ModelInput([t.EncodedTextChunk([1, 2, 3]), image])
+    return [t.Datum(model_input, {"target_tokens": [2, 3, 4, 5, 6], **inputs})]
 
 
 def expected_samples() -> list[t.SampleRequest]:
     prompt = t.ModelInput.from_ints([5, 6, 7])
     params = t.SamplingParams(max_tokens=2, stop=["x"], temperature=0.5)
-    common: dict[str, Any] = {"prompt": prompt, "sampling_session_id": "s:sample:0"}
+    common: dict[str, Any] = {"prompt": prompt, "sampling_session_id": "sess-1:sample:0"}
     return [
         t.SampleRequest(
             **common, num_samples=2, sampling_params=params, seq_id=0, prompt_logprobs=False
@@ -87,7 +83,7 @@ def expected_samples() -> list[t.SampleRequest]:
         ),
         t.SampleRequest(
             prompt=prompt,
-            sampling_session_id="s:sample:1",
+            sampling_session_id="sess-1:sample:1",
             sampling_params=t.SamplingParams(),
             seq_id=0,
             prompt_logprobs=False,
@@ -97,8 +93,11 @@ def expected_samples() -> list[t.SampleRequest]:
 
 def expected(release: str) -> dict[str, list[Any]]:
     ppo_config = None if release == "0.3.0" else {"clip_low_threshold": 0.5}
-    trained = t.ForwardBackwardInput(expected_data(), "cross_entropy")
-    configured = t.ForwardBackwardInput(expected_data(), "ppo", ppo_config)
+    weights, sampled = [0.0, 1.0, 0.5, 0.0, 0.0], [-1.0, -2.0, -3.0, -4.0, -5.0]
+    trained = t.ForwardBackwardInput(expected_data(weights=weights), "cross_entropy")
+    configured = t.ForwardBackwardInput(
+        expected_data(advantages=weights, logprobs=sampled), "ppo", ppo_config
+    )
     checkpoint = t.CheckpointRequest(training_run_id=RUN, checkpoint_id="weights/c1")
     listing = "list_model_checkpoints" if release == "0.3.0" else "list_checkpoints"
     return {
@@ -147,7 +146,9 @@ def expected(release: str) -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize("name", expected("0.24.0"))
 @pytest.mark.parametrize("release", RELEASES)
-def test_the_same_program_is_read_the_same_from_every_release(release: str, name: str) -> None:
+def test_the_same_program_decodes_to_the_same_requests_from_every_release(
+    release: str, name: str
+) -> None:
     if name == "list_checkpoints" and release == "0.3.0":
         name = "list_model_checkpoints"
 
@@ -160,7 +161,7 @@ def test_the_same_program_is_read_the_same_from_every_release(release: str, name
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_every_recorded_call_is_one_of_those(release: str) -> None:
+def test_the_recorded_routes_are_exactly_the_expected_ones(release: str) -> None:
     others = {"telemetry", "retrieve_future", "client_config"}
     recorded = {entry["route"] for entry in RECORDED[release]}
 
@@ -168,7 +169,7 @@ def test_every_recorded_call_is_one_of_those(release: str) -> None:
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_polls_without_the_peek_do_not_allow_it(release: str) -> None:
+def test_polls_of_sdks_without_metadata_only_do_not_allow_it(release: str) -> None:
     """SDK 0.13 and older do not know `allow_metadata_only`."""
     polls = read_all(release, "retrieve_future")
 
@@ -180,7 +181,7 @@ def test_polls_without_the_peek_do_not_allow_it(release: str) -> None:
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_telemetry_is_read_with_and_without_its_process(release: str) -> None:
+def test_telemetry_is_decoded_with_and_without_process_info(release: str) -> None:
     """A refusal would be retried every second for ever; `process_uuid` came with 0.24."""
     (batch,) = read_all(release, "telemetry")
 
@@ -201,7 +202,7 @@ def test_results_are_json_unless_the_release_names_protobuf(release: str) -> Non
     assert accepted == ({True, False} if is_bilingual else {False})
 
 
-def test_old_releases_leave_types_out_and_write_nulls() -> None:
+def test_old_releases_omit_type_tags_and_send_nulls() -> None:
     """So that the tests above show that both are understood, not that neither was there."""
     oldest = json.dumps(RECORDED["0.3.0"]) + json.dumps(RECORDED["0.16.1"])
     newest = json.dumps([e for e in RECORDED["0.24.0"] if e["body"]])
@@ -234,7 +235,9 @@ def read_prompt(chunk: dict[str, Any]) -> Any:
         ({"dmel": "AA=="}, t.DmelChunk),
     ],
 )
-def test_a_chunk_without_type_is_told_by_its_keys(chunk: dict[str, Any], kind: type[Any]) -> None:
+def test_the_type_of_an_untagged_chunk_is_inferred_from_its_keys(
+    chunk: dict[str, Any], kind: type[Any]
+) -> None:
     read_chunk = read_prompt(chunk)
 
     assert type(read_chunk) is kind
@@ -243,7 +246,7 @@ def test_a_chunk_without_type_is_told_by_its_keys(chunk: dict[str, Any], kind: t
 
 
 @pytest.mark.parametrize("chunk", [{}, {"type": "video"}, {"format": "png"}, {"type": 1}])
-def test_a_chunk_of_no_known_kind_is_refused(chunk: dict[str, Any]) -> None:
+def test_a_chunk_of_unknown_kind_is_rejected(chunk: dict[str, Any]) -> None:
     with pytest.raises(DecodeError, match="unknown chunk type"):
         read_prompt(chunk)
 
@@ -308,7 +311,7 @@ def test_samples_have_the_json_shape_that_old_releases_read() -> None:
     }
 
 
-def test_samples_say_nothing_that_was_not_asked() -> None:
+def test_samples_contain_only_requested_fields() -> None:
     response = t.SampleResponse([t.SampledSequence("stop", tokens=[1])])
 
     sent = json.loads(json_format.encode(response))

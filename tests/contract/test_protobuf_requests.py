@@ -89,7 +89,7 @@ def _exact(value: float | str) -> object:
 
 @settings(contract, max_examples=100)
 @given(forward_backward_requests, st.booleans())
-def test_official_bytes_are_read_as_what_the_official_sdk_meant(
+def test_official_bytes_decode_to_what_the_official_sdk_encoded(
     request: Any, forward_only: bool
 ) -> None:
     body = official_message(request, forward_only).SerializeToString()
@@ -102,7 +102,7 @@ def test_official_bytes_are_read_as_what_the_official_sdk_meant(
 
 @settings(contract, max_examples=100)
 @given(forward_backward_requests, st.booleans())
-def test_our_bytes_are_the_official_message(request: Any, forward_only: bool) -> None:
+def test_our_bytes_decode_to_the_official_message(request: Any, forward_only: bool) -> None:
     made = our_request(request, forward_only)
 
     body = our_body(made)
@@ -148,7 +148,7 @@ def a_datum(**inputs: Any) -> official.Datum:
     return official.Datum(model_input=tokens, loss_fn_inputs=inputs)
 
 
-def test_the_example_of_the_protocol_document() -> None:
+def test_the_example_in_the_protocol_document_decodes_as_described() -> None:
     datum = official.Datum(
         model_input=official.ModelInput.from_ints([1, 2, 3]),
         loss_fn_inputs={"target_tokens": [2, 3, 4], "weights": [0.0, 1.0, 1.0]},  # type: ignore[dict-item]  # lists are converted
@@ -162,7 +162,7 @@ def test_the_example_of_the_protocol_document() -> None:
     assert proto_format.decode_forward_backward_request(body) == our_request(request, False)
 
 
-def test_numbers_at_the_edges_of_int64_and_float32() -> None:
+def test_extreme_int64_and_float32_values_round_trip() -> None:
     floats = np.array([np.nan, np.inf, -np.inf, -0.0, 1e-45, 3.4028235e38], "float32")
     ints = np.array(INT64_EDGES, "int64")
 
@@ -216,7 +216,7 @@ def test_provenance_spans_keep_their_kind_and_order() -> None:
     assert decoded.loss_fn_input_spans == as_ours(spans[:1])
 
 
-def test_images_and_audio_travel_as_bytes() -> None:
+def test_images_and_audio_are_sent_as_bytes() -> None:
     chunks: list[Any] = [
         official.EncodedTextChunk(tokens=[-(2**31), 2**31 - 1]),
         official.ImageChunk(data=b"\x89PNG\0", format="png", expected_tokens=0),
@@ -245,7 +245,7 @@ def test_asset_pointers_cannot_be_trained_on() -> None:
 
 
 @pytest.mark.parametrize("seq_id", [None, 0, 1, 2**31 - 1, -(2**31)])
-def test_seq_ids_of_32_bits(seq_id: int | None) -> None:
+def test_seq_ids_of_up_to_32_bits_round_trip(seq_id: int | None) -> None:
     given = official.ForwardBackwardInput(data=[], loss_fn="ppo")
     request = official.ForwardBackwardRequest(given, "", seq_id)
 
@@ -256,7 +256,7 @@ def test_seq_ids_of_32_bits(seq_id: int | None) -> None:
     assert parsed.forward_only
 
 
-def test_seq_ids_beyond_32_bits_are_refused_as_the_official_sdk_refuses_them() -> None:
+def test_seq_ids_beyond_32_bits_are_rejected_like_in_the_official_sdk() -> None:
     request = official.ForwardBackwardRequest(
         official.ForwardBackwardInput(data=[], loss_fn="ppo"), "m", 2**31
     )
@@ -267,7 +267,7 @@ def test_seq_ids_beyond_32_bits_are_refused_as_the_official_sdk_refuses_them() -
         our_body(our_request(request, False))
 
 
-def test_a_large_batch_is_the_same_message() -> None:
+def test_a_large_batch_encodes_to_the_same_message() -> None:
     generator = np.random.default_rng(0)
     tokens = generator.integers(0, 2**31, 20_000).tolist()
     datum = official.Datum(
@@ -287,7 +287,7 @@ def test_a_large_batch_is_the_same_message() -> None:
     assert canonical(parsed) == canonical(official_message(request, False))
 
 
-def test_servers_read_the_older_map_when_the_newer_one_is_empty() -> None:
+def test_servers_fall_back_to_the_older_map_if_the_newer_one_is_empty() -> None:
     """SDKs before 0.27 write numbers into `loss_fn_config` alone."""
     message = tinker_public_pb2.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="dro")
     message.loss_fn_config["beta"] = 0.05

@@ -125,7 +125,7 @@ def test_our_training_results_are_read_by_the_official_sdk(message: Any) -> None
     assert output_facts(proto_format.decode_forward_backward_output(reference)) == expected
 
 
-def test_ragged_outputs_take_a_record_for_each_trailing_shape() -> None:
+def test_ragged_outputs_use_one_record_per_trailing_shape() -> None:
     datums = [
         {"logprobs": ours.TensorData([[1.0, 2.0]], "float32")},
         {"logprobs": ours.TensorData([[3.0, 4.0], [5.0, 6.0]], "float32")},
@@ -173,7 +173,7 @@ def test_narrow_dtypes_are_widened_bit_for_bit() -> None:
         )
 
 
-def test_records_that_differ_in_their_names_keep_their_own_datums() -> None:
+def test_records_with_different_names_keep_their_own_datums() -> None:
     """The official reader counts such datums from the wrong record; ours keeps each in its own."""
     message = pb.ForwardBackwardOutput()
     message.loss_fn_outputs.add(num_datums=1)
@@ -191,7 +191,7 @@ def test_records_that_differ_in_their_names_keep_their_own_datums() -> None:
     ]
 
 
-def test_outputs_that_the_official_reader_would_mix_up_are_not_sent() -> None:
+def test_outputs_with_differing_names_are_rejected_before_sending() -> None:
     uneven = [{"a": ours.TensorData([1], "int64")}, {"b": ours.TensorData([1], "int64")}]
 
     with pytest.raises(ValidationError, match="same names"):
@@ -199,7 +199,7 @@ def test_outputs_that_the_official_reader_would_mix_up_are_not_sent() -> None:
 
 
 @pytest.mark.parametrize("code", [0, 5, 99])
-def test_unknown_dtypes_are_refused_as_the_official_sdk_refuses_them(code: int) -> None:
+def test_unknown_dtypes_are_rejected_like_in_the_official_sdk(code: int) -> None:
     message = pb.ForwardBackwardOutput()
     field = message.loss_fn_outputs.add(num_datums=1).fields["x"]
     field.offsets, field.dtype = np.array([0, 0], "<i8").tobytes(), code  # type: ignore[assignment]  # an unknown one
@@ -239,7 +239,7 @@ def test_our_samples_are_read_by_the_official_sdk(message: Any) -> None:
     assert sample_facts(proto_samples.decode_sample_response(reference)) == expected
 
 
-def test_a_sample_made_by_hand_says_the_same_to_the_official_sdk() -> None:
+def test_a_hand_made_sample_decodes_to_the_same_values_in_the_official_sdk() -> None:
     topk = ours.TopkLogprobs(
         [[5, 6], [7, 0], [0, 0]], [[-0.5, -1.0], [-0.1, -99999.0], [-99999.0, -99999.0]]
     )
@@ -295,7 +295,7 @@ def test_a_sentinel_in_the_first_cell_empties_the_row() -> None:
     assert mine == [None]
 
 
-def test_an_unknown_stop_reason_is_refused_as_the_official_sdk_refuses_it() -> None:
+def test_an_unknown_stop_reason_is_rejected_like_in_the_official_sdk() -> None:
     message = pb.SampleResponse(sequences=[pb.SampledSequence(stop_reason=2)])  # type: ignore[arg-type]  # an unknown one
     body = message.SerializeToString()
 
@@ -317,7 +317,7 @@ def test_bfloat16_targets_are_widened_where_the_official_reader_misreads_them() 
     assert mine is not None and mine.tolist() == [[1.0]]
 
 
-def test_large_top_k_matrices_are_read_alike() -> None:
+def test_large_top_k_matrices_decode_like_in_the_official_sdk() -> None:
     generator = np.random.default_rng(0)
     ids = generator.integers(0, 200_000, (2000, 20)).astype("<i4")
     logprobs = generator.standard_normal((2000, 20)).astype("<f4")

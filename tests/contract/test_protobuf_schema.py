@@ -49,14 +49,14 @@ def messages(
     return {message.name: message for message in file.message_type}
 
 
-def test_same_syntax_and_messages() -> None:
+def test_the_schema_has_the_official_syntax_and_messages() -> None:
     assert OURS.syntax == THEIRS.syntax == "proto3"
     assert sorted(messages(OURS)) == sorted(messages(THEIRS))
     assert not THEIRS.extension and not THEIRS.service
 
 
 @pytest.mark.parametrize("name", sorted(messages(THEIRS)))
-def test_same_fields(name: str) -> None:
+def test_messages_have_the_official_fields(name: str) -> None:
     theirs, mine = messages(THEIRS)[name], messages(OURS)[name]
 
     assert field_facts(mine, OURS.package) == field_facts(theirs, THEIRS.package)
@@ -64,7 +64,7 @@ def test_same_fields(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(messages(THEIRS)))
-def test_same_entries_of_maps(name: str) -> None:
+def test_maps_have_the_official_entries(name: str) -> None:
     theirs, mine = nested(messages(THEIRS)[name]), nested(messages(OURS)[name])
 
     assert sorted(mine) == sorted(theirs)
@@ -73,7 +73,7 @@ def test_same_entries_of_maps(name: str) -> None:
         assert field_facts(mine[entry], OURS.package) == field_facts(theirs[entry], THEIRS.package)
 
 
-def test_same_enums() -> None:
+def test_enums_have_the_official_values() -> None:
     def values(file: descriptor_pb2.FileDescriptorProto) -> dict[str, dict[str, int]]:
         return {
             enum.name: {value.name: value.number for value in enum.value} for enum in file.enum_type

@@ -56,7 +56,9 @@ def worse(ours: dict[str, float], official: dict[str, float]) -> dict[str, tuple
 
 
 @pytest.mark.parametrize(("in_flight", "count"), LOADS)
-def test_s13_no_load_makes_ours_worse_than_the_official_sdk(in_flight: int, count: int) -> None:
+def test_s13_ours_is_no_slower_than_the_official_sdk_at_any_load(
+    in_flight: int, count: int
+) -> None:
     least = {one: dict.fromkeys(FIGURES, float("inf")) for one in CONTESTANTS}
     behind: dict[str, tuple[float, float]] = {}
     for _ in range(MOST_ROUNDS):

@@ -36,7 +36,7 @@ def both(key: str, value: Any) -> tuple[Any, Any]:
 
 @contract
 @given(st.lists(int64s, max_size=5) | st.lists(st.booleans(), max_size=3))
-def test_lists_of_whole_numbers_become_int64(values: list[int]) -> None:
+def test_lists_of_integers_become_int64(values: list[int]) -> None:
     theirs, mine = both("target_tokens", values)
 
     assert mine == theirs
@@ -55,7 +55,7 @@ def test_lists_of_floats_become_float32(key: str, values: list[Any]) -> None:
 
 @contract
 @given(finite_floats)
-def test_doubles_are_rounded_to_float32_alike(value: float) -> None:
+def test_doubles_are_rounded_to_float32_like_in_the_official_sdk(value: float) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, where a double becomes infinite
         theirs, mine = both("weights", [value])
@@ -88,7 +88,7 @@ def test_a_matrix_is_made_sparse_exactly_when_the_official_sdk_does(
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 2, 2)])
-def test_tensors_that_are_no_matrix_are_never_sparse(shape: tuple[int, ...]) -> None:
+def test_tensors_that_are_not_matrices_are_never_made_sparse(shape: tuple[int, ...]) -> None:
     tensor = torch.zeros(shape)
 
     theirs = official.TensorData.from_torch_sparse(tensor)
@@ -98,7 +98,9 @@ def test_tensors_that_are_no_matrix_are_never_sparse(shape: tuple[int, ...]) -> 
 
 @contract
 @given(sparse_tensors(), st.sampled_from([0, -1, 5]))
-def test_sparse_tensors_are_filled_alike(tensor: official.TensorData, pad_value: int) -> None:
+def test_sparse_tensors_are_densified_like_in_the_official_sdk(
+    tensor: official.TensorData, pad_value: int
+) -> None:
     """The official way adds and subtracts the filling, so only exact numbers can be compared."""
     whole = official.TensorData(
         data=np.arange(1, tensor._numpy.size + 1).astype(tensor.dtype),
@@ -117,7 +119,7 @@ def test_sparse_tensors_are_filled_alike(tensor: official.TensorData, pad_value:
 
 @contract
 @given(bits("float32", 6))
-def test_dense_tensors_come_out_bit_for_bit(values: np.ndarray[Any, Any]) -> None:
+def test_dense_tensors_round_trip_bit_for_bit(values: np.ndarray[Any, Any]) -> None:
     theirs = official.TensorData(data=values, dtype="float32", shape=[2, 3])
     mine = ours.TensorData(values, "float32", [2, 3])
 
@@ -138,7 +140,7 @@ def test_dense_tensors_come_out_bit_for_bit(values: np.ndarray[Any, Any]) -> Non
         ("weights", torch.ones(1, requires_grad=True), RuntimeError),
     ],
 )
-def test_what_the_official_sdk_refuses_we_refuse_with_the_same_error(
+def test_tensors_that_the_official_sdk_rejects_raise_the_same_error(
     key: str, value: Any, error: type[Exception]
 ) -> None:
     with pytest.raises(error):
@@ -147,7 +149,7 @@ def test_what_the_official_sdk_refuses_we_refuse_with_the_same_error(
         ours.Datum(ours.ModelInput.empty(), {key: value})
 
 
-def test_targets_that_are_no_whole_numbers_are_refused() -> None:
+def test_targets_that_are_not_integers_are_rejected() -> None:
     """The official SDK cuts 1.5 down to 1 in silence; a target that is no token is a mistake."""
     theirs = official.Datum(official.ModelInput.empty(), {"target_tokens": [1.5]})  # type: ignore[dict-item]  # lists are converted
 

@@ -102,7 +102,9 @@ def pair(request: pytest.FixtureRequest, small_files: Path) -> Pair:
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("add_special_tokens", [True, False])
-def test_ids_and_texts_are_the_same(pair: Pair, text: str, add_special_tokens: bool) -> None:
+def test_token_ids_and_decoded_texts_are_the_same(
+    pair: Pair, text: str, add_special_tokens: bool
+) -> None:
     ours, theirs = pair
 
     ids = ours.encode(text, add_special_tokens=add_special_tokens)
@@ -117,7 +119,7 @@ def test_ids_and_texts_are_the_same(pair: Pair, text: str, add_special_tokens: b
 
 @settings(max_examples=200)
 @given(text=st.text(max_size=80))
-def test_any_text_has_the_same_ids(text: str) -> None:
+def test_any_text_encodes_to_the_same_ids(text: str) -> None:
     ours, theirs = pair_of(qwen_files())
 
     ids = ours.encode(text)
@@ -126,7 +128,7 @@ def test_any_text_has_the_same_ids(text: str) -> None:
     assert ours.decode(ids) == theirs.decode(ids)
 
 
-def test_many_texts_at_once_are_the_same(pair: Pair) -> None:
+def test_a_batch_of_texts_encodes_to_the_same_ids(pair: Pair) -> None:
     ours, theirs = copy.deepcopy(pair)
     ours.pad_token, theirs.pad_token = ours.eos_token, theirs.eos_token
     for options in (
@@ -194,7 +196,7 @@ def test_s42_conversations_are_the_same_token_for_token(
         assert ids.count(ours.bos_token_id) == 1
 
 
-def test_s36_many_threads_encode_real_text_alike() -> None:
+def test_s36_many_threads_encode_real_text_to_the_same_ids() -> None:
     ours, _ = pair_of(qwen_files())
     expected = [ours.encode(text) for text in TEXTS]
     barrier = threading.Barrier(32)

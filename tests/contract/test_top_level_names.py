@@ -20,7 +20,7 @@ CASES: list[tuple[tuple[object, ...], dict[str, object]]] = [
 ]
 
 
-def test_all_59_names_are_there() -> None:
+def test_all_59_names_exist() -> None:
     assert len(tinker.__all__) == 59
     assert [name for name in tinker.__all__ if not hasattr(tinsmith, name)] == ["__title__"]
 
@@ -30,7 +30,7 @@ def test_auth_has_the_same_functions() -> None:
 
 
 @pytest.mark.parametrize(("args", "kwargs"), CASES)
-def test_a_timeout_is_made_in_the_ways_of_the_official_one(
+def test_a_timeout_is_constructed_like_the_official_one(
     args: tuple[object, ...], kwargs: dict[str, object]
 ) -> None:
     official = tinker.Timeout(*args, **kwargs)  # type: ignore[arg-type]
@@ -46,7 +46,7 @@ def test_a_timeout_is_made_in_the_ways_of_the_official_one(
     ("args", "kwargs"),
     [((), {}), ((), {"connect": 1.0}), (((1.0,),), {}), (((1.0, 2.0),), {"read": 1.0})],
 )
-def test_half_a_timeout_is_refused(args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+def test_a_partial_timeout_is_rejected(args: tuple[object, ...], kwargs: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="timeout"):
         tinsmith.Timeout(*args, **kwargs)  # type: ignore[arg-type]
 

@@ -50,12 +50,12 @@ def members(union: Any) -> set[str]:
     return {union.__name__}
 
 
-def test_there_are_151_names_and_all_are_ours() -> None:
+def test_all_151_names_exist_and_are_our_own_types() -> None:
     assert len(NAMED) == 151
     assert [name for name in NAMED if not hasattr(ours, name)] == []
 
 
-def test_every_name_is_held_against_the_official_one_exactly_once() -> None:
+def test_every_name_is_compared_with_the_official_one_exactly_once() -> None:
     in_json = MODELS.keys() & NAMED.keys()
     kinds = [in_json, IN_PROTOBUF, LITERALS, UNIONS, CONTAINERS, TEXT, ENUMS]
 
@@ -64,7 +64,7 @@ def test_every_name_is_held_against_the_official_one_exactly_once() -> None:
     assert set().union(*kinds) == set(NAMED)
 
 
-def test_what_travels_in_protobuf_is_what_the_official_sdk_made_a_dataclass() -> None:
+def test_protobuf_types_are_exactly_the_dataclasses_of_the_official_sdk() -> None:
     found = {name for name, value in NAMED.items() if dataclasses.is_dataclass(value)}
 
     assert found == IN_PROTOBUF
@@ -95,7 +95,7 @@ def test_enums_have_the_same_members(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(CONTAINERS))
-def test_containers_hold_the_same_things(name: str) -> None:
+def test_containers_have_the_same_element_types(name: str) -> None:
     theirs, mine = NAMED[name], getattr(ours, name)
 
     assert get_origin(mine) is get_origin(theirs)
@@ -103,7 +103,7 @@ def test_containers_hold_the_same_things(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(TEXT))
-def test_ids_are_text(name: str) -> None:
+def test_ids_are_strings(name: str) -> None:
     assert getattr(ours, name) is NAMED[name] is str
 
 

@@ -1,14 +1,16 @@
 """One working day, run by the official SDK and by ours as it stands, for `test_wire_equality.py`.
 
-    python wire_scenario.py KEY URL…
-    python -m tinsmith.as_tinker wire_scenario.py KEY URL…
+    python wire_scenario.py KEY PART=URL…
+    python -m tinsmith.as_tinker wire_scenario.py KEY PART=URL…
 
-It waits for each result before it goes on, so that what arrives has one order. Prints one JSON
-object for each service with what the SDK's own objects said.
+The parts are `day`, and `losses` for a service whose engine runs uploaded losses. It waits for each
+result before it goes on, so that what arrives has one order. Prints one JSON object for each
+service with what the SDK's own objects said.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import pickle
@@ -82,8 +84,7 @@ def train(client: tinker.TrainingClient) -> Said:
     said["full step"] = client.optim_step(adam_params=full).result(WAIT_S).metrics
     said["forward"] = output(client.forward([datum(1)], "cross_entropy"))
     for one in rich_data():
-        config: Any = {"beta": 0.5, "note": "x"}
-        client.forward_backward([one], "cross_entropy", config).result(WAIT_S)
+        client.forward_backward([one], "cross_entropy").result(WAIT_S)
     inputs: dict[str, Any] = {
         "target_tokens": [2, 3],
         "logprobs": [-1.0, -2.0],
@@ -92,7 +93,12 @@ def train(client: tinker.TrainingClient) -> Said:
     sampled = types.Datum(types.ModelInput.from_ints([1, 2]), inputs)
     for loss in ("importance_sampling", "ppo", "cispo", "dro"):
         client.forward_backward([sampled], loss).result(WAIT_S)
+    client.forward_backward([sampled], "dro", {"beta": 0.5}).result(WAIT_S)
     client.optim_step(types.AdamParams()).result(WAIT_S)
+    try:  # the service was told to fail the next one
+        client.optim_step(types.AdamParams()).result(WAIT_S)
+    except tinker.RequestFailedError as exc:
+        said["failed"] = [exc.category.value, "too steep" in str(exc)]
     info = client.get_info()
     return said | {"info": [info.model_id, info.model_data.model_name, info.lora_rank]}
 
@@ -105,9 +111,11 @@ def custom_losses(service: tinker.ServiceClient, client: tinker.TrainingClient) 
     def weighted(logprobs: Any, weights: Any) -> Any:
         return -(logprobs * weights).sum(), {"custom/weight:sum": weights.sum()}
 
-    said = {"function": output(client.forward_backward_custom([datum(7), datum(9)], squared))}
+    said: Said = {"function": output(client.forward_backward_custom([datum(7), datum(9)], squared))}
     handle = service.create_custom_loss(weighted, {"logprobs": 1, "weights": 1}).result(WAIT_S)
-    client.forward_backward_custom([datum(7)], handle).result(WAIT_S)
+    said["loss"] = [handle.loss_id, handle.name, list(handle.input_names)]
+    said["handle"] = output(client.forward_backward_custom([datum(7)], handle))
+    said["built in"] = output(client.forward([datum(7)], "cross_entropy"))
     client.optim_step(types.AdamParams()).result(WAIT_S)
     return said
 
@@ -138,6 +146,35 @@ def resume(service: tinker.ServiceClient, path: str) -> Said:
     return said
 
 
+def everything(
+    client: tinker.SamplingClient, prompt: types.ModelInput, targets: types.TensorData
+) -> Said:
+    """A sample with every field that can be asked for."""
+    result = client.sample(
+        prompt=prompt,
+        num_samples=1,
+        sampling_params=types.SamplingParams(max_tokens=2, seed=6, stop=[]),
+        include_prompt_logprobs=True,
+        topk_prompt_logprobs=3,
+        topk_sample_logprobs=2,
+        target_prompt_logprobs=targets,
+        prompt_alt_tokens_k=2,
+        prompt_logprobs_last_n=2,
+    ).result(WAIT_S)
+    (sequence,), drawn = result.sequences, result.prompt_alt_tokens
+    assert result.target_prompt_logprobs is not None and drawn is not None
+    return {
+        "sequence": [sequence.sequence_id, list(sequence.tokens), list(sequence.logprobs or [])],
+        "top sampled": [[list(cell) for cell in row or []] for row in sequence.topk_logprobs or []],
+        "prompt": result.prompt_logprobs,
+        "top prompt": [
+            row and [list(cell) for cell in row] for row in result.topk_prompt_logprobs or []
+        ],
+        "targets": result.target_prompt_logprobs.tolist(-1),
+        "drawn": [drawn.tokens.tolist(), drawn.logprobs.tolist()],
+    }
+
+
 def sample(client: tinker.SamplingClient) -> Said:
     prompt = types.ModelInput.from_ints([1, 2, 3])
     said: Said = {}
@@ -150,26 +187,20 @@ def sample(client: tinker.SamplingClient) -> Said:
     }.items():
         result = client.sample(prompt, 2, params).result(WAIT_S)
         said[name] = [(list(one.tokens), one.stop_reason) for one in result.sequences]
-    everything = client.sample(
-        prompt=prompt,
-        num_samples=1,
-        sampling_params=types.SamplingParams(max_tokens=2, seed=6),
-        include_prompt_logprobs=True,
-        topk_prompt_logprobs=3,
-        topk_sample_logprobs=2,
-        target_prompt_logprobs=types.TensorData(data=[1, 2, 3, -1], dtype="int64", shape=[2, 2]),
-        prompt_alt_tokens_k=2,
-        prompt_logprobs_last_n=2,
-    ).result(WAIT_S)
-    said["everything"] = [
-        everything.prompt_logprobs,
-        [row and [list(cell) for cell in row] for row in everything.topk_prompt_logprobs or []],
-        everything.sequences[0].sequence_id,
-    ]
+    dense = types.TensorData(data=[2, 4, -1, 3], dtype="int64", shape=[2, 2])
+    sparse = types.TensorData(
+        data=[2, 3],
+        dtype="int64",
+        shape=[2, 3],
+        sparse_crow_indices=[0, 1, 2],
+        sparse_col_indices=[2, 0],
+    )
+    said["everything"] = [everything(client, prompt, targets) for targets in (dense, sparse)]
     image = types.ImageAssetPointerChunk(format="png", location="x://y", expected_tokens=4)
     dmel = types.DmelChunk(dmel=bytes([0, 1, 2, 0, 0, 0, 0, 0, 0, 0, 0]))
     pictured = prompt.append(image).append(dmel).append_int(9)
-    client.sample(pictured, 1, types.SamplingParams(max_tokens=1, seed=7)).result(WAIT_S)
+    with contextlib.suppress(tinker.BadRequestError):  # the service fetches no pictures
+        client.sample(pictured, 1, types.SamplingParams(max_tokens=1, seed=7)).result(WAIT_S)
     said["logprobs"] = client.compute_logprobs(prompt).result(WAIT_S)
     said["last"] = client.compute_logprobs(prompt, prompt_logprobs_last_n=1).result(WAIT_S)
     said["base model"] = client.get_base_model()
@@ -224,7 +255,7 @@ def manage(url: str, key: str, run: str, saved: Said) -> Said:
     try:
         rest.get_training_run("nobody").result(WAIT_S)
     except tinker.NotFoundError as error:
-        said["missing"] = error.status_code
+        said["missing"] = [error.status_code, "no training run 'nobody'" in str(error)]
     admin = tinker.AdminClient(base_url=url, api_key=key)
     start = datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC)
     admin.get_billing_usage(start, start + datetime.timedelta(days=1)).result(WAIT_S)
@@ -233,7 +264,15 @@ def manage(url: str, key: str, run: str, saved: Said) -> Said:
     return said
 
 
-def main(url: str, key: str) -> None:
+def losses(url: str, key: str) -> None:
+    service = tinker.ServiceClient(base_url=url, api_key=key)
+    client = service.create_lora_training_client(BASE_MODEL, rank=8, seed=3)
+    said = custom_losses(service, client)
+    service.close("success").result(timeout=WAIT_S)
+    print(json.dumps(said), flush=True)
+
+
+def day(url: str, key: str) -> None:
     service = tinker.ServiceClient(
         {"run": "scenario"},
         "p-1",
@@ -272,5 +311,6 @@ def main(url: str, key: str) -> None:
 
 
 if __name__ == "__main__":
-    for service_url in sys.argv[2:]:
-        main(service_url, sys.argv[1])
+    for argument in sys.argv[2:]:
+        part, _, service_url = argument.partition("=")
+        {"day": day, "losses": losses}[part](service_url, sys.argv[1])

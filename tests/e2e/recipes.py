@@ -32,7 +32,7 @@ from pathlib import Path
 import msgspec
 
 from tests.e2e.service.served import serving
-from tinsmith.model_files.workshop import make_workshop, served_names
+from tinsmith.demo.workshop.folder import make_workshop, served_names
 
 PROJECT = Path(__file__).parents[2]
 PAGE = PROJECT / "docs" / "workshop.md"
@@ -308,10 +308,10 @@ def compared(runs: Sequence[Run]) -> str:
         odd = sorted(name for name in names[0].union(*names) if not all(name in s for s in names))
         return f"other figures: {', '.join(odd[:3])}"
     if all(_same(logs[0], log) for log in logs):
-        return "the same"
+        return "identical"
     if all(_same(logs[0][:1], log[:1]) for log in logs):
-        return "the same at the first step"
-    return "of their own samples"
+        return "identical at step 1"
+    return "own samples"
 
 
 def _names(log: Logged) -> set[str]:
@@ -336,17 +336,14 @@ def _equal(one: object, other: object) -> bool:
 def row(recipe: Recipe, runs: dict[str, Run]) -> str:
     """A line of the table."""
     ends = [
-        "" if way not in runs else "well" if (bad := runs[way].failure) is None else bad[:80]
+        "" if way not in runs else "ok" if (bad := runs[way].failure) is None else bad[:80]
         for way in WAYS
     ]
     cells = [recipe.shown, *ends, compared(list(runs.values()))]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-HEAD = (
-    "| recipe | official client | ours in its place | ours, no service beside it | figures |\n"
-    "|---|---|---|---|---|"
-)
+HEAD = "| recipe | `tinker` | `as_tinker` | embedded | metrics |\n|---|---|---|---|---|"
 
 
 def make_python(folder: Path) -> str:

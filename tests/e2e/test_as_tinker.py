@@ -78,7 +78,7 @@ def test_a_program_for_tinker_runs_unchanged(tmp_path: pathlib.Path) -> None:
     assert service.requests("finish_session")
 
 
-def test_the_call_does_the_same_within_a_program() -> None:
+def test_as_tinker_can_be_called_inside_a_program() -> None:
     program = (
         "import tinsmith; tinsmith.as_tinker(); tinsmith.as_tinker(); import tinker; "
         "print(tinker.Datum is tinsmith.Datum, tinker.types.Datum is tinsmith.Datum)"
@@ -87,7 +87,7 @@ def test_the_call_does_the_same_within_a_program() -> None:
     assert run(["-c", program]).stdout.strip() == "True True"
 
 
-def test_a_program_that_is_run_on_tinsmith_may_ask_for_it_too(tmp_path: pathlib.Path) -> None:
+def test_a_program_run_with_as_tinker_may_call_as_tinker_again(tmp_path: pathlib.Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(
         "import sys, tinsmith, tinker\n"
@@ -101,20 +101,20 @@ def test_a_program_that_is_run_on_tinsmith_may_ask_for_it_too(tmp_path: pathlib.
     assert finished.stdout.split() == ["True", "1"], finished.stderr
 
 
-def test_an_official_package_that_is_in_use_is_not_replaced() -> None:
+def test_an_official_package_that_is_already_imported_is_not_replaced() -> None:
     program = "import tinker, tinsmith; tinsmith.as_tinker()"
 
     finished = run(["-c", program])
 
     assert finished.returncode != 0
-    assert "first of all" in finished.stderr
+    assert "before the first" in finished.stderr
 
 
 @pytest.mark.parametrize(
     "statement",
     ["import tinker.no_such_module", "from tinker import no_such_name"],
 )
-def test_what_tinsmith_does_not_have_cannot_be_imported(statement: str) -> None:
+def test_modules_that_tinsmith_does_not_have_cannot_be_imported(statement: str) -> None:
     finished = run(["-c", f"import tinsmith; tinsmith.as_tinker(); {statement}"])
 
     assert finished.returncode != 0

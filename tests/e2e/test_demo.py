@@ -1,4 +1,4 @@
-"""`tinsmith demo` from its first line to its last, with a small random model."""
+"""A whole `tinsmith demo`, with a tiny random model."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tests.contract.test_tokenizers_like_transformers import qwen_files
 from tests.numerics.small_models import make_model
 
 
-def test_the_demo_runs_to_its_end_and_neither_a_crash_nor_a_second_run_changes_a_number(
+def test_the_demo_is_reproducible_and_survives_a_crash_bit_for_bit(
     tmp_path: Path,
 ) -> None:
-    """A random model learns little; every step, the crash and the page are real all the same."""
+    """A random model learns little, but every step, the crash and the report are real."""
     model = tmp_path / "model"
     make_model(model, "Qwen3", vocab_size=151_936, hidden_size=32, eos_token_id=151_645)
     for file in qwen_files().iterdir():
@@ -24,9 +24,9 @@ def test_the_demo_runs_to_its_end_and_neither_a_crash_nor_a_second_run_changes_a
     first, second = (_printed_by_demo(model, tmp_path / name) for name in ("first", "second"))
 
     assert "results are bit-identical" in first
-    assert "client log:" not in first, "nothing that a normal run does is worth a warning"
+    assert "client log:" not in first, "a normal run causes no warning"
     losses = [float(found) for found in re.findall(r"loss per token (\d+\.\d+) ", first)]
-    assert losses[0] > losses[3], "four steps over examples lower the loss"
+    assert losses[0] > losses[3], "training lowers the loss"
     assert _steps(first) == _steps(second) != []
     page = (tmp_path / "first" / "demo.html").read_text()
     assert (tmp_path / "first" / "demo.png").read_bytes().startswith(b"\x89PNG")
@@ -50,5 +50,5 @@ def _printed_by_demo(model: Path, out: Path) -> str:
 
 
 def _steps(printed: str) -> list[str]:
-    """What was computed."""
+    """The lines with computed values."""
     return re.findall(r"step +\d+/.*|undisturbed .*|killed .*loss.*", printed)

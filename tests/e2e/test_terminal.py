@@ -14,7 +14,7 @@ from tests.numerics.small_models import make_model
 
 NOISY = """
 import logging, sys, threading, time
-from tinsmith.observe.progress import Progress
+from tinsmith.observe.terminal import Progress
 from tinsmith.observe.log_fields import configure_logging
 
 configure_logging()
@@ -44,7 +44,7 @@ def environment(home: Path) -> dict[str, str]:
     return {**kept, "TINSMITH_HOME": str(home), "HOME": str(home), "NO_PROXY": "127.0.0.1"}
 
 
-def test_lines_of_any_origin_and_a_bar_never_share_a_row() -> None:
+def test_log_lines_prints_and_a_progress_bar_never_share_a_row() -> None:
     """Also if the bar is wider than the terminal, and several threads write."""
     status, screen = run_at_terminal([sys.executable, "-c", NOISY])
 
@@ -61,7 +61,7 @@ def test_lines_of_any_origin_and_a_bar_never_share_a_row() -> None:
     assert all(row.startswith("BAR") and "ends here" not in row for row in bars)
 
 
-def test_nothing_but_text_is_written_where_there_is_no_terminal() -> None:
+def test_only_plain_text_is_written_without_a_terminal() -> None:
     ended = subprocess.run([sys.executable, "-c", NOISY], capture_output=True, check=True)
 
     written = ended.stdout + ended.stderr
@@ -70,7 +70,9 @@ def test_nothing_but_text_is_written_where_there_is_no_terminal() -> None:
     assert b"BAR" not in written
 
 
-def test_a_pull_leaves_no_bar_behind_and_its_error_has_rows_of_its_own(tmp_path: Path) -> None:
+def test_a_failed_pull_leaves_no_progress_bar_and_its_error_has_its_own_rows(
+    tmp_path: Path,
+) -> None:
     """On a terminal of 80 columns too, in which a long line would go on in the next row."""
     more = {"HF_ENDPOINT": "http://127.0.0.1:9", "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "."}
     status, screen = run_at_terminal(
@@ -80,15 +82,17 @@ def test_a_pull_leaves_no_bar_behind_and_its_error_has_rows_of_its_own(tmp_path:
     )
 
     assert status == 1
-    bars = {row for row in screen.every_row if "SmolLM2" in row and ": asking the hub" in row}
+    bars = {row for row in screen.every_row if "SmolLM2" in row and ": contacting the Hub" in row}
     assert bars, "a bar was shown"
-    assert all(row.endswith(": asking the hub") for row in bars)
-    left = [row for row in screen.rows if "asking the hub" in row or "downloading [" in row]
+    assert all(row.endswith(": contacting the Hub") for row in bars)
+    left = [row for row in screen.rows if "contacting the Hub" in row or "downloading [" in row]
     assert left == [], "and was taken away"
-    assert next(row for row in screen.rows if row).startswith("tinsmith: HuggingFaceTB/")
+    assert next(row for row in screen.rows if row).startswith(
+        "tinsmith: could not download HuggingFaceTB/"
+    )
 
 
-def test_the_log_of_a_service_and_its_bar_never_share_a_row(tmp_path: Path) -> None:
+def test_service_log_lines_and_a_progress_bar_never_share_a_row(tmp_path: Path) -> None:
     make_model(tmp_path / "small", "Llama", vocab_size=64, hidden_size=32)
     command = [sys.executable, "-m", "tinsmith", "serve", "--port=0", "--log-level=debug"]
 

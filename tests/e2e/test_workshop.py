@@ -1,4 +1,4 @@
-"""`tinsmith workshop`: programs run in the folder that it makes, and ask nobody for anything."""
+"""`tinsmith workshop`: Tinker programs run offline in the folder it creates."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tinsmith.demo.workshop.folder import FAMILIES, LONG_NAMES, NAMES, make_workshop
+from tinsmith.demo.workshop.tiny_datasets import DATASETS
 from tinsmith.errors import ValidationError
-from tinsmith.model_files.made_up_datasets import DATASETS
-from tinsmith.model_files.workshop import FAMILIES, LONG_NAMES, NAMES, make_workshop
 
 ENDS_WITHIN_S = 240.0
 
@@ -52,7 +52,7 @@ print("well")
 
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Made by the command."""
+    """A workshop created by the command."""
     folder = tmp_path_factory.mktemp("made") / "workshop"
     made = subprocess.run(
         [sys.executable, "-m", "tinsmith", "workshop", str(folder), "-f", "json"],
@@ -64,9 +64,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_program_for_the_official_sdk_runs_in_it_with_no_hub(
-    workshop: Path, tmp_path: Path
-) -> None:
+def test_a_program_for_the_official_sdk_runs_offline(workshop: Path, tmp_path: Path) -> None:
     environment = {
         **os.environ,
         "HOME": str(tmp_path),
@@ -100,41 +98,41 @@ def test_a_program_for_the_official_sdk_runs_in_it_with_no_hub(
     assert ended.stdout.strip() == "well", ended.stderr
 
 
-def test_every_name_leads_to_a_whole_model(workshop: Path) -> None:
+def test_every_name_is_a_complete_model(workshop: Path) -> None:
     for name in NAMES:
         assert (workshop / name / "tokenizer.json").is_file()
         assert (workshop / name / "model.safetensors").is_file()
 
 
-def test_models_have_a_head_of_their_own_as_their_namesakes_do(workshop: Path) -> None:
-    """Programs that fold an adapter in look for it: one trained on the head has a weight of it."""
+def test_models_have_an_untied_output_layer(workshop: Path) -> None:
+    """Programs that merge an adapter expect it: adapters may contain the output layer."""
     for family in FAMILIES:
         weights = (workshop / "models" / family / "model.safetensors").read_bytes()
         assert b'"lm_head.weight"' in weights
 
 
-def test_every_mark_of_a_family_is_one_token_and_its_template_makes_them(workshop: Path) -> None:
+def test_special_tokens_are_single_tokens_and_the_template_uses_them(workshop: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     jinja2 = pytest.importorskip("jinja2")
     chat = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Two."}]
     for name, family in FAMILIES.items():
         home = workshop / "models" / name
         tokenizer = tokenizers.Tokenizer.from_file(str(home / "tokenizer.json"))
-        for mark in family.marks:
-            assert tokenizer.encode(mark, add_special_tokens=False).tokens == [mark]
-        assert {family.end, family.pad, family.begin or family.end} <= set(family.marks)
+        for token in family.tokens:
+            assert tokenizer.encode(token, add_special_tokens=False).tokens == [token]
+        assert {family.end, family.pad, family.begin or family.end} <= set(family.tokens)
 
         template = jinja2.Template(family.template)
         text = template.render(messages=chat, add_generation_prompt=True)
         made = tokenizer.encode(text, add_special_tokens=False)
         assert tokenizer.decode(made.ids, skip_special_tokens=False) == text
-        assert len([token for token in made.tokens if token in family.marks]) >= 5
+        assert len([token for token in made.tokens if token in family.tokens]) >= 5
         assert made.ids[: len(tokenizer.encode("", add_special_tokens=True).ids)] == (
             tokenizer.encode("", add_special_tokens=True).ids
         )
 
 
-def test_thoughts_stay_in_a_text_without_special_tokens(workshop: Path) -> None:
+def test_thinking_tags_survive_skip_special_tokens(workshop: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     file = workshop / "Qwen/Qwen3.5-9B/tokenizer.json"
     tokenizer = tokenizers.Tokenizer.from_file(str(file))
@@ -145,7 +143,7 @@ def test_thoughts_stay_in_a_text_without_special_tokens(workshop: Path) -> None:
     assert tokenizer.decode(ids, skip_special_tokens=True) == "<think>2</think>2"
 
 
-def test_names_with_an_ending_are_served_too(workshop: Path) -> None:
+def test_model_names_with_a_suffix_are_served_too(workshop: Path) -> None:
     settings = tomllib.loads((workshop / "tinsmith.toml").read_text())
     served = {given.partition("=")[0] for given in settings["models"]}
 
@@ -155,40 +153,40 @@ def test_names_with_an_ending_are_served_too(workshop: Path) -> None:
 
 
 @pytest.mark.parametrize("name", DATASETS)
-def test_datasets_are_where_their_names_lead(workshop: Path, name: str) -> None:
-    """In the form in which `datasets` finds them: files named after splits, or named by a card."""
-    made_up = DATASETS[name]
-    homes = [workshop / name / which for which in made_up.configurations] or [workshop / name]
+def test_datasets_are_found_by_name(workshop: Path, name: str) -> None:
+    """As `datasets` expects: files named after splits, or listed in a dataset card."""
+    dataset = DATASETS[name]
+    homes = [workshop / name / which for which in dataset.configurations] or [workshop / name]
     for home in homes:
-        for split, count in made_up.splits.items():
+        for split, count in dataset.splits.items():
             rows = [json.loads(row) for row in (home / f"{split}.jsonl").read_text().splitlines()]
             assert len(rows) == count
             assert len({json.dumps(row, sort_keys=True) for row in rows}) > 20
             assert len({tuple(row) for row in rows}) == 1
-    if made_up.configurations:
+    if dataset.configurations:
         paths = re.findall(r"path: (\S+)", (workshop / name / "README.md").read_text())
-        assert len(paths) == len(homes) * len(made_up.splits)
+        assert len(paths) == len(homes) * len(dataset.splits)
         assert all((workshop / name / path).is_file() for path in paths)
 
 
-def test_answers_are_right(workshop: Path) -> None:
+def test_answers_are_correct(workshop: Path) -> None:
     rows = (workshop / "openai/gsm8k/main/test.jsonl").read_text().splitlines()
     for row in map(json.loads, rows):
         numbers = [int(number) for number in re.findall(r"\d+", row["question"])]
         assert row["answer"].endswith(f"#### {sum(numbers)}")
 
 
-def test_two_workshops_are_the_same(tmp_path: Path) -> None:
+def test_two_workshops_are_identical(tmp_path: Path) -> None:
     for name in ("one", "two"):
         make_workshop(tmp_path / name)
 
     for file in (tmp_path / "one").rglob("*"):
-        if file.is_file() and file.name != "tinsmith.toml":  # which names its own folder
+        if file.is_file() and file.name != "tinsmith.toml":  # contains the folder's own path
             twin = tmp_path / "two" / file.relative_to(tmp_path / "one")
             assert twin.read_bytes() == file.read_bytes()
 
 
-def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_empty_is_rejected_and_left_untouched(tmp_path: Path) -> None:
     (tmp_path / "mine").touch()
 
     with pytest.raises(ValidationError, match="not empty"):

@@ -79,6 +79,11 @@ MINIMAL: dict[str, Any] = {
     "finish_session": t.FinishSessionRequest(session_id="s", reason=t.ClientSessionFinishSuccess()),
     "list_sessions": t.ListSessionsRequest(),
     "search_sessions": t.SessionSearchRequest(),
+    "search_checkpoints": t.CheckpointSearchRequest(),
+    "external_weights_upload_start": t.ExternalWeightsUploadStartRequest(
+        base_model="m", lora_config=t.LoraConfig(rank=8)
+    ),
+    "external_weights_upload_finish": t.ExternalWeightsUploadFinishRequest(upload_id="u"),
     "get_session": t.GetSessionRequest(session_id="s"),
     "assign_session_project": t.AssignSessionProjectRequest(session_id="s", project_id="p"),
     "export_session_trace": t.ExportSessionTraceRequest(session_id="s"),
@@ -159,6 +164,21 @@ FULL: dict[str, Any] = {
         session_id="s", reason=t.ClientSessionFinishErrored(), detail="why"
     ),
     "list_sessions": t.ListSessionsRequest(limit=1, offset=2, access_scope="accessible"),
+    "search_checkpoints": t.CheckpointSearchRequest(
+        project_ids=["p"],
+        user_metadata={"k": "v"},
+        checkpoint_type="external",
+        owner=t.UserSearchOwner(owner_urns=["u"]),
+        base_models=["m"],
+        limit=200,
+        cursor=t.CheckpointSearchCursor(last_created_at=HOUR, last_checkpoint_uuid="c"),
+    ),
+    "external_weights_upload_start": t.ExternalWeightsUploadStartRequest(
+        base_model="m",
+        lora_config=t.LoraConfig(rank=8, seed=1),
+        destination_project_id="p",
+        user_metadata={"k": "v"},
+    ),
     "search_sessions": t.SessionSearchRequest(
         session_id="s",
         project_ids=["p"],
@@ -205,7 +225,12 @@ FULL: dict[str, Any] = {
         user_metadata={"k": "v"},
     ),
     "save_weights_external": t.SaveWeightsExternalRequest(
-        model_id=RUN, path="e1", seq_id=7, ttl_seconds=3600, age_encryption_recipients=["age1"]
+        model_id=RUN,
+        path="e1",
+        seq_id=7,
+        ttl_seconds=3600,
+        age_encryption_recipients=["age1"],
+        user_metadata={"k": "v"},
     ),
     "load_weights": t.LoadWeightsRequest(
         model_id=RUN,

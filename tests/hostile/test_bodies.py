@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.integration.server.calls import a_model, ok, post
-from tests.integration.server.in_process import InProcess
-from tests.integration.server.running import KEYS, RunningServer
+from tests.integration.service.api.calls import a_model, ok, post
+from tests.integration.service.api.in_process import InProcess
+from tests.integration.service.api.running import KEYS, RunningServer
 from tinsmith.wire.content import compress
 from tinsmith.wire.endpoints import ENDPOINTS
 
@@ -26,7 +26,7 @@ def chunked_head(name: str) -> bytes:
     ).encode()
 
 
-def test_bodies_without_a_length_share_the_budget_of_the_others() -> None:
+def test_bodies_without_a_content_length_share_the_same_budget() -> None:
     piece = b"%x\r\n%s\r\n" % (MIB, b" " * MIB)
     with RunningServer(with_keys=True, bodies_bytes=8 * MIB) as server:
         opened = [socket.create_connection(("127.0.0.1", server.port), 30) for _ in range(16)]
@@ -38,15 +38,15 @@ def test_bodies_without_a_length_share_the_budget_of_the_others() -> None:
 
             server.wait_for(lambda: sum(one.status == 429 for one in server.reports) >= 8)
 
-            assert server.app._bodies.held_bytes <= 8 * MIB
+            assert server.edge.received.held_bytes <= 8 * MIB
         finally:
             for connection in opened:
                 connection.close()
         server.wait_for(lambda: len(server.reports) >= 16)
-        assert server.app._bodies.held_bytes == 0
+        assert server.edge.received.held_bytes == 0
 
 
-def test_a_body_counts_until_its_request_is_answered() -> None:
+def test_a_body_counts_towards_the_budget_until_its_request_is_answered() -> None:
     """Else clients that send quickly would fill the memory with what waits for its turn."""
 
     async def run() -> None:
@@ -55,7 +55,7 @@ def test_a_body_counts_until_its_request_is_answered() -> None:
         handlers = service.app._handlers
 
         async def look(_: Any) -> None:
-            seen.append(service.app._bodies.held_bytes)
+            seen.append(service.edge.received.held_bytes)
 
         handlers["create_session"] = look
         body = msgspec.json.encode({"tags": [], "sdk_version": "1", "more": "x" * MIB})
@@ -65,12 +65,12 @@ def test_a_body_counts_until_its_request_is_answered() -> None:
         await service.send("POST", ENDPOINTS["create_session"].path, packed, headers)
 
         assert seen == [len(body), len(body)]
-        assert service.app._bodies.held_bytes == 0
+        assert service.edge.received.held_bytes == 0
 
     asyncio.run(run())
 
 
-def test_a_poll_that_waits_keeps_nothing_of_its_body() -> None:
+def test_a_waiting_poll_does_not_retain_its_body() -> None:
     with RunningServer(with_keys=True, long_poll_s=20) as server, server.http() as http:
         model = a_model(http)
         server.held.add("optim_step")
@@ -88,13 +88,13 @@ def test_a_poll_that_waits_keeps_nothing_of_its_body() -> None:
         polling.start()
         server.wait_polls(1)
 
-        assert server.app._bodies.held_bytes == 0
+        assert server.edge.received.held_bytes == 0
         server.release()
         polling.join(30)
 
 
 @pytest.mark.parametrize("encoding", ["zstd", "gzip"])
-def test_what_unpacks_to_very_much_does_not_hold_up_the_event_loop(encoding: str) -> None:
+def test_decompressing_a_large_body_does_not_block_the_event_loop(encoding: str) -> None:
     """The bomb is unpacked on a thread: the loop goes on meanwhile."""
 
     async def run() -> None:

@@ -14,7 +14,7 @@ from tinsmith.checkpoints.registry import open_store
 WAIT_S = 90.0
 
 
-def test_a_sweep_leaves_what_the_store_did_not_make(tmp_path: Path) -> None:
+def test_a_sweep_keeps_files_that_the_store_did_not_create(tmp_path: Path) -> None:
     """A folder called `staging` may have been there before the checkpoints were put beside it."""
     precious = tmp_path / "staging" / "website" / "index.html"
     precious.parent.mkdir(parents=True)
@@ -28,7 +28,7 @@ def test_a_sweep_leaves_what_the_store_did_not_make(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("below", ["", "/below"])
-def test_a_file_in_place_of_the_data_folder_is_told(tmp_path: Path, below: str) -> None:
+def test_a_file_in_place_of_the_data_folder_is_reported(tmp_path: Path, below: str) -> None:
     file = tmp_path / "data"
     file.write_text("precious")
 

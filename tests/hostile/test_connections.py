@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.service.served import Served, serving
-from tinsmith.serve.http_connection import MOST_HEAD_BYTES, HttpConnection
-from tinsmith.serve.http_server import HttpServer
-from tinsmith.server.incoming import Incoming
+from tinsmith.service.http.edge import HttpEdge, HttpExchange
+from tinsmith.service.http.protocol import MAX_HEAD_BYTES, BoundedHttpProtocol
+from tinsmith.service.http.server import HttpServer
+from tinsmith.wire.exchange import HttpReply
 
 MEGABYTE = 1024 * 1024
 
@@ -60,7 +61,7 @@ def send_until_closed(served: Served, start: bytes, piece: bytes, most: int) -> 
     ],
     ids=["one header", "many headers", "the path", "trailers", "beside a chunk"],
 )
-def test_a_head_without_an_end_is_cut_off(served: Served, start: bytes, piece: bytes) -> None:
+def test_an_endless_request_head_is_cut_off(served: Served, start: bytes, piece: bytes) -> None:
     before = memory_bytes(served)
 
     sent = send_until_closed(served, start, piece, 64 * MEGABYTE)
@@ -73,24 +74,22 @@ def test_a_head_without_an_end_is_cut_off(served: Served, start: bytes, piece: b
 @contextlib.asynccontextmanager
 async def _serving_alone() -> AsyncIterator[int]:
     listener = socket.create_server(("127.0.0.1", 0))
-    server = HttpServer(_answer)
+    server = HttpServer(HttpEdge(_answer))
     await server.open(listener)
     yield listener.getsockname()[1]
     await server.close(5.0)
 
 
-async def _answer(incoming: Incoming) -> None:
-    if incoming.body is None:
-        while (await incoming.receive()).get("more_body"):
-            pass
-    await incoming.answer(204, {}, b"")
+async def _answer(incoming: HttpExchange) -> None:
+    await incoming.read_body()
+    await incoming.answer(HttpReply(204, {}, [b""]))
 
 
 @pytest.mark.parametrize("sent", [b"", b"G", b"GET / HTTP/1.1\r\nHost: x\r\n"])
-def test_a_head_that_does_not_come_is_not_waited_for(
+def test_a_request_head_that_never_arrives_times_out(
     sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(HttpConnection, "head_s", 0.05)
+    monkeypatch.setattr(BoundedHttpProtocol, "head_timeout_s", 0.05)
 
     async def connect() -> bytes:
         async with _serving_alone() as port:
@@ -103,10 +102,10 @@ def test_a_head_that_does_not_come_is_not_waited_for(
     assert asyncio.run(connect()) == b""
 
 
-def test_a_head_that_stops_after_a_whole_request_is_not_waited_for(
+def test_an_incomplete_head_after_a_complete_request_times_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(HttpConnection, "head_s", 0.05)
+    monkeypatch.setattr(BoundedHttpProtocol, "head_timeout_s", 0.05)
 
     async def connect() -> bytes:
         async with _serving_alone() as port:
@@ -121,11 +120,11 @@ def test_a_head_that_stops_after_a_whole_request_is_not_waited_for(
     assert asyncio.run(connect()).startswith(b"HTTP/1.1 204")
 
 
-def test_large_bodies_and_many_requests_of_one_connection_are_not_taken_for_heads(
+def test_large_bodies_and_many_requests_on_one_connection_do_not_count_as_heads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(HttpConnection, "head_s", 0.2)
-    whole = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (8 * MOST_HEAD_BYTES)
+    monkeypatch.setattr(BoundedHttpProtocol, "head_timeout_s", 0.2)
+    whole = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (8 * MAX_HEAD_BYTES)
 
     async def connect() -> int:
         async with _serving_alone() as port:
@@ -133,7 +132,7 @@ def test_large_bodies_and_many_requests_of_one_connection_are_not_taken_for_head
             for _ in range(3):
                 writer.write(whole)
                 for _ in range(8):
-                    writer.write(b"b" * MOST_HEAD_BYTES)
+                    writer.write(b"b" * MAX_HEAD_BYTES)
                     await writer.drain()
                 await asyncio.sleep(0.1)  # all of them take longer than a head may
                 assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 204")

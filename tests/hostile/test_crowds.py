@@ -58,7 +58,9 @@ def readiness(served: Served) -> list[int]:
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: x\r\n"], ids=["idle", "half"])
-def test_a_stranger_with_idle_connections_keeps_nobody_out(served: Keyed, sent: bytes) -> None:
+def test_idle_unauthenticated_connections_do_not_lock_out_other_clients(
+    served: Keyed, sent: bytes
+) -> None:
     with raw_clients(served, 2 * DESCRIPTORS) as strangers:
         for stranger in strangers:
             with contextlib.suppress(ConnectionError):
@@ -78,21 +80,21 @@ def test_authenticated_connections_of_the_same_address_stay_open(served: Keyed) 
         assert metric(served, "tinsmith_connections_closed_total", "total") > 0
 
 
-def test_a_stranger_closes_no_connection_of_another_address(served: Keyed) -> None:
+def test_unauthenticated_connections_do_not_evict_those_of_another_address(served: Keyed) -> None:
     with raw_clients(served, 10) as others, raw_clients(served, 2 * DESCRIPTORS, "127.0.0.2"):
         assert readiness(served) == [200] * 12
         assert all(other.is_open() for other in others)
         assert {other.get("/healthz") for other in others} == {200}
 
 
-def test_one_tenant_with_all_connections_leaves_room_for_another(served: Keyed) -> None:
+def test_one_tenant_cannot_take_all_connections(served: Keyed) -> None:
     with users_of(served, served.alice, 2 * DESCRIPTORS):
         with users_of(served, served.bob, 10) as light, users_of(served, served.alice, 50):
             assert {user.get(KEYED_PATH, served.bob) for user in light} == {200}
         assert readiness(served) == [200] * 12
 
 
-def test_an_address_keeps_few_connections_without_a_key(tmp_path: Path) -> None:
+def test_unauthenticated_connections_per_address_are_limited(tmp_path: Path) -> None:
     """Once they have had some seconds to show one; those that showed one stay."""
     with (
         keyed(tmp_path / "capped", "--limits-address-connections", "20", program=PROGRAM) as served,
@@ -111,7 +113,7 @@ def test_an_address_keeps_few_connections_without_a_key(tmp_path: Path) -> None:
         assert {user.get(KEYED_PATH, served.alice) for user in users} == {200}
 
 
-def test_many_clients_of_one_address_work_side_by_side(served: Keyed) -> None:
+def test_many_clients_at_one_address_work_concurrently(served: Keyed) -> None:
     """As behind a NAT or a proxy: more than an address may have without a key."""
     with users_of(served, served.alice, 150) as users:
         for _ in range(3):
@@ -129,7 +131,7 @@ def test_connections_that_are_opened_and_closed_quickly_are_forgotten(served: Ke
     assert readiness(served) == [200] * 12
 
 
-def test_connections_that_never_shake_hands_keep_nobody_out(tmp_path: Path) -> None:
+def test_connections_that_never_complete_the_tls_handshake_lock_nobody_out(tmp_path: Path) -> None:
     """They count from when they are accepted, before TLS says anything about them."""
     authority = trustme.CA()
     made = authority.issue_cert("127.0.0.1")
@@ -171,7 +173,7 @@ def test_connections_that_never_shake_hands_keep_nobody_out(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kind", ["unix", "ipv6"])
-def test_other_kinds_of_sockets_are_bounded_too(tmp_path: Path, kind: str) -> None:
+def test_connections_on_other_kinds_of_sockets_are_limited_too(tmp_path: Path, kind: str) -> None:
     path = str(tmp_path / "socket")
     arguments = ("--unix-socket", path) if kind == "unix" else ("--host", "::1")
     served = Keyed(tmp_path, *arguments, program=PROGRAM)

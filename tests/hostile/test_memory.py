@@ -110,7 +110,7 @@ def statuses(served: Served, bomb: Bomb, body: bytes, count: int) -> set[int]:
 
 
 @pytest.mark.parametrize("bomb", KINDS.values(), ids=KINDS)
-def test_refused_bodies_leave_nothing_behind(served: Served, bomb: Bomb) -> None:
+def test_rejected_bodies_leave_nothing_behind(served: Served, bomb: Bomb) -> None:
     body = bomb.body()
     statuses(served, bomb, body, WARM_UP)
     before = resident_bytes(served)
@@ -127,7 +127,7 @@ def check_nothing_kept(served: Served, before: int) -> None:
     assert after - before < KEPT_BYTES, f"{before // MIB} MiB before, {after // MIB} MiB after"
 
 
-def test_a_hundred_small_bodies_that_unpack_to_very_much_leave_nothing_behind(
+def test_a_hundred_small_bodies_that_decompress_to_huge_ones_leave_nothing_behind(
     served: Served,
 ) -> None:
     bomb = KINDS["zstd JSON, endless"]
@@ -142,7 +142,7 @@ def test_a_hundred_small_bodies_that_unpack_to_very_much_leave_nothing_behind(
     assert found == {413}
 
 
-def test_large_bodies_that_come_together_leave_nothing_behind(served: Served) -> None:
+def test_concurrent_large_bodies_leave_nothing_behind(served: Served) -> None:
     """Each is read on another thread, and the C library has an arena for each of those."""
     bomb = KINDS["JSON, broken"]
     body = text(10 * MIB)[:-1]

@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from tests.e2e.service.served import BASE_MODEL, Served, serving
-from tests.integration.server.calls import a_sample, a_sampler, a_step, post
-from tests.integration.server.running import RunningServer
+from tests.integration.service.api.calls import a_sample, a_sampler, a_step, post
+from tests.integration.service.api.running import RunningServer
 from tinsmith.wire.endpoints import ENDPOINTS
 
 HUGE = 2**63 - 1
@@ -37,7 +37,7 @@ def finish(http: httpx.Client, model: str) -> httpx.Response:
 
 
 @pytest.mark.parametrize("number", [HUGE, 2**63, 2**64, 10**30, -1, -(2**63)])
-def test_a_number_that_leaves_none_for_what_comes_after_it_is_refused(
+def test_a_seq_id_too_large_to_leave_room_for_the_session_end_is_rejected(
     number: int, served: Served
 ) -> None:
     """The end of a session is appended behind all commands of its models."""
@@ -52,7 +52,7 @@ def test_a_number_that_leaves_none_for_what_comes_after_it_is_refused(
         assert finish(http, model).status_code == 204
 
 
-def test_the_largest_number_that_is_taken_leaves_room_for_the_end(served: Served) -> None:
+def test_the_largest_accepted_seq_id_leaves_room_for_the_session_end(served: Served) -> None:
     with httpx.Client(base_url=served.base_url, timeout=30) as http:
         model = a_real_model(http)
         assert post(http, "optim_step", a_step(model, 2**62)).status_code == 200
@@ -63,7 +63,7 @@ def test_the_largest_number_that_is_taken_leaves_room_for_the_end(served: Served
         assert finish(http, model).status_code == 204
 
 
-def test_a_stream_of_very_many_sequences_takes_no_memory_before_it_is_refused() -> None:
+def test_a_stream_of_too_many_sequences_is_rejected_before_allocating_memory() -> None:
     with RunningServer(with_keys=True) as server, server.http() as http:
         sampler = a_sampler(http)
         tracemalloc.start()

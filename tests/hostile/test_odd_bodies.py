@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e.service.served import Served, serving
-from tinsmith.server.routes import collect
+from tinsmith.service.api.routes import collect
 from tinsmith.wire.content import JSON_TYPE, PACKED_TYPE, PROTOBUF_TYPE, compress
 from tinsmith.wire.endpoint_types import Endpoint
 
@@ -70,7 +70,7 @@ def status(served: Served, endpoint: Endpoint, body: bytes, headers: dict[str, s
 
 
 @pytest.mark.parametrize(("kind", "body"), BODIES.values(), ids=BODIES)
-def test_no_body_is_an_error_of_the_server(served: Served, kind: str, body: bytes) -> None:
+def test_no_request_body_causes_a_500(served: Served, kind: str, body: bytes) -> None:
     plain = {"Content-Type": kind}
     packed = plain | {"Content-Encoding": "zstd"}
 
@@ -86,7 +86,7 @@ def test_no_body_is_an_error_of_the_server(served: Served, kind: str, body: byte
     "name", ["deep lists", "deep in a field", "no UTF-8", "no UTF-8 in a text"]
 )
 @pytest.mark.parametrize("endpoint", ["optim_step", "forward", "save_weights", "load_weights"])
-def test_odd_json_of_a_numbered_command_is_refused(
+def test_odd_json_in_a_command_with_a_seq_id_is_rejected(
     served: Served, endpoint: str, name: str
 ) -> None:
     [found] = [one for one in ENDPOINTS if one.name == endpoint]
@@ -106,7 +106,7 @@ MANY = 16 * 1024 * 1024
     ],
     ids=["empty messages", "unknown fields", "empty objects"],
 )
-def test_a_body_of_very_many_messages_is_refused_by_their_number(
+def test_a_body_with_too_many_messages_is_rejected(
     served: Served, endpoint: str, kind: str, body: bytes
 ) -> None:
     [found] = [one for one in ENDPOINTS if one.name == endpoint]

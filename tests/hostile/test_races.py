@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 
 from tests.e2e.service.served import BASE_MODEL, Served, serving
-from tests.integration.server.calls import a_sample, a_sampler, a_session, ok, post
-from tests.integration.server.running import RunningServer
-from tinsmith.server.keys import add_tenant
+from tests.integration.service.api.calls import a_sample, a_sampler, a_session, ok, post
+from tests.integration.service.api.running import RunningServer
+from tinsmith.service.api.keys import add_tenant
 
 AT_ONCE = 32
 
@@ -26,7 +26,7 @@ def statuses(served: Served, name: str, bodies: list[Any]) -> Counter[int]:
         return Counter(threads.map(lambda body: post(http, name, body).status_code, bodies))
 
 
-def test_sessions_and_models_asked_for_at_once_are_counted_one_by_one(tmp_path: Path) -> None:
+def test_concurrently_created_sessions_and_models_respect_the_quota(tmp_path: Path) -> None:
     with serving(tmp_path, "--limits-sessions", "5", "--limits-models", "3") as served:
         opened = statuses(
             served, "create_session", [{"tags": [], "sdk_version": "0.36.0"}] * (2 * AT_ONCE)
@@ -44,7 +44,7 @@ def test_sessions_and_models_asked_for_at_once_are_counted_one_by_one(tmp_path: 
         assert made == {200: 3, 422: 2 * AT_ONCE - 3}
 
 
-def test_samples_sent_together_are_held_to_what_may_be_under_way() -> None:
+def test_a_batch_of_samples_respects_the_in_flight_quota() -> None:
     with RunningServer(with_keys=True) as server, server.http() as http:
         server.run(add_tenant(server.ledger, "alice", {"commands_in_flight": 10}))
         server.held.add("asample")
@@ -59,7 +59,7 @@ def test_samples_sent_together_are_held_to_what_may_be_under_way() -> None:
         server.release()
 
 
-def test_who_is_refused_again_and_again_does_not_have_the_ledger_asked_each_time() -> None:
+def test_repeated_quota_rejections_do_not_query_the_ledger_each_time() -> None:
     with RunningServer(with_keys=True) as server, server.http() as http:
         server.run(add_tenant(server.ledger, "alice", {"commands_in_flight": 50}))
         server.held.add("asample")

@@ -33,7 +33,7 @@ def status(served: Served, path: str, headers: dict[str, str]) -> int:
 @pytest.mark.parametrize(
     "headers", [{"Host": "evil.example:8000"}, {"Origin": "https://evil.example"}], ids=str
 )
-def test_a_page_reads_nothing_of_a_service_without_keys(
+def test_a_web_page_cannot_read_a_service_without_keys(
     served: Served, path: str, headers: dict[str, str]
 ) -> None:
     assert status(served, path, headers) == 403
@@ -41,11 +41,11 @@ def test_a_page_reads_nothing_of_a_service_without_keys(
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("host", ["localhost:8000", "127.0.0.1"])
-def test_a_program_of_the_machine_reads_all(served: Served, path: str, host: str) -> None:
+def test_local_programs_can_read_everything(served: Served, path: str, host: str) -> None:
     assert status(served, path, {"Host": host}) == 200
 
 
-def test_a_service_with_keys_is_watched_under_any_name(tmp_path: Path) -> None:
+def test_a_service_with_keys_can_be_monitored_under_any_host_name(tmp_path: Path) -> None:
     assert main(["key", "create", "--data", str(tmp_path / "data")]) == 0
     with serving(tmp_path) as served:
         assert status(served, "/metrics", {"Host": "tinsmith.example"}) == 200

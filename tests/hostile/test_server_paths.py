@@ -23,7 +23,7 @@ def spoil(file: Path, how: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:load_state is deprecated:FutureWarning")
 @pytest.mark.parametrize("how", ["removed", "emptied", "flipped"])
-def test_no_error_of_a_spoilt_checkpoint_names_a_folder_of_the_server(
+def test_errors_about_a_damaged_checkpoint_never_reveal_server_paths(
     tmp_path: Path, how: str
 ) -> None:
     with (

@@ -50,7 +50,7 @@ def sound(size: int) -> bytes:
     ],
     ids=["zstd", "deflate", "plain"],
 )
-def test_a_sound_body_is_to_be_sent_again_and_not_called_damaged(
+def test_a_valid_body_gets_a_retryable_503_when_memory_is_short(
     served: Served, name: str, pack: Callable[[bytes], bytes], headers: dict[str, str]
 ) -> None:
     body = pack(sound(60 * MIB))
@@ -60,7 +60,7 @@ def test_a_sound_body_is_to_be_sent_again_and_not_called_damaged(
 
     status, told, again = ask(served, name, body, headers)
 
-    assert (status, told.partition(";")[0]) == (503, "the service is short of memory")
+    assert (status, told.partition(";")[0]) == (503, "the service is out of memory")
     assert again
     assert ask(served, name, sound(10), {})[0] == 200
 

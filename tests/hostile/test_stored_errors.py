@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.server.calls import post
-from tests.integration.server.managed import ManagedServer
+from tests.integration.service.api.calls import post
+from tests.integration.service.api.managed import ManagedServer
 from tinsmith.client.service import ServiceClient
 from tinsmith.errors import APIStatusError, TinkerError
 from tinsmith.testing import running_service
@@ -42,7 +42,9 @@ def left_to_collector() -> Iterator[Counter[str]]:
 
 
 @pytest.mark.parametrize("ledger", ["memory", "sqlite"])
-def test_a_refused_request_leaves_no_frame_to_the_collector(tmp_path: Path, ledger: str) -> None:
+def test_a_rejected_request_leaves_no_frames_for_the_garbage_collector(
+    tmp_path: Path, ledger: str
+) -> None:
     with ManagedServer(tmp_path, ledger) as server, server.http() as http:
         bodies = [
             ("optim_step", {"model_id": "none", "seq_id": 1}),
@@ -67,7 +69,7 @@ def test_a_refused_request_leaves_no_frame_to_the_collector(tmp_path: Path, ledg
     assert found.total() < ROUNDS, found
 
 
-def test_the_error_of_a_future_has_the_traceback_of_whoever_asks() -> None:
+def test_a_future_s_error_has_the_traceback_of_its_caller_only() -> None:
     with (
         running_service() as service,
         ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
@@ -86,4 +88,4 @@ def test_the_error_of_a_future_has_the_traceback_of_whoever_asks() -> None:
         with pytest.raises(APIStatusError) as raised:
             future.result(30)
         names = [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
-        assert "test_the_error_of_a_future_has_the_traceback_of_whoever_asks" in names
+        assert "test_a_future_s_error_has_the_traceback_of_its_caller_only" in names

@@ -24,7 +24,7 @@ from tests.hostile.raw_clients import (
     send,
     session_body,
 )
-from tests.integration.server.in_process import InProcess
+from tests.integration.service.api.in_process import InProcess
 from tinsmith.wire.content import compress
 
 PIECE = b"x" * (64 * 1024)
@@ -79,7 +79,7 @@ def wait_held(served: Served, size: int) -> None:
         time.sleep(0.02)
 
 
-def test_eight_announced_bodies_lock_nobody_out(usual: Keyed) -> None:
+def test_eight_announced_large_bodies_lock_nobody_out(usual: Keyed) -> None:
     sessions = {key: send(usual, key).json()["session_id"] for key in (usual.alice, usual.bob)}
     with raw_clients(usual, 8) as attackers:
         for attacker in attackers:
@@ -92,7 +92,7 @@ def test_eight_announced_bodies_lock_nobody_out(usual: Keyed) -> None:
             assert send(usual, key, 8 * MIB).status_code == 200
 
 
-def test_what_was_received_counts_for_its_tenant_alone(narrow: Keyed) -> None:
+def test_received_bytes_count_only_against_their_own_tenant(narrow: Keyed) -> None:
     session_id = send(narrow, narrow.alice).json()["session_id"]
     with raw_clients(narrow, 2) as attackers:
         for attacker in attackers:
@@ -112,7 +112,7 @@ def test_what_was_received_counts_for_its_tenant_alone(narrow: Keyed) -> None:
     assert send(narrow, narrow.alice, MIB).status_code == 200
 
 
-def test_keys_of_many_tenants_keep_no_small_body_and_no_other_address_out(narrow: Keyed) -> None:
+def test_one_address_with_many_keys_cannot_lock_out_small_bodies_or_others(narrow: Keyed) -> None:
     session_id = send(narrow, narrow.carol).json()["session_id"]
     with raw_clients(narrow, 3) as attackers:
         for attacker, key in zip(attackers, (narrow.alice, narrow.alice, narrow.bob), strict=True):
@@ -163,7 +163,7 @@ def test_a_body_that_trickles_in_is_answered_408(strict: Keyed, length: int | No
     assert metric(strict, "tinsmith_http_bodies_refused_total", "slow") == before + 1
 
 
-def test_a_body_that_came_quickly_and_then_trickles_is_answered_408(strict: Keyed) -> None:
+def test_a_body_that_starts_quickly_and_then_trickles_is_answered_408(strict: Keyed) -> None:
     """What was sent before the window buys no time."""
     with raw_clients(strict, 1) as (client,):
         client.begin_upload(strict.alice, LARGEST)
@@ -172,7 +172,7 @@ def test_a_body_that_came_quickly_and_then_trickles_is_answered_408(strict: Keye
         assert client.answer()[0] == 408
 
 
-def test_a_packed_body_is_held_to_the_rate_too(strict: Keyed) -> None:
+def test_a_compressed_body_must_keep_the_minimum_rate_too(strict: Keyed) -> None:
     packed = compress([session_body(MIB)])
     with raw_clients(strict, 1) as (client,):
         client.begin_upload(strict.alice, len(packed), **{"Content-Encoding": "zstd"})
@@ -204,7 +204,7 @@ def test_eight_honest_clients_on_slow_uplinks_all_succeed(patient: Keyed) -> Non
     assert statuses == [200] * 8
 
 
-def test_a_client_that_reads_no_answers_has_a_bounded_amount_of_them_made() -> None:
+def test_responses_for_a_client_that_does_not_read_are_bounded() -> None:
     """The rest is withheld, and the memory is free again when it leaves."""
 
     async def run() -> None:
@@ -223,19 +223,19 @@ def test_a_client_that_reads_no_answers_has_a_bounded_amount_of_them_made() -> N
                     await reading.wait()
 
             scope = {"type": "http", "method": "GET", "path": "/openapi.json", "headers": []}
-            await service.app(scope, receive, send)
+            await service.edge(scope, receive, send)
 
         unread = [asyncio.create_task(ask()) for _ in range(2)]
         await asyncio.sleep(0)
         await ask()
         assert statuses == [200, 200, 503]
-        assert 200_000 < service.app.answers.held_bytes < 300_000
+        assert 200_000 < service.edge.sent.held_bytes < 300_000
 
         unread[0].cancel()
         reading.set()
         await asyncio.gather(*unread, return_exceptions=True)
         await ask()
         assert statuses[-1] == 200
-        assert service.app.answers.held_bytes == 0
+        assert service.edge.sent.held_bytes == 0
 
     asyncio.run(run())

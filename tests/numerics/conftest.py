@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tinsmith.model.kernels import library
-from tinsmith.model.kernels.library import Kernels
-from tinsmith.model.kernels.names import library_path
+from tinsmith.engine.model.kernels import library
+from tinsmith.engine.model.kernels.library import Kernels
+from tinsmith.engine.model.kernels.library_path import library_path
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -41,7 +41,7 @@ def _usable() -> list[str]:
     """The libraries whose instructions this machine has."""
     capability = torch.backends.cpu.get_cpu_capability()
     names = {"AVX512": ["x86-64-v3", "x86-64-v4"], "AVX2": ["x86-64-v3"]}.get(capability, [])
-    return sorted({*names, library._kind_of_machine()})
+    return sorted({*names, library._instruction_set()})
 
 
 @pytest.fixture(scope="module", params=_usable())
@@ -63,6 +63,6 @@ def by_kernels(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
 def products() -> Kernels:
     """Kernels that multiply, which only one of the libraries has."""
     found = library.kernels()
-    if found is None or not found.multiplies:
+    if found is None or not found.has_matmul:
         pytest.skip("products are for machines that multiply bfloat16")
     return found

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from tests.numerics.small_models import VOCABULARY
-from tinsmith.engines.base import SampleOutcome, SampleWork, WeightsId
-from tinsmith.engines.embedded.sampler import Sampler
-from tinsmith.model.lora import FusedLora, LoraLayout, LoraSpan
-from tinsmith.model.pack_attention import PackAttention, Stretch
-from tinsmith.model.transformer import Transformer
+from tinsmith.engine.base import SampleOutcome, SampleWork, WeightsId
+from tinsmith.engine.embedded.batched_sampler import BatchedSampler
+from tinsmith.engine.model.lora import FusedLora, LoraLayout, LoraSpan
+from tinsmith.engine.model.packed_attention import PackedAttention, PackedSegment
+from tinsmith.engine.model.transformer import Transformer
 from tinsmith.types import ModelInput, SampleResponse, SamplingParams
 from tinsmith.types.requests import SampleRequest
 
@@ -33,8 +33,8 @@ def logprobs_of(
     spans = [] if loras is None else [LoraSpan(0, count, loras)]
     rows = torch.tensor(tokens)
     with torch.no_grad():
-        hidden = model.hidden(
-            rows[:-1], torch.arange(count), PackAttention([Stretch(0, count)]), spans
+        hidden = model.forward(
+            rows[:-1], torch.arange(count), PackedAttention([PackedSegment(0, count)]), spans
         )
         found = model.head.logprobs(hidden, rows[1:, None], spans)
     return found[:, 0].numpy()
@@ -65,7 +65,7 @@ def work(
     )
 
 
-def run(sampler: Sampler, *works: SampleWork) -> dict[str, SampleResponse]:
+def run(sampler: BatchedSampler, *works: SampleWork) -> dict[str, SampleResponse]:
     """All answers; each must be good."""
     for one in works:
         sampler.admit(one)
@@ -77,3 +77,32 @@ def run(sampler: Sampler, *works: SampleWork) -> dict[str, SampleResponse]:
                 assert event.result is not None
                 found[event.work_id] = event.result
     return found
+
+
+class SamplerStatistics(NamedTuple):
+    """What a sampler has done, and what it holds."""
+
+    prefilled_tokens: int
+    hit_tokens: int
+    sampled_tokens: int
+    waiting: int
+    prefilling: int
+    running: int
+    preemptions: int
+    taken_bytes: int
+    cached_bytes: int
+
+
+def statistics(sampler: BatchedSampler) -> SamplerStatistics:
+    queue, memory = sampler._queue, sampler._memory
+    return SamplerStatistics(
+        prefilled_tokens=sampler._prefilled_tokens,
+        hit_tokens=queue.hit_tokens,
+        sampled_tokens=sampler._sampled_tokens,
+        waiting=len(sampler._arrived) + queue.waiting,
+        prefilling=queue.prefilling,
+        running=len(sampler._running),
+        preemptions=queue.preemptions,
+        taken_bytes=memory.taken_bytes,
+        cached_bytes=memory.cache.bytes,
+    )

@@ -6,16 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tinsmith.engines.embedded.loading import chosen_types
-from tinsmith.model.factor_group import FactorGroup, can_group
-from tinsmith.model.factor_place import FactorPlace
-from tinsmith.model.kernels import library
-from tinsmith.model.lora import Factors
+from tinsmith.engine.embedded.model_loading import choose_dtypes
+from tinsmith.engine.model.kernels import library
+from tinsmith.engine.model.layers import FactorGroup, can_group
+from tinsmith.engine.model.lora import FactorLayout, LoraFactors
 
 pytestmark = [
     pytest.mark.usefixtures("threads"),
     pytest.mark.skipif(
-        chosen_types("bfloat16", "cpu").computed != torch.bfloat16,
+        choose_dtypes("bfloat16", "cpu").computed != torch.bfloat16,
         reason="without hardware for bfloat16 nothing is computed in it",
     ),
 ]
@@ -28,14 +27,16 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "kernels", lambda: None)
 
 
-def _factors(rank: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Factors:
+def _factors(rank: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> LoraFactors:
     chance = torch.Generator().manual_seed(seed)
-    place = FactorPlace(0, INPUTS, OUTPUTS, rank, 32 / rank)
+    place = FactorLayout(0, INPUTS, OUTPUTS, rank, 32 / rank)
     flat_N = torch.randn(place.end, generator=chance)
-    return Factors(place, flat_N, dtype, gradients_N=torch.full_like(flat_N, torch.nan))
+    return LoraFactors(place, flat_N, dtype, gradients_N=torch.full_like(flat_N, torch.nan))
 
 
-def _run(factors: Factors | FactorGroup, x_TI: Tensor, y_TO: Tensor, dy_TO: Tensor) -> list[Tensor]:
+def _run(
+    factors: LoraFactors | FactorGroup, x_TI: Tensor, y_TO: Tensor, dy_TO: Tensor
+) -> list[Tensor]:
     """Forward and back, twice: the first gradients are written, others added."""
     y_TO, dx_TI = y_TO.clone(), torch.ones_like(x_TI)
     for _ in range(2):
@@ -47,7 +48,7 @@ def _run(factors: Factors | FactorGroup, x_TI: Tensor, y_TO: Tensor, dy_TO: Tens
 @pytest.mark.parametrize(
     ("rank", "rows"), [(2, 33), (2, 130), (3, 33), (8, 16), (24, 7), (32, 16), (32, 130), (128, 1)]
 )
-def test_each_comes_out_as_alone(rank: int, rows: int) -> None:
+def test_each_member_gets_the_same_results_as_alone(rank: int, rows: int) -> None:
     """Outputs, the inputs' gradient and those of the factors."""
     chance = torch.Generator().manual_seed(rows)
     together, alone = ([_factors(rank, seed) for seed in range(MEMBERS)] for _ in range(2))
@@ -84,7 +85,7 @@ def test_a_member_may_have_gradients_already() -> None:
     assert all(bool(one.isfinite().all()) for one in second.gradients)
 
 
-def test_only_what_is_alike_goes_together() -> None:
+def test_only_factors_of_one_rank_shape_and_dtype_are_grouped() -> None:
     """Of one rank and one shape, in bfloat16, and large enough."""
     one = _factors(8, 1)
     wide, other_wide = (_factors(8, seed, torch.float32) for seed in (1, 2))
@@ -96,8 +97,8 @@ def test_only_what_is_alike_goes_together() -> None:
     assert not can_group(wide, other_wide, 16)
 
 
-def test_what_kernels_compute_with_is_left_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_factors_that_kernels_handle_are_not_grouped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     one, other = _factors(8, 1), _factors(8, 2)
 
-    assert can_group(one, other, 16) == (one.by_kernels is None)
+    assert can_group(one, other, 16) == (one.kernel_lora is None)

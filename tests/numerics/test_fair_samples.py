@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.numerics.sample_works import prompt_of, run, work
+from tests.numerics.sample_works import prompt_of, run, statistics, work
 from tests.numerics.small_models import make_model
-from tinsmith.engines.base import SampleOutcome, SampleWork
-from tinsmith.engines.embedded.prefix_cache import CHUNK_TOKENS
-from tinsmith.engines.embedded.sampler import Sampler, SamplerSettings
-from tinsmith.model.load_weights import load_transformer
-from tinsmith.model.transformer import Transformer
+from tinsmith.engine.base import SampleOutcome, SampleWork
+from tinsmith.engine.embedded.batched_sampler import BatchedSampler, SamplerSettings
+from tinsmith.engine.embedded.prefix_cache import CHUNK_TOKENS
+from tinsmith.engine.model.load_base_model import load_base_model
+from tinsmith.engine.model.transformer import Transformer
 from tinsmith.types import SampleResponse
 
 CONTEXT = 2000
@@ -24,7 +24,7 @@ MANY_STEPS = 2_000
 def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
     folder = tmp_path_factory.mktemp("model")
     make_model(folder, max_position_embeddings=CONTEXT)
-    return load_transformer(folder, dtype=torch.float32)
+    return load_base_model(folder, dtype=torch.float32)
 
 
 def _many(count: int, **fields: Any) -> list[SampleWork]:
@@ -33,7 +33,7 @@ def _many(count: int, **fields: Any) -> list[SampleWork]:
     return [work(f"a{n}", prompt_of(length, n), owner="a", seed=n, **options) for n in range(count)]
 
 
-def _steps_of(sampler: Sampler, asked: SampleWork) -> tuple[int, SampleResponse]:
+def _steps_of(sampler: BatchedSampler, asked: SampleWork) -> tuple[int, SampleResponse]:
     """How many steps it takes from when it is admitted, and what is drawn."""
     sampler.admit(asked)
     for step in range(1, MANY_STEPS):
@@ -44,7 +44,7 @@ def _steps_of(sampler: Sampler, asked: SampleWork) -> tuple[int, SampleResponse]
     raise AssertionError("it does not end")
 
 
-def _step(sampler: Sampler, steps: int) -> None:
+def _step(sampler: BatchedSampler, steps: int) -> None:
     for _ in range(steps):
         sampler.step()
 
@@ -58,11 +58,13 @@ FEW: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", FEW)
-def test_an_owners_only_sample_begins_at_once_beside_many(model: Transformer, kind: str) -> None:
+def test_a_single_sample_starts_immediately_despite_many_of_another_owner(
+    model: Transformer, kind: str
+) -> None:
     """All places are taken, and more samples wait for one."""
     asked = work("b", owner="b", max_tokens=TOKENS, **FEW[kind])
-    expected = run(Sampler(model), asked)["b"]
-    sampler = Sampler(model, settings=SamplerSettings(most_sequences=32, shared_rows=8))
+    expected = run(BatchedSampler(model), asked)["b"]
+    sampler = BatchedSampler(model, settings=SamplerSettings(most_sequences=32, shared_rows=8))
     for one in _many(100):
         sampler.admit(one)
     _step(sampler, 5)
@@ -74,17 +76,17 @@ def test_an_owners_only_sample_begins_at_once_beside_many(model: Transformer, ki
 
 
 @pytest.mark.parametrize("kind", FEW)
-def test_others_give_way_to_an_owners_only_sample_when_memory_is_short(
+def test_others_are_preempted_for_an_owners_only_sample_when_memory_is_short(
     model: Transformer, kind: str
 ) -> None:
     """They are paused, and draw in the end what they would have drawn."""
     asked = work("b", owner="b", max_tokens=TOKENS, **FEW[kind])
     many = _many(12, max_tokens=200)
-    expected = run(Sampler(model), asked, *many)
-    sampler = Sampler(model, settings=SamplerSettings(kv_bytes=1200 * 512))
+    expected = run(BatchedSampler(model), asked, *many)
+    sampler = BatchedSampler(model, settings=SamplerSettings(kv_bytes=1200 * 512))
     for one in many:
         sampler.admit(one)
-    while not sampler.statistics().pauses:  # memory is full
+    while not statistics(sampler).preemptions:  # memory is full
         sampler.step()
 
     steps, found = _steps_of(sampler, asked)
@@ -97,11 +99,13 @@ def test_others_give_way_to_an_owners_only_sample_when_memory_is_short(
         assert response.sequences == expected[name].sequences
 
 
-def test_a_long_prompt_is_read_in_turns_with_those_of_another_owner(model: Transformer) -> None:
+def test_a_long_prompt_is_prefilled_round_robin_with_those_of_another_owner(
+    model: Transformer,
+) -> None:
     """However many the other one is reading."""
     long = 10 * CHUNK_TOKENS
     asked = work("b", prompt_of(long, 99), owner="b", max_tokens=1)
-    sampler = Sampler(model)
+    sampler = BatchedSampler(model)
     for one in _many(20, prompt=CONTEXT - 10, max_tokens=2):
         sampler.admit(one)
     _step(sampler, 2)
@@ -111,9 +115,11 @@ def test_a_long_prompt_is_read_in_turns_with_those_of_another_owner(model: Trans
     assert steps <= 12
 
 
-def test_the_owner_of_many_goes_on_beside_one_that_always_has_another(model: Transformer) -> None:
+def test_an_owner_of_many_samples_progresses_while_another_keeps_submitting(
+    model: Transformer,
+) -> None:
     """Its samples end, in the order in which they came."""
-    sampler = Sampler(model, settings=SamplerSettings(most_sequences=32, shared_rows=8))
+    sampler = BatchedSampler(model, settings=SamplerSettings(most_sequences=32, shared_rows=8))
     for one in _many(60, max_tokens=10):
         sampler.admit(one)
     ended: list[str] = []
@@ -128,10 +134,10 @@ def test_the_owner_of_many_goes_on_beside_one_that_always_has_another(model: Tra
     assert len(ended) == 60
 
 
-def test_a_prompt_that_another_owner_is_reading_is_not_waited_for(model: Transformer) -> None:
+def test_a_prompt_being_prefilled_by_another_owner_is_not_waited_for(model: Transformer) -> None:
     """The other one may be held back meanwhile."""
     prompt = prompt_of(10 * CHUNK_TOKENS)
-    sampler = Sampler(model, settings=SamplerSettings(most_sequences=8, shared_rows=2))
+    sampler = BatchedSampler(model, settings=SamplerSettings(most_sequences=8, shared_rows=2))
     for one in _many(8):
         sampler.admit(one)
     _step(sampler, 5)
@@ -143,16 +149,16 @@ def test_a_prompt_that_another_owner_is_reading_is_not_waited_for(model: Transfo
     assert steps <= 15
 
 
-def _drawn(sampler: Sampler, others: tuple[str, ...] = ()) -> int:
+def _drawn(sampler: BatchedSampler, others: tuple[str, ...] = ()) -> int:
     """How many tokens one step draws."""
-    before = sampler.statistics().drawn_tokens
+    before = statistics(sampler).sampled_tokens
     sampler.step(others)
-    return sampler.statistics().drawn_tokens - before
+    return statistics(sampler).sampled_tokens - before
 
 
-def test_a_step_is_short_while_another_owner_waits_for_it(model: Transformer) -> None:
+def test_a_step_is_limited_while_another_owner_waits(model: Transformer) -> None:
     """Also one whose samples are of another base model; alone, an owner has whole steps."""
-    sampler = Sampler(model, settings=SamplerSettings(most_sequences=32, shared_rows=8))
+    sampler = BatchedSampler(model, settings=SamplerSettings(most_sequences=32, shared_rows=8))
     for one in _many(40):
         sampler.admit(one)
     _step(sampler, 5)
@@ -162,9 +168,9 @@ def test_a_step_is_short_while_another_owner_waits_for_it(model: Transformer) ->
     assert _drawn(sampler) == 32
 
 
-def test_owners_have_equal_parts_of_a_step_or_what_they_need(model: Transformer) -> None:
+def test_owners_share_a_step_equally_up_to_their_need(model: Transformer) -> None:
     """The largest has no more than twice the least, and a step no more than it may."""
-    sampler = Sampler(model, settings=SamplerSettings(most_sequences=48, shared_rows=8))
+    sampler = BatchedSampler(model, settings=SamplerSettings(most_sequences=48, shared_rows=8))
     for one in _many(40):
         sampler.admit(one)
     for number in range(10):

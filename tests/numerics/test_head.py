@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tinsmith.model.head import MOST_TARGETS, Head
-from tinsmith.model.linear import Linear
+from tinsmith.engine.model.head import MOST_TARGETS, Head
+from tinsmith.engine.model.linear import Linear
 
 VOCABULARY, FEATURES, ROWS = 40_000, 8, 120
 """So many logits that torch shares a row out among threads, if it is the only one."""
@@ -23,7 +23,7 @@ def _two_threads() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_two_threads", "computed_by")
-def test_a_row_is_the_same_alone_and_among_others() -> None:
+def test_a_row_does_not_depend_on_other_rows() -> None:
     """Bit for bit; what shares a pack cannot be seen in the numbers."""
     chance = torch.Generator().manual_seed(0)
     head = Head(Linear(torch.randn(VOCABULARY, FEATURES, generator=chance)))
@@ -40,7 +40,7 @@ def test_a_row_is_the_same_alone_and_among_others() -> None:
 
 @pytest.mark.usefixtures("_two_threads", "computed_by")
 @pytest.mark.parametrize("softcap", [None, 5.0])
-def test_a_rows_gradient_is_the_same_alone_and_among_others(softcap: float | None) -> None:
+def test_the_gradient_of_a_row_does_not_depend_on_other_rows(softcap: float | None) -> None:
     """Bit for bit, and so is what the loss is told of it."""
     chance = torch.Generator().manual_seed(0)
     head = Head(Linear(torch.randn(VOCABULARY, FEATURES, generator=chance)), softcap)
@@ -49,7 +49,7 @@ def test_a_rows_gradient_is_the_same_alone_and_among_others(softcap: float | Non
 
     def found(start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         some = hidden_RD[start:end], targets_RK[start:end]
-        return head.logprobs_and_slopes(*some, [], lambda _low, _high, lp_RK: lp_RK.cos())
+        return head.logprobs_and_gradient(*some, [], lambda _low, _high, lp_RK: lp_RK.cos())
 
     together = found(0, ROWS)
 
@@ -62,7 +62,7 @@ def test_a_rows_gradient_is_the_same_alone_and_among_others(softcap: float | Non
 
 @pytest.mark.usefixtures("computed_by")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_target_is_as_likely_alone_and_among_many(dtype: torch.dtype) -> None:
+def test_the_logprob_of_a_target_does_not_depend_on_other_targets(dtype: torch.dtype) -> None:
     """To the last bit: a sampled token may be looked up beside all others that might have been."""
     chance = torch.Generator().manual_seed(0)
     head = Head(Linear(torch.randn(1000, FEATURES, generator=chance).to(dtype)))
@@ -77,28 +77,28 @@ def test_a_target_is_as_likely_alone_and_among_many(dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("computed_by")
 @pytest.mark.parametrize("targets", [1, 3, MOST_TARGETS + 1])
 @pytest.mark.parametrize("softcap", [None, 5.0])
-def test_gradients_are_those_of_autograd(targets: int, softcap: float | None) -> None:
+def test_gradients_match_autograd(targets: int, softcap: float | None) -> None:
     """Of rows with one target and with many, some of which have no slope."""
     chance = torch.Generator().manual_seed(0)
     weight_VD = torch.randn(301, FEATURES, generator=chance)
     hidden_RD = torch.randn(20, FEATURES, generator=chance)
     targets_RK = torch.randint(301, (20, targets), generator=chance)
-    slopes_RK = torch.randn(20, targets, generator=chance)
-    slopes_RK[4:9] = 0.0
+    dlp_RK = torch.randn(20, targets, generator=chance)
+    dlp_RK[4:9] = 0.0
     wanted_RD = hidden_RD.double().requires_grad_()
     logits_RV = wanted_RD @ weight_VD.double().T
     if softcap is not None:
         logits_RV = softcap * (logits_RV / softcap).tanh()
     wanted_RK = logits_RV.log_softmax(-1).gather(1, targets_RK)
-    wanted_RK.backward(slopes_RK.double())
+    wanted_RK.backward(dlp_RK.double())
     head = Head(Linear(weight_VD), softcap)
 
-    found_RK, gradient_RD = head.logprobs_and_slopes(
-        hidden_RD, targets_RK, [], lambda start, end, _: slopes_RK[start:end]
+    found_RK, gradient_RD = head.logprobs_and_gradient(
+        hidden_RD, targets_RK, [], lambda start, end, _: dlp_RK[start:end]
     )
 
     assert wanted_RD.grad is not None
     torch.testing.assert_close(found_RK, wanted_RK.detach().float(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(gradient_RD, wanted_RD.grad.float(), rtol=1e-4, atol=1e-4)
-    again_RD = head.backward(hidden_RD, targets_RK, slopes_RK)
+    again_RD = head.backward(hidden_RD, targets_RK, dlp_RK)
     torch.testing.assert_close(again_RD, gradient_RD)

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 
 from tests.numerics.sample_works import logprobs_of, lora, prompt_of, run, work
 from tests.numerics.small_models import FAMILIES, OTHERS, make_model
-from tinsmith.engines.base import WeightsId
-from tinsmith.engines.embedded.prefix_cache import CHUNK_TOKENS
-from tinsmith.engines.embedded.sampler import Sampler
-from tinsmith.model import linear, load_by_transformers
-from tinsmith.model.linear import Linear
-from tinsmith.model.load_weights import load_transformer
-from tinsmith.model.lora import LoraLayout, LoraSpan
-from tinsmith.model.pack_attention import PackAttention, Stretch
-from tinsmith.model.transformer import Transformer
-from tinsmith.model.transformers_model import AdaptedLinear
+from tinsmith.engine.base import WeightsId
+from tinsmith.engine.embedded.batched_sampler import BatchedSampler
+from tinsmith.engine.embedded.prefix_cache import CHUNK_TOKENS
+from tinsmith.engine.model import linear, load_with_transformers
+from tinsmith.engine.model.linear import Linear
+from tinsmith.engine.model.load_base_model import load_base_model
+from tinsmith.engine.model.lora import LoraLayout, LoraSpan
+from tinsmith.engine.model.packed_attention import PackedAttention, PackedSegment
+from tinsmith.engine.model.transformer import Transformer
+from tinsmith.engine.model.transformers_model import AdaptedLinear
 
 SIZES = {"hidden_size": 160, "intermediate_size": 144, "num_attention_heads": 8, "head_dim": 20}
 """So that every kind of layer has outputs enough to be held in bfloat16."""
@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def held(folder: Path) -> Transformer:
-    return load_transformer(folder, held_in=torch.bfloat16)
+    return load_base_model(folder, held_in=torch.bfloat16)
 
 
 def _trained(model: Transformer) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,8 +61,10 @@ def _trained(model: Transformer) -> tuple[Tensor, Tensor, Tensor]:
     flat, gradients = torch.randn(layout.size, generator=chance) * 0.1, torch.zeros(layout.size)
     spans = [LoraSpan(0, ROWS, layout.fused(flat, model.dtype, gradients=gradients))]
     tokens = torch.tensor(prompt_of(ROWS + 1))
-    hidden = model.hidden(tokens[:-1], torch.arange(ROWS), PackAttention([Stretch(0, ROWS)]), spans)
-    found, gradient = model.head.logprobs_and_slopes(
+    hidden = model.forward(
+        tokens[:-1], torch.arange(ROWS), PackedAttention([PackedSegment(0, ROWS)]), spans
+    )
+    found, gradient = model.head.logprobs_and_gradient(
         hidden.detach(), tokens[1:, None], spans, lambda _start, _end, lp: torch.ones_like(lp)
     )
     hidden.backward(gradient)
@@ -74,12 +76,12 @@ def _off(found: Tensor, wanted: Tensor) -> float:
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
-def test_answers_and_gradients_are_those_of_float32(tmp_path: Path, family: str) -> None:
+def test_outputs_and_gradients_match_float32(tmp_path: Path, family: str) -> None:
     """Of weights that bfloat16 holds exactly; up to the order of sums."""
     _saved(tmp_path, family)
-    wanted = _trained(load_transformer(tmp_path))
+    wanted = _trained(load_base_model(tmp_path))
 
-    found = _trained(load_transformer(tmp_path, held_in=torch.bfloat16))
+    found = _trained(load_base_model(tmp_path, held_in=torch.bfloat16))
 
     assert [one.dtype for one in found] == [torch.float32] * 3
     assert max(map(_off, found, wanted)) < 1e-5
@@ -89,11 +91,11 @@ def _tensors(of: Any) -> Iterator[Tensor]:
     if isinstance(of, Tensor):
         yield of
     elif isinstance(of, Linear):
-        yield from _tensors([of.weight_OI, of.bias_O, of._packed])
+        yield from _tensors([of.weight_OI, of.bias_O, of._prepacked])
     elif isinstance(of, dict | list | tuple):
         for one in of.values() if isinstance(of, dict) else of:
             yield from _tensors(one)
-    elif isinstance(of, nn.Module) or type(of).__module__.startswith("tinsmith.model"):
+    elif isinstance(of, nn.Module) or type(of).__module__.startswith("tinsmith.engine.model"):
         yield from _tensors(vars(of) if hasattr(of, "__dict__") else {})
 
 
@@ -106,17 +108,17 @@ def _held_bytes(model: Transformer) -> int:
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2Moe", "Gemma2", "Phi3", "GPT2"])
-def test_a_model_takes_the_memory_of_its_files(tmp_path: Path, family: str) -> None:
+def test_a_loaded_model_uses_the_memory_of_its_files(tmp_path: Path, family: str) -> None:
     """With nothing beside it: in float32 it takes twice that, and again in oneDNN's order."""
     _saved(tmp_path, family)
     file_bytes = sum(one.stat().st_size for one in tmp_path.glob("*.safetensors"))
 
-    held_bytes = _held_bytes(load_transformer(tmp_path, held_in=torch.bfloat16))
+    held_bytes = _held_bytes(load_base_model(tmp_path, held_in=torch.bfloat16))
 
     assert 0.9 < held_bytes / file_bytes < 1.1
 
 
-def test_a_held_weight_is_shown_without_its_numbers() -> None:
+def test_a_held_weight_exposes_its_dtype_and_shape_without_data() -> None:
     """Code of models asks for type, shape and place; to widen it for each call would be dear."""
     held = Linear(torch.ones(128, 64, dtype=torch.bfloat16), dtype=torch.float32)
 
@@ -127,13 +129,13 @@ def test_a_held_weight_is_shown_without_its_numbers() -> None:
     assert shown.isnan().all()  # so that who computes with it is found out
 
 
-def test_code_that_cannot_compute_so_is_held_in_float32_and_never_twice(
+def test_a_model_that_cannot_use_held_weights_is_loaded_once_in_float32(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A model that is dropped for it is gone before the next is loaded."""
     _saved(tmp_path, "Phi3")
-    wanted = _trained(load_transformer(tmp_path))
-    loaded, widen_others = load_by_transformers._loaded, load_by_transformers._widen_others
+    wanted = _trained(load_base_model(tmp_path))
+    loaded, widen_others = load_with_transformers._loaded, load_with_transformers._widen_others
     left: list[int] = []
     weights: list[weakref.ref[Tensor]] = []
 
@@ -147,7 +149,7 @@ def test_code_that_cannot_compute_so_is_held_in_float32_and_never_twice(
 
     def fail(module: nn.Module, _: Any) -> None:
         calls.append(module)
-        if len(calls) > len(load_by_transformers.LENGTHS):  # with our layers in it
+        if len(calls) > len(load_with_transformers.LENGTHS):  # with our layers in it
             calls.clear()
             raise TypeError("it computes with its weights as they are")
 
@@ -155,23 +157,23 @@ def test_code_that_cannot_compute_so_is_held_in_float32_and_never_twice(
         widen_others(model, dtype)
         model.get_input_embeddings().register_forward_pre_hook(fail)
 
-    monkeypatch.setattr(load_by_transformers, "_loaded", load)
-    monkeypatch.setattr(load_by_transformers, "_widen_others", spoil)
+    monkeypatch.setattr(load_with_transformers, "_loaded", load)
+    monkeypatch.setattr(load_with_transformers, "_widen_others", spoil)
 
-    found = _trained(load_transformer(tmp_path, held_in=torch.bfloat16))
+    found = _trained(load_base_model(tmp_path, held_in=torch.bfloat16))
 
     assert left == [0, 0]
     assert all(map(torch.equal, found, wanted))
-    assert "Phi3ForCausalLM: held in torch.float32 and not in torch.bfloat16" in caplog.text
+    assert "Phi3ForCausalLM: stored in torch.float32 instead of torch.bfloat16" in caplog.text
 
 
-def test_sampled_logprobs_are_those_of_a_forward_pass(held: Transformer) -> None:
+def test_sampled_logprobs_match_a_forward_pass(held: Transformer) -> None:
     """As closely as in float32, and keys are kept in that."""
     # One of 0.1 outweighs a base of this width: 1.7e-5 was seen then, in float32 to the same digit.
     loras = lora(held, 1, size=0.04)
     prompt = prompt_of(CHUNK_TOKENS + 30)
     asked = work(prompt=prompt, weights="w", num_samples=3, max_tokens=30)
-    sampler = Sampler(held)
+    sampler = BatchedSampler(held)
     sampler.add_weights(WeightsId("w"), loras)
 
     found = run(sampler, asked)["it"]
@@ -183,24 +185,24 @@ def test_sampled_logprobs_are_those_of_a_forward_pass(held: Transformer) -> None
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2Moe", "Phi3"])
-def test_rows_are_the_same_whatever_is_beside_them(tmp_path: Path, family: str) -> None:
+def test_rows_do_not_depend_on_other_rows(tmp_path: Path, family: str) -> None:
     """Bit for bit, through all layers: alone, and in a pack with others before and after."""
-    model = load_transformer(_saved(tmp_path, family), held_in=torch.bfloat16)
+    model = load_base_model(_saved(tmp_path, family), held_in=torch.bfloat16)
     tokens, places = torch.tensor(prompt_of(97)), torch.arange(97)
     ends = [0, 1, 4, 57, 97]
-    stretches = [Stretch(start, end) for start, end in pairwise(ends)]
-    positions = torch.cat([places[: one.end - one.start] for one in stretches])
+    segments = [PackedSegment(start, end) for start, end in pairwise(ends)]
+    positions = torch.cat([places[: one.end - one.start] for one in segments])
 
     with torch.no_grad():
-        together = model.head.logits(model.hidden(tokens, positions, PackAttention(stretches)))
-        for one in stretches:
+        together = model.head.logits(model.forward(tokens, positions, PackedAttention(segments)))
+        for one in segments:
             rows, length = slice(one.start, one.end), one.end - one.start
-            attention = PackAttention([Stretch(0, length)])
-            alone = model.head.logits(model.hidden(tokens[rows], positions[rows], attention))
+            attention = PackedAttention([PackedSegment(0, length)])
+            alone = model.head.logits(model.forward(tokens[rows], positions[rows], attention))
             assert torch.equal(alone, together[rows]), one
 
 
-def test_threads_at_once_get_what_each_gets_alone(held: Transformer) -> None:
+def test_concurrent_threads_get_the_same_results_as_alone(held: Transformer) -> None:
     """Training and sampling use one model at the same time; each widens for itself."""
     wanted = _trained(held)
 

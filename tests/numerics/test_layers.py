@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tinsmith.model.architecture import Activation
-from tinsmith.model.layers import gated
+from tinsmith.engine.model.architecture import Activation
+from tinsmith.engine.model.layers import gated_activation
 
 pytestmark = pytest.mark.usefixtures("computed_by")
 
@@ -27,9 +27,9 @@ def forth_and_back(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs of a pass without gradients and of one with them, and the inputs' gradients."""
     with torch.no_grad():
-        plain_TF = gated(gate_up_TF, activation)
+        plain_TF = gated_activation(gate_up_TF, activation)
     given_TF = gate_up_TF.clone().requires_grad_()
-    made_TF = gated(given_TF, activation)
+    made_TF = gated_activation(given_TF, activation)
     made_TF.backward(dy_TF)
     assert given_TF.grad is not None
     return plain_TF, made_TF.detach(), given_TF.grad
@@ -38,7 +38,9 @@ def forth_and_back(
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("inner", [144, 1000])
-def test_a_gated_row_is_the_same_among_few_and_many(activation: Activation, inner: int) -> None:
+def test_a_gated_row_does_not_depend_on_the_number_of_rows(
+    activation: Activation, inner: int
+) -> None:
     """Bit for bit, by however many threads the rows are shared out."""
     chance = torch.Generator().manual_seed(0)
     for rows in (57, 229, 513):

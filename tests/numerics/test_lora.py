@@ -7,17 +7,16 @@ import math
 import pytest
 import torch
 
-from tinsmith.model.architecture import Architecture, LayerShape
-from tinsmith.model.factor_place import FactorPlace
-from tinsmith.model.lora import Factors, FusedLora, LoraLayout
+from tinsmith.engine.model.architecture import Architecture, LayerShape
+from tinsmith.engine.model.lora import FactorLayout, FusedLora, LoraFactors, LoraLayout
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_do_not_depend_on_what_their_memory_held(dtype: torch.dtype) -> None:
+def test_gradients_do_not_depend_on_uninitialized_memory(dtype: torch.dtype) -> None:
     """The first rows write over it, later ones add, and where no row came there are zeros."""
     chance = torch.Generator().manual_seed(0)
-    place = FactorPlace(0, 12, [20, 6], 4, 0.5)
-    idle_place = FactorPlace(place.end, 4, [6], 4, 0.5)
+    place = FactorLayout(0, 12, [20, 6], 4, 0.5)
+    idle_place = FactorLayout(place.end, 4, [6], 4, 0.5)
     flat_N = torch.randn(idle_place.end, generator=chance)
     x_TI, dy_TO = (torch.randn(9, size, generator=chance).to(dtype) for size in (12, 26))
     found = []
@@ -25,7 +24,7 @@ def test_gradients_do_not_depend_on_what_their_memory_held(dtype: torch.dtype) -
     for before in (0.0, math.nan):
         gradients_N = torch.full_like(flat_N, before)
         trained, idle = (
-            Factors(one, flat_N, dtype, gradients_N=gradients_N) for one in (place, idle_place)
+            LoraFactors(one, flat_N, dtype, gradients_N=gradients_N) for one in (place, idle_place)
         )
         lora = FusedLora({(0, "qkv"): trained, (1, "o"): idle}, gradients_N)
         for rows in (slice(0, 5), slice(5, 9)):
@@ -42,7 +41,7 @@ def test_gradients_do_not_depend_on_what_their_memory_held(dtype: torch.dtype) -
     assert not found[1][place.end :].any()
 
 
-def test_vectors_of_another_layout_are_refused() -> None:
+def test_vectors_of_another_layout_are_rejected() -> None:
     """Kernels would write behind the shorter, and take halves for numbers."""
     shape = Architecture(
         name="test",

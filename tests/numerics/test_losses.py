@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tinsmith.client.chunking import join_metrics
-from tinsmith.engines.fake.losses import datum_loss
+from tinsmith.client.dispatch import join_metrics
+from tinsmith.engine.fake.losses import datum_loss
+from tinsmith.engine.model.losses import Loss, TokenLoss, make_loss
 from tinsmith.errors import ValidationError
-from tinsmith.model.losses import Loss, TokenLoss, make_loss
 from tinsmith.types.inputs import Datum, ModelInput
 from tinsmith.types.tensors import TensorData
 
@@ -60,7 +60,9 @@ def some_data(seed: int = 0, sizes: tuple[int, ...] = (5, 1, 9)) -> tuple[list[I
 
 
 def slopes_of(loss: Loss, lp: Tensor) -> Tensor:
-    return torch.cat([loss.datum_slopes(i, lp[span]) for i, span in enumerate(loss.targets.spans)])
+    return torch.cat(
+        [loss.datum_gradients(i, lp[span]) for i, span in enumerate(loss.targets.spans)]
+    )
 
 
 # The formulas
@@ -94,7 +96,7 @@ def plain_loss(name: str, lp: Tensor, one: Inputs, config: dict[str, Any]) -> An
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("name", ALL_LOSSES)
-def test_the_loss_and_its_slopes_are_those_of_the_formula(name: str, seed: int) -> None:
+def test_the_loss_and_its_gradients_are_those_of_the_formula(name: str, seed: int) -> None:
     data, lp = some_data(seed)
     config = CONFIGS.get(name, {})
     loss = make_loss(name, config, data)
@@ -125,7 +127,7 @@ def test_thresholds_have_the_documented_defaults(name: str, low: float, high: fl
 
 
 @pytest.mark.parametrize("name", ALL_LOSSES)
-def test_slopes_are_differences_of_the_loss(name: str) -> None:
+def test_gradients_are_differences_of_the_loss(name: str) -> None:
     """By nudging each log-probability; cispo is left out, whose ratio is not differentiated."""
     data, lp = some_data(7)
     loss = make_loss(name, CONFIGS.get(name, {}), data)
@@ -153,22 +155,22 @@ def joined(data: list[Inputs], name: str) -> Tensor:
 # Sequences
 
 
-def test_gspo_is_gspo_token_where_all_advantages_of_a_sequence_are_the_same() -> None:
+def test_gspo_equals_gspo_token_if_the_advantages_of_a_sequence_are_equal() -> None:
     """GSPO-token: the ratio is not differentiated, and each token pulls by itself."""
     q, lp = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.1, -1.7, -0.6])
     one = inputs(target_tokens=[1, 2, 3], logprobs=q, advantages=[0.7] * 3)
     leaf = lp.double().requires_grad_()
     s = torch.exp((leaf - q).mean()).detach() * torch.exp(leaf - leaf.detach())
     expected = -torch.minimum(s * 0.7, s.clamp(0.8, 1.2) * 0.7).sum()
-    [slopes] = torch.autograd.grad(expected, leaf)
+    [gradients] = torch.autograd.grad(expected, leaf)
 
     loss = make_loss("gspo", {}, [one])
 
     assert loss.evaluate(lp).loss == pytest.approx(float(expected.detach()), rel=1e-6)
-    torch.testing.assert_close(loss.datum_slopes(0, lp), slopes.float())
+    torch.testing.assert_close(loss.datum_gradients(0, lp), gradients.float())
 
 
-def test_the_mask_says_which_tokens_make_the_ratio_of_a_sequence() -> None:
+def test_the_mask_selects_the_tokens_of_the_sequence_ratio() -> None:
     q, lp = torch.tensor([-9.0, -2.0, -0.5]), torch.tensor([-0.1, -1.9, -0.6])
     given: dict[str, Any] = {"target_tokens": [1, 2, 3], "logprobs": q, "advantages": [1.0] * 3}
     one = inputs(**given, sequence_ratio_mask=[0.0, 1.0, 1.0])
@@ -176,12 +178,12 @@ def test_the_mask_says_which_tokens_make_the_ratio_of_a_sequence() -> None:
     loss = make_loss("gspo", {}, [one])
 
     assert loss.evaluate(lp).loss == pytest.approx(-3 * math.exp((0.1 - 0.1) / 2), rel=1e-6)
-    assert loss.datum_slopes(0, lp)[0] == 0
+    assert loss.datum_gradients(0, lp)[0] == 0
     assert loss.evaluate(lp).loss != make_loss("gspo", {}, [inputs(**given)]).evaluate(lp).loss
 
 
 @pytest.mark.parametrize("unit", [0.01, 7.0])
-def test_the_mask_is_the_weights_of_a_mean(unit: float) -> None:
+def test_the_mask_weights_the_mean(unit: float) -> None:
     """In whatever unit they are given: also where they add up to less than 1."""
     q, lp = torch.tensor([-1.1, -2.0, -0.5]), torch.tensor([-1.0, -1.9, -0.6])
     given: dict[str, Any] = {"target_tokens": [1, 2, 3], "logprobs": q, "advantages": [1.0] * 3}
@@ -191,10 +193,10 @@ def test_the_mask_is_the_weights_of_a_mean(unit: float) -> None:
     loss = make_loss("gspo", {}, [inputs(**given, sequence_ratio_mask=mask)])
 
     assert loss.evaluate(lp).loss == pytest.approx(one.evaluate(lp).loss, rel=1e-6)
-    torch.testing.assert_close(loss.datum_slopes(0, lp), one.datum_slopes(0, lp))
+    torch.testing.assert_close(loss.datum_gradients(0, lp), one.datum_gradients(0, lp))
 
 
-def test_a_mask_may_be_given_for_some_data_alone() -> None:
+def test_a_mask_may_be_given_for_only_some_data() -> None:
     data, lp = some_data()
     data[0] = {**data[0], "sequence_ratio_mask": TensorData([1.0] * 5, "float32")}
 
@@ -204,7 +206,7 @@ def test_a_mask_may_be_given_for_some_data_alone() -> None:
     assert torch.equal(slopes_of(together, lp)[5:], slopes_of(alone, lp[5:]))
 
 
-def test_gspo_gives_slopes_a_datum_at_a_time() -> None:
+def test_gspo_gives_gradients_a_datum_at_a_time() -> None:
     data, _ = some_data()
 
     assert not isinstance(make_loss("gspo", {}, data), TokenLoss)
@@ -250,7 +252,7 @@ def test_targets_with_several_columns_and_sparse_ones_are_the_same_cells() -> No
     assert first.targets.tokens[0].tolist() == [[2, 0], [3, 4]]
     assert first.evaluate(lp) == second.evaluate(lp)
     assert first.evaluate(lp).loss == 1.0 + 2.0 + 6.0
-    assert first.datum_slopes(0, lp.reshape(2, 2)).tolist() == [[-1.0, 0.0], [-1.0, -2.0]]
+    assert first.datum_gradients(0, lp.reshape(2, 2)).tolist() == [[-1.0, 0.0], [-1.0, -2.0]]
 
 
 GOOD = inputs(
@@ -277,7 +279,7 @@ GOOD = inputs(
         ("dro", GOOD, {"beta": math.nan}, "beta"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(
+def test_the_error_names_an_invalid_loss_input(
     name: str, bad: dict[str, Any], config: dict[str, Any], match: str
 ) -> None:
     second = {key: tensor for key, tensor in bad.items() if tensor is not None}
@@ -288,7 +290,7 @@ def test_what_does_not_fit_is_refused_by_name(
     assert config or name == "no_such" or "datum 1" in str(raised.value)
 
 
-def test_targets_that_are_not_one_for_each_position_are_refused() -> None:
+def test_targets_must_have_one_entry_per_position() -> None:
     make_loss("ppo", {}, [GOOD], lengths=[2])
 
     with pytest.raises(ValidationError, match="3 input tokens"):
@@ -303,13 +305,15 @@ def test_targets_that_are_not_one_for_each_position_are_refused() -> None:
         ("gspo", {"clip_high_threshold": 0.0004}),
     ],
 )
-def test_thresholds_that_leave_no_ratio_are_refused(name: str, config: dict[str, float]) -> None:
+def test_clip_thresholds_that_exclude_every_ratio_are_rejected(
+    name: str, config: dict[str, float]
+) -> None:
     """Such as those of who takes them for distances from 1."""
     with pytest.raises(ValidationError, match=r"clip_low_threshold is .* bound the ratio itself"):
         make_loss(name, config, [GOOD])
 
 
-def test_no_data_are_refused() -> None:
+def test_empty_data_is_rejected() -> None:
     with pytest.raises(ValidationError, match="no data"):
         make_loss("gspo", {}, [])
 
@@ -319,29 +323,29 @@ def test_no_data_are_refused() -> None:
 
 @pytest.mark.parametrize("name", ALL_LOSSES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_log_probabilities_that_are_not_finite_fail_the_work(name: str, bad: float) -> None:
+def test_logprobs_that_are_not_finite_fail_the_work_item(name: str, bad: float) -> None:
     data, lp = some_data()
     lp[3] = bad
     loss = make_loss(name, {}, data)
 
-    with pytest.raises(ValidationError, match="log-probabilities that are not finite"):
+    with pytest.raises(ValidationError, match="log-probabilities are not finite"):
         loss.evaluate(lp)
 
     assert slopes_of(loss, lp).isfinite().all(), "others in the pack would be spoilt"
 
 
-def test_slopes_beyond_float32_fail_the_work() -> None:
+def test_gradients_beyond_float32_fail_the_work() -> None:
     one = inputs(target_tokens=[1], logprobs=[-500.0], advantages=[1e30])
     loss = make_loss("importance_sampling", {}, [one])
 
-    with pytest.raises(ValidationError, match="slope"):
+    with pytest.raises(ValidationError, match="gradient"):
         loss.evaluate(torch.tensor([-1.0]))
 
-    assert loss.datum_slopes(0, torch.tensor([-1.0])).tolist() == [0.0]
+    assert loss.datum_gradients(0, torch.tensor([-1.0])).tolist() == [0.0]
 
 
 @pytest.mark.parametrize("name", SAMPLED_LOSSES)
-def test_a_huge_ratio_where_nothing_is_asked_does_not_spoil_the_rest(name: str) -> None:
+def test_a_huge_ratio_with_zero_advantage_does_not_affect_the_rest(name: str) -> None:
     one = inputs(target_tokens=[1, 2], logprobs=[-5000.0, -1.0], advantages=[0.0, 1.0])
 
     found = make_loss(name, {"beta": 0.0}, [one]).evaluate(torch.tensor([-1.0, -1.0]))
@@ -354,7 +358,7 @@ def test_a_huge_ratio_where_nothing_is_asked_does_not_spoil_the_rest(name: str) 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", ALL_LOSSES)
-def test_the_fake_engine_takes_the_same_loss(name: str, seed: int) -> None:
+def test_the_fake_engine_computes_the_same_loss(name: str, seed: int) -> None:
     """So that a program that was tried on it meets the same formulas."""
     data, lp = some_data(seed)
     for config in ({}, CONFIGS.get(name, {})):
@@ -370,8 +374,8 @@ def test_the_fake_engine_takes_the_same_loss(name: str, seed: int) -> None:
         ]
 
         assert loss.evaluate(lp).loss == pytest.approx(sum(one for one, _ in theirs), rel=1e-9)
-        slopes = torch.cat([torch.from_numpy(of_datum) for _, of_datum in theirs])
-        torch.testing.assert_close(slopes_of(loss, lp), slopes.float())
+        gradients = torch.cat([torch.from_numpy(of_datum) for _, of_datum in theirs])
+        torch.testing.assert_close(slopes_of(loss, lp), gradients.float())
 
 
 # Slices and chunks
@@ -379,28 +383,30 @@ def test_the_fake_engine_takes_the_same_loss(name: str, seed: int) -> None:
 
 @given(seed=st.integers(0, 1000), cuts=st.lists(st.integers(0, 40), max_size=6), data=st.data())
 @settings(max_examples=40)
-def test_slopes_do_not_depend_on_how_cells_are_sliced(
+def test_gradients_do_not_depend_on_how_cells_are_sliced(
     seed: int, cuts: list[int], data: st.DataObject
 ) -> None:
     name = data.draw(st.sampled_from([one for one in ALL_LOSSES if one != "gspo"]))
     batch, lp = some_data(seed, sizes=(17, 3, 21))
     loss = make_loss(name, CONFIGS.get(name, {}), batch)
     assert isinstance(loss, TokenLoss)
-    whole = loss.slopes(slice(None), lp)
+    whole = loss.gradients(slice(None), lp)
     edges = [0, *sorted(cuts), len(lp)]
 
     sliced = [
-        loss.slopes(slice(start, end), lp[start:end]) for start, end in itertools.pairwise(edges)
+        loss.gradients(slice(start, end), lp[start:end]) for start, end in itertools.pairwise(edges)
     ]
 
     assert torch.equal(torch.cat(sliced), whole)
     shuffled = torch.randperm(len(lp), generator=torch.Generator().manual_seed(seed))
-    assert torch.equal(loss.slopes(shuffled, lp[shuffled]), whole[shuffled])
+    assert torch.equal(loss.gradients(shuffled, lp[shuffled]), whole[shuffled])
 
 
 @given(seed=st.integers(0, 1000), first=st.integers(1, 3), name=st.sampled_from(ALL_LOSSES))
 @settings(max_examples=40)
-def test_metrics_of_chunks_join_to_those_of_the_whole(seed: int, first: int, name: str) -> None:
+def test_metrics_of_chunks_join_to_those_of_the_whole_batch(
+    seed: int, first: int, name: str
+) -> None:
     sizes = (6, 2, 11, 4)
     data, lp = some_data(seed, sizes)
     edge = sum(sizes[:first])
@@ -415,7 +421,7 @@ def test_metrics_of_chunks_join_to_those_of_the_whole(seed: int, first: int, nam
     assert all(key.count(":") == 1 for key in whole)
 
 
-def test_metrics_tell_how_far_the_model_is_from_the_one_that_was_sampled() -> None:
+def test_metrics_measure_the_divergence_from_the_sampling_policy() -> None:
     one = inputs(target_tokens=[1, 2, 3], logprobs=[0.0, -1.0, -2.0], advantages=[0.0, 1.0, -1.0])
     lp = torch.tensor([-7.0, -1.0 + math.log(2.0), -2.0 + math.log(0.5)])
 

@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from tests.numerics.small_models import make_model
-from tinsmith.checkpoints.format import OUTPUT_LAYER, Adapter, LoraPair, write_adapter
+from tinsmith.checkpoints.format import OUTPUT_LAYER, LoraPair, StoredAdapter, write_adapter
 from tinsmith.checkpoints.safetensors_file import read_header, read_tensors
+from tinsmith.engine.files.merged import CARD, merge_adapter
+from tinsmith.engine.model.weight_files import INDEX
 from tinsmith.errors import BaseModelFormatError, CheckpointFormatError
-from tinsmith.model.weight_files import INDEX
-from tinsmith.model_files.merged import CARD, merge_adapter
 
 TOKENS = torch.tensor([[5, 17, 3, 250, 8]])
 RANK, ALPHA = 3, 12.0
 
 
-def an_adapter(base: Path, layers: list[str], size: float = 0.2) -> Adapter:
+def an_adapter(base: Path, layers: list[str], size: float = 0.2) -> StoredAdapter:
     """Random factors for these layers, of the sizes that the base model has."""
     entries = {
         name: entry
@@ -39,7 +39,7 @@ def an_adapter(base: Path, layers: list[str], size: float = 0.2) -> Adapter:
             random.normal(0, size, (RANK, inputs)).astype(np.float32),
             random.normal(0, size, (outputs, RANK)).astype(np.float32),
         )
-    return Adapter(base_model="base", rank=RANK, alpha=ALPHA, layers=pairs)
+    return StoredAdapter(base_model="base", rank=RANK, alpha=ALPHA, layers=pairs)
 
 
 def some_layers() -> list[str]:
@@ -59,7 +59,7 @@ def loaded(folder: Path) -> Any:
         return transformers.AutoModelForCausalLM.from_pretrained(folder)
 
 
-def with_peft(base: Path, adapter: Adapter, folder: Path) -> Any:
+def with_peft(base: Path, adapter: StoredAdapter, folder: Path) -> Any:
     import peft
 
     folder.mkdir()
@@ -77,7 +77,7 @@ def logits_of(model: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("shard", [None, "60KB"])
 @pytest.mark.parametrize("family", ["Llama", "Mistral"])
-def test_a_merged_model_is_the_base_model_with_its_adapter(
+def test_a_merged_model_equals_the_base_model_with_its_adapter(
     tmp_path: Path, family: str, shard: str | None
 ) -> None:
     """Also where the output layer is shared with the embedding, and in several files."""
@@ -105,7 +105,7 @@ def test_a_merged_model_is_the_base_model_with_its_adapter(
     assert (merged / INDEX).exists() == (shard is not None)
 
 
-def test_of_weights_that_are_there_twice_those_are_merged_that_are_loaded(tmp_path: Path) -> None:
+def test_of_duplicate_weights_the_loaded_ones_are_merged(tmp_path: Path) -> None:
     base, merged = tmp_path / "base", tmp_path / "merged"
     make_model(base)
     whole = loaded(base)
@@ -124,7 +124,9 @@ def test_of_weights_that_are_there_twice_those_are_merged_that_are_loaded(tmp_pa
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_keep_the_type_of_the_base_model(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_merged_weights_keep_the_dtype_of_the_base_model(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
     base, merged = tmp_path / "base", tmp_path / "merged"
     make_model(base).to(dtype).save_pretrained(base)
     merged.mkdir()
@@ -149,7 +151,7 @@ def loaded_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def test_an_adapter_of_another_model_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_an_adapter_of_another_model_is_rejected_before_anything_is_written(tmp_path: Path) -> None:
     base, other, merged = tmp_path / "base", tmp_path / "other", tmp_path / "merged"
     make_model(base)
     make_model(other, hidden_size=32)
@@ -164,27 +166,27 @@ def test_an_adapter_of_another_model_is_refused_before_anything_is_written(tmp_p
     assert list(merged.iterdir()) == []
 
 
-def test_numbers_that_the_type_cannot_hold_are_refused(tmp_path: Path) -> None:
+def test_values_that_overflow_the_dtype_are_rejected(tmp_path: Path) -> None:
     base, merged = tmp_path / "base", tmp_path / "merged"
     make_model(base).to(torch.float16).save_pretrained(base)
     merged.mkdir()
 
-    with pytest.raises(CheckpointFormatError, match="cannot hold"):
+    with pytest.raises(CheckpointFormatError, match="cannot represent"):
         merge_adapter(base, an_adapter(base, some_layers(), size=1e4), merged)
 
 
-def test_a_folder_without_safetensors_is_no_base(tmp_path: Path) -> None:
+def test_a_folder_without_safetensors_is_rejected_as_a_base_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    adapter = Adapter(base_model="b", rank=1, alpha=1.0, layers={})
+    adapter = StoredAdapter(base_model="b", rank=1, alpha=1.0, layers={})
 
     with pytest.raises(BaseModelFormatError, match="safetensors"):
         merge_adapter(tmp_path, adapter, tmp_path)
     (tmp_path / INDEX).write_text('{"weight_map": {"a": "../elsewhere.safetensors"}}')
-    with pytest.raises(BaseModelFormatError, match="other folders"):
+    with pytest.raises(BaseModelFormatError, match="outside of its folder"):
         merge_adapter(tmp_path, adapter, tmp_path)
 
 
-def test_nothing_else_of_the_base_is_touched(tmp_path: Path) -> None:
+def test_merging_changes_nothing_else_of_the_base_model(tmp_path: Path) -> None:
     base, merged = tmp_path / "base", tmp_path / "merged"
     make_model(base)
     merged.mkdir()

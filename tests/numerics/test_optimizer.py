@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tinsmith.engine.model.optimizer import Step, orthogonal, take_step
 from tinsmith.errors import ValidationError
-from tinsmith.model.optimizer import Step, orthogonal, take_step
 from tinsmith.types.training import (
     AdamOptimizerConfig,
     AdamParams,
@@ -68,7 +68,7 @@ def state(step: Step) -> list[Tensor]:
         AdamParams(learning_rate=0.0, weight_decay=0.5),
     ],
 )
-def test_adamw_is_that_of_torch(params: AdamParams) -> None:
+def test_adamw_matches_torch(params: AdamParams) -> None:
     """Over 20 steps, with clipping as `clip_grad_norm_` does it."""
     theirs = torch.nn.Parameter(some(0))
     optimizer = torch.optim.AdamW(
@@ -98,7 +98,7 @@ def test_adamw_is_that_of_torch(params: AdamParams) -> None:
     torch.testing.assert_close(ours.moments["second"], kept["exp_avg_sq"], rtol=1e-5, atol=1e-9)
 
 
-def test_a_step_without_gradients_goes_on_along_the_moments() -> None:
+def test_a_step_without_gradients_follows_the_moments() -> None:
     params = AdamParams(learning_rate=0.1)
     before = run(ADAM, params, steps=1)
     moments = {name: one.clone() for name, one in before.moments.items()}
@@ -110,7 +110,7 @@ def test_a_step_without_gradients_goes_on_along_the_moments() -> None:
     assert all(map(torch.equal, state(nothing), state(zeros)))
 
 
-def test_metrics_tell_the_norms_of_the_gradient_and_of_the_update() -> None:
+def test_metrics_report_the_gradient_norm_and_the_update_norm() -> None:
     params = AdamParams(learning_rate=0.25, grad_clip_norm=0.1)
 
     step = run(ADAM, params, steps=1)
@@ -128,7 +128,7 @@ def test_metrics_tell_the_norms_of_the_gradient_and_of_the_update() -> None:
 
 @pytest.mark.parametrize("shape", [(4, 300), (300, 4), (16, 16), (1, 7), (7, 1)])
 @pytest.mark.parametrize("size", [1e-20, 1.0, 1e15])
-def test_orthogonal_keeps_singular_vectors_and_evens_out_singular_values(
+def test_orthogonalization_keeps_singular_vectors_and_equalizes_singular_values(
     shape: tuple[int, int], size: float
 ) -> None:
     matrix = size * torch.randn(shape, generator=torch.Generator().manual_seed(1))
@@ -144,7 +144,7 @@ def test_orthogonal_keeps_singular_vectors_and_evens_out_singular_values(
     assert off.abs().max() < 1e-3
 
 
-def test_orthogonal_of_nothing_is_nothing() -> None:
+def test_orthogonalizing_zero_gives_zero() -> None:
     assert torch.equal(orthogonal(torch.zeros(3, 5)), torch.zeros(3, 5))
 
 
@@ -162,7 +162,7 @@ def test_dimuon_steps_each_matrix_along_its_momentum() -> None:
         torch.testing.assert_close(matrix, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_matrix_without_gradient_does_not_move_under_dimuon() -> None:
+def test_a_matrix_without_gradient_is_unchanged_by_dimuon() -> None:
     """As A, as long as B is zero."""
     gradients = some(1)
     next(iter(matrices(gradients))).zero_()
@@ -189,7 +189,7 @@ CASES: list[tuple[OptimizerConfig, OptimParams]] = [
 
 
 @pytest.mark.parametrize(("optimizer", "params"), CASES)
-def test_a_long_gradient_counts_as_one_of_the_norm_it_is_clipped_to(
+def test_a_gradient_above_the_clip_norm_is_scaled_down_to_it(
     optimizer: OptimizerConfig, params: OptimParams
 ) -> None:
     long = 1e3 * some(1)
@@ -205,9 +205,7 @@ def test_a_long_gradient_counts_as_one_of_the_norm_it_is_clipped_to(
 
 
 @pytest.mark.parametrize(("optimizer", "params"), CASES)
-def test_a_step_changes_nothing_that_it_was_given(
-    optimizer: OptimizerConfig, params: OptimParams
-) -> None:
+def test_a_step_does_not_modify_its_inputs(optimizer: OptimizerConfig, params: OptimParams) -> None:
     before, same, gradients = run(optimizer, params), run(optimizer, params), some(5)
 
     step = take_step(optimizer, params, before.weights, gradients, before.moments, 3, matrices)
@@ -218,7 +216,7 @@ def test_a_step_changes_nothing_that_it_was_given(
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.5])
-def test_steps_in_place_are_those_in_other_vectors(clip: float) -> None:
+def test_in_place_steps_equal_out_of_place_steps(clip: float) -> None:
     """Bit for bit, from the first on."""
     size = 300_007
     params = AdamParams(learning_rate=0.1, weight_decay=0.1, grad_clip_norm=clip)
@@ -251,7 +249,7 @@ def test_steps_in_place_are_those_in_other_vectors(clip: float) -> None:
         (AdamParams(learning_rate=1e13, beta1=0.9999999999999999, eps=1e32), 1.0),
     ],
 )
-def test_a_step_that_might_overflow_is_not_taken_in_place(
+def test_a_step_that_might_overflow_is_not_done_in_place(
     params: AdamParams, size: float, largest: float
 ) -> None:
     weights, moments = some(0), {"first": some(3) * size, "second": some(4).abs()}
@@ -269,7 +267,7 @@ def test_a_step_that_might_overflow_is_not_taken_in_place(
     ("name", "odd"),
     [("weights", math.nan), ("first", math.nan), ("second", math.nan), ("second", -1.0)],
 )
-def test_a_step_that_has_to_fail_is_not_taken_in_place(name: str, odd: float) -> None:
+def test_a_step_that_must_fail_is_not_done_in_place(name: str, odd: float) -> None:
     """However such numbers came there: it fails, and nothing is as it was not before."""
     before = {"weights": some(0), "first": some(3), "second": some(4).abs()}
     before[name][5] = odd
@@ -285,15 +283,15 @@ def test_a_step_that_has_to_fail_is_not_taken_in_place(name: str, odd: float) ->
         torch.testing.assert_close(given[key], one, rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_step_that_fails_for_want_of_eps_says_so() -> None:
+def test_the_error_of_a_step_that_fails_without_eps_says_so() -> None:
     zeros = torch.zeros_like(some(0))
     moments = {"first": zeros, "second": zeros.clone()}
 
-    with pytest.raises(ValidationError, match="take an eps above 0"):
+    with pytest.raises(ValidationError, match="set eps above 0"):
         take_step(ADAM, AdamParams(eps=0.0), some(0), zeros.clone(), moments, 0, matrices)
 
 
-def test_a_bound_that_has_grown_too_far_is_taken_anew() -> None:
+def test_a_weight_bound_that_has_grown_too_large_is_recomputed() -> None:
     """It grows with every step, by more than the numbers may: else long runs would end slower."""
     weights, moments = some(0), {"first": some(3), "second": some(4).abs()}
 
@@ -330,7 +328,7 @@ def _is(one: object) -> bool:
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.5])
-def test_a_step_in_place_takes_all_its_memory_before_it_changes_anything(clip: float) -> None:
+def test_an_in_place_step_allocates_all_memory_before_it_changes_anything(clip: float) -> None:
     """One that ran out of it half-way could not be taken back."""
     size = 300_007
     weights, moments = some(0, size), {"first": some(3, size), "second": some(4, size).abs()}
@@ -344,7 +342,7 @@ def test_a_step_in_place_takes_all_its_memory_before_it_changes_anything(clip: f
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-13, 1.0, 1e15])
-def test_norms_of_tiny_and_huge_gradients_are_told(size: float) -> None:
+def test_norms_of_tiny_and_huge_gradients_are_exact(size: float) -> None:
     gradients = some(1, 5000) * size
     params = AdamParams(learning_rate=0.1)
 
@@ -374,7 +372,7 @@ def test_the_number_of_threads_changes_no_bit() -> None:
 
 
 @pytest.mark.parametrize(("optimizer", "params"), CASES)
-def test_moments_that_were_kept_elsewhere_go_on_as_if_nothing_had_happened(
+def test_training_continues_identically_from_saved_moments(
     optimizer: OptimizerConfig, params: OptimParams
 ) -> None:
     half = run(optimizer, params, steps=2)
@@ -408,10 +406,10 @@ def test_gradients_that_are_not_finite_fail_the_step_and_change_nothing(
     ("optimizer", "params", "gradients", "match"),
     [
         (ADAM, AdamParams(), spoilt(1e20), "too large"),
-        (ADAM, AdamParams(learning_rate=1e36, beta1=0.9999999), None, "lower learning rate"),
+        (ADAM, AdamParams(learning_rate=1e36, beta1=0.9999999), None, "lower the learning rate"),
         (ADAM, AdamParams(learning_rate=1e300), None, "learning_rate"),
         (ADAM, AdamParams(eps=1e300), None, "eps"),
-        (ADAM, AdamParams(weight_decay=1e37, learning_rate=1e37), None, "lower learning rate"),
+        (ADAM, AdamParams(weight_decay=1e37, learning_rate=1e37), None, "lower the learning rate"),
         (ADAM, AdamParams(beta1=1.0), None, "beta1"),
         (DIMUON, DimuonParams(learning_rate=1e300), None, "learning_rate"),
         (ADAM, DimuonParams(learning_rate=1.0), None, "'adamw'"),
@@ -420,7 +418,7 @@ def test_gradients_that_are_not_finite_fail_the_step_and_change_nothing(
             OptimizerConfigBase(type="mine"),
             OptimParamsBase(type="mine", learning_rate=1.0),
             None,
-            "no optimizer 'mine'",
+            "unknown optimizer 'mine'",
         ),
     ],
 )
@@ -442,7 +440,7 @@ def test_a_step_that_cannot_be_taken_changes_nothing(
 
 
 @pytest.mark.parametrize(("optimizer", "params"), CASES)
-def test_weights_that_would_not_be_finite_are_not_taken(
+def test_a_step_to_weights_that_are_not_finite_is_rejected(
     optimizer: OptimizerConfig, params: OptimParams
 ) -> None:
     moments = {"first": some(3), "second": some(4).abs()}
@@ -455,7 +453,7 @@ def test_weights_that_would_not_be_finite_are_not_taken(
     assert torch.equal(moments["first"], some(3))
 
 
-def test_moments_of_another_size_are_refused() -> None:
+def test_moments_of_another_size_are_rejected() -> None:
     with pytest.raises(ValidationError, match="'first'"):
         take_step(ADAM, AdamParams(), some(0), some(1), {"first": some(1, 5)}, 1, matrices)
 

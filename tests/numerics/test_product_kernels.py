@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from tests.numerics.kernel_cases import close, near, noise
-from tinsmith.model.factor_place import FactorPlace
-from tinsmith.model.kernels.library import Kernels
-from tinsmith.model.linear import Linear
-from tinsmith.model.lora import Factors
+from tinsmith.engine.model.kernels.library import Kernels
+from tinsmith.engine.model.linear import Linear
+from tinsmith.engine.model.lora import FactorLayout, LoraFactors
 
 
 @pytest.mark.parametrize(
@@ -30,7 +29,7 @@ from tinsmith.model.lora import Factors
     ],
 )
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_products_are_those_of_the_weights(
+def test_products_match_the_weights(
     products: Kernels, rows: int, outputs: int, inputs: int, has_bias: bool
 ) -> None:
     """One row and more than a block, panels of one to three vectors, inputs of several strips."""
@@ -40,23 +39,23 @@ def test_products_are_those_of_the_weights(
     )
     wanted_TO = x_TI.double() @ weight_OI.double().T + (bias_O.double() if has_bias else 0.0)
 
-    packed = products.pack(weight_OI)
-    found_TO = products.product(x_TI, packed, outputs, bias_O if has_bias else None)
+    prepacked = products.prepack(weight_OI)
+    found_TO = products.matmul(x_TI, prepacked, outputs, bias_O if has_bias else None)
 
     close(found_TO, wanted_TO)
     for row in range(rows):
-        alone_TO = products.product(
-            x_TI[row : row + 1], packed, outputs, bias_O if has_bias else None
+        alone_TO = products.matmul(
+            x_TI[row : row + 1], prepacked, outputs, bias_O if has_bias else None
         )
         assert torch.equal(alone_TO[0], found_TO[row])
 
 
-def _factors(inputs: int, outputs: tuple[int, ...], rank: int, scale: float) -> Factors:
+def _factors(inputs: int, outputs: tuple[int, ...], rank: int, scale: float) -> LoraFactors:
     """With gradients that mean nothing yet."""
-    place = FactorPlace(3, inputs, outputs, rank, scale)
+    place = FactorLayout(3, inputs, outputs, rank, scale)
     flat_N = noise(place.end, dtype=torch.float32, seed=5)
     gradients_N = torch.full_like(flat_N, math.nan)
-    return Factors(place, flat_N, torch.bfloat16, gradients_N=gradients_N)
+    return LoraFactors(place, flat_N, torch.bfloat16, gradients_N=gradients_N)
 
 
 _FACTOR_SHAPES = [
@@ -70,7 +69,7 @@ _FACTOR_SHAPES = [
 @pytest.mark.parametrize(("inputs", "outputs", "rank"), _FACTOR_SHAPES)
 @pytest.mark.parametrize("rows", [1, 7, 16, 131])
 @pytest.mark.parametrize("scale", [1.0, 2.7])
-def test_factors_add_what_frozen_ones_do(
+def test_trainable_factors_give_the_same_output_as_frozen_ones(
     inputs: int, outputs: tuple[int, ...], rank: int, rows: int, scale: float
 ) -> None:
     """To the last bit, and in a part of the rows' columns alone."""
@@ -83,7 +82,7 @@ def test_factors_add_what_frozen_ones_do(
     t_TR = factors.add_to(y_TO[:, 2:-3], x_TI)
     wanted_TR = frozen.add_to(wanted_TO[:, 2:-3], x_TI)
 
-    assert factors.by_kernels is not None
+    assert factors.kernel_lora is not None
     assert torch.equal(y_TO, wanted_TO)
     assert torch.equal(t_TR, wanted_TR * scale)
 
@@ -92,7 +91,7 @@ def test_factors_add_what_frozen_ones_do(
 @pytest.mark.parametrize(("inputs", "outputs", "rank"), _FACTOR_SHAPES)
 @pytest.mark.parametrize("rows", [1, 7, 16, 131, 3000])
 @pytest.mark.parametrize("scale", [1.0, 2.7])
-def test_factors_go_back_by_the_formula(
+def test_the_backward_of_factors_matches_the_formula(
     inputs: int, outputs: tuple[int, ...], rank: int, rows: int, scale: float
 ) -> None:
     """The inputs' gradient is added to; the factors' are written first, and then added to."""
@@ -118,7 +117,7 @@ def test_factors_go_back_by_the_formula(
 
 
 @pytest.mark.usefixtures("products", "threads")
-def test_factors_do_not_follow_the_number_of_threads() -> None:
+def test_factors_do_not_depend_on_the_number_of_threads() -> None:
     """In products so large that threads share them."""
     x_TI, dy_TO = (noise(1031, n, dtype=torch.bfloat16, seed=n) for n in (512, 1040))
 
@@ -137,7 +136,9 @@ def test_factors_do_not_follow_the_number_of_threads() -> None:
 
 @pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("outputs", [(7,), (64, 33)])
-def test_an_odd_number_of_outputs_goes_back_by_pytorch(outputs: tuple[int, ...]) -> None:
+def test_the_backward_of_an_odd_number_of_outputs_falls_back_to_pytorch(
+    outputs: tuple[int, ...],
+) -> None:
     """As a vocabulary may have."""
     factors = _factors(64, outputs, 8, 1.0)
     x_TI, dx_TI = (noise(9, 64, dtype=torch.bfloat16, seed=seed) for seed in (0, 1))
@@ -153,7 +154,7 @@ def test_an_odd_number_of_outputs_goes_back_by_pytorch(outputs: tuple[int, ...])
 
 
 @pytest.mark.usefixtures("products")
-def test_factors_take_rows_that_lie_across() -> None:
+def test_factors_accept_non_contiguous_rows() -> None:
     """Code of `transformers` may hand on a view in which inputs do not lie beside each other."""
     factors = _factors(64, (48,), 8, 1.0)
     x_TI, dy_TO = (noise(5, n, dtype=torch.bfloat16, seed=n) for n in (64, 48))
@@ -170,17 +171,17 @@ def test_factors_take_rows_that_lie_across() -> None:
     assert all(map(torch.equal, across, run(x_TI, dy_TO)))
 
 
-def test_room_for_factors_does_not_follow_how_wide_many_rows_are(products: Kernels) -> None:
+def test_scratch_memory_of_factors_does_not_grow_with_the_row_width(products: Kernels) -> None:
     """A thread keeps it, and the rows of one long text may be many."""
-    place = FactorPlace(0, 4096, (64,), 8, 1.0)
+    place = FactorLayout(0, 4096, (64,), 8, 1.0)
 
-    rooms = [products._factors_room(place.for_kernels, rows) for rows in (10_000, 20_000)]
+    rooms = [products._library.lora_scratch(place.for_kernels, rows) for rows in (10_000, 20_000)]
 
     assert rooms[1] - rooms[0] <= 10_000 * 16, "more than the inner numbers of each row"
 
 
 @pytest.mark.usefixtures("products")
-def test_no_rows_have_gradients_of_zero() -> None:
+def test_empty_input_has_zero_gradients() -> None:
     """And not what was left in memory, even if nothing else is gathered."""
     factors = _factors(96, (64, 32), 8, 1.0)
     x_TI, y_TO = (torch.empty(0, n, dtype=torch.bfloat16) for n in (96, 96))
@@ -193,7 +194,7 @@ def test_no_rows_have_gradients_of_zero() -> None:
 
 
 @pytest.mark.usefixtures("products")
-def test_rows_of_another_type_than_the_weights_are_refused() -> None:
+def test_rows_of_another_dtype_than_the_weights_are_rejected() -> None:
     linear = Linear(noise(64, 64, dtype=torch.bfloat16))
 
     with pytest.raises(RuntimeError, match="dtype"):
@@ -202,7 +203,7 @@ def test_rows_of_another_type_than_the_weights_are_refused() -> None:
 
 @pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("inputs", [62, 128])
-def test_rows_of_another_length_than_the_weights_are_refused(inputs: int) -> None:
+def test_rows_of_another_length_than_the_weights_are_rejected(inputs: int) -> None:
     """Kernels would read beyond one of them."""
     linear = Linear(noise(64, 64, dtype=torch.bfloat16))
 

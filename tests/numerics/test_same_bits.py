@@ -14,14 +14,14 @@ import torch
 from tests.numerics.sample_works import lora, prompt_of, run, work
 from tests.numerics.small_models import make_model
 from tests.numerics.training_works import a_pass, an_adapter, data_of, gradients_of, train
-from tinsmith.engines.base import AdapterId, WeightsId
-from tinsmith.engines.embedded.loading import chosen_types
-from tinsmith.engines.embedded.prefix_cache import CHUNK_TOKENS
-from tinsmith.engines.embedded.sampler import Sampler
-from tinsmith.model import cached_attention
-from tinsmith.model.kernels import library
-from tinsmith.model.load_weights import load_transformer
-from tinsmith.model.transformer import Transformer
+from tinsmith.engine.base import AdapterId, WeightsId
+from tinsmith.engine.embedded.batched_sampler import BatchedSampler
+from tinsmith.engine.embedded.model_loading import choose_dtypes
+from tinsmith.engine.embedded.prefix_cache import CHUNK_TOKENS
+from tinsmith.engine.model import kv_cache
+from tinsmith.engine.model.kernels import library
+from tinsmith.engine.model.load_base_model import load_base_model
+from tinsmith.engine.model.transformer import Transformer
 from tinsmith.types import SampleResponse
 
 pytestmark = pytest.mark.usefixtures("threads")
@@ -32,7 +32,7 @@ COMPUTED = [*((heads, "kernels") for heads in "124"), ("1", "PyTorch"), ("4", "P
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    if chosen_types(request.param, "cpu").computed != getattr(torch, request.param):
+    if choose_dtypes(request.param, "cpu").computed != getattr(torch, request.param):
         pytest.skip("without hardware for bfloat16 nothing is computed in it")
     found: torch.dtype = getattr(torch, request.param)
     return found
@@ -54,7 +54,7 @@ def model(
     with pytest.MonkeyPatch.context() as patch:
         if computed_by == "PyTorch":
             patch.setattr(library, "kernels", lambda: None)
-        yield load_transformer(folder, dtype=dtype)
+        yield load_base_model(folder, dtype=dtype)
 
 
 def _bits(response: SampleResponse) -> list[tuple[bytes, bytes]]:
@@ -65,7 +65,7 @@ def _bits(response: SampleResponse) -> list[tuple[bytes, bytes]]:
     ]
 
 
-def test_samples_are_the_same_alone_and_together(model: Transformer) -> None:
+def test_samples_are_bit_identical_alone_and_batched(model: Transformer) -> None:
     """Lone tokens and many, with an adapter and without, one sequence and several."""
     works = [
         work(f"{length}-{weights}-{count}", prompt_of(length, length), weights, num_samples=count)
@@ -74,8 +74,8 @@ def test_samples_are_the_same_alone_and_together(model: Transformer) -> None:
         for count in (1, 3)
     ]
 
-    def sampler() -> Sampler:
-        made = Sampler(model)
+    def sampler() -> BatchedSampler:
+        made = BatchedSampler(model)
         made.add_weights(WeightsId("w"), lora(model, 1))
         return made
 
@@ -87,7 +87,7 @@ def test_samples_are_the_same_alone_and_together(model: Transformer) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 5, 17, 100])
-def test_passes_of_one_length_are_the_same_alone_and_together(
+def test_passes_of_one_length_are_bit_identical_alone_and_batched(
     model: Transformer, length: int
 ) -> None:
     """Attention takes such sequences in one call, whoever they are of."""
@@ -102,7 +102,7 @@ def test_passes_of_one_length_are_the_same_alone_and_together(
         assert torch.equal(gradients_of(together[n]), gradients_of(one)), names[n]
 
 
-def test_passes_of_many_adapters_are_the_same_alone_and_together(model: Transformer) -> None:
+def test_passes_of_many_adapters_are_bit_identical_alone_and_batched(model: Transformer) -> None:
     """Those that are alike are multiplied as one where they lie beside each other."""
     narrow = {"train_mlp": False}
     kinds: list[tuple[int, int, dict[str, bool]]] = [
@@ -132,14 +132,16 @@ def test_passes_of_many_adapters_are_the_same_alone_and_together(model: Transfor
 
 
 @pytest.mark.parametrize("seen", [17, 130, 700])
-def test_rows_take_the_same_from_a_run_however_many_share_it(dtype: torch.dtype, seen: int) -> None:
+def test_attention_to_a_shared_buffer_does_not_depend_on_how_many_share_it(
+    dtype: torch.dtype, seen: int
+) -> None:
     """With one key head, which leaves the kernel nothing else that threads could share."""
     chance = torch.Generator().manual_seed(1)
     k, v = (torch.randn(1, 1, seen, 64, generator=chance).to(dtype) for _ in range(2))
     q_LHD = torch.randn(40, 4, 64, generator=chance).to(dtype)
-    lone = [cached_attention._seen_whole(q_LHD[n : n + 1], k, v, 0.125)[0] for n in range(40)]
+    lone = [kv_cache._full_attention(q_LHD[n : n + 1], k, v, 0.125)[0] for n in range(40)]
 
     for rows in (2, 5, 9, 24, 40):
-        found, _ = cached_attention._seen_whole(q_LHD[:rows], k, v, 0.125)
+        found, _ = kv_cache._full_attention(q_LHD[:rows], k, v, 0.125)
 
         assert torch.equal(found, torch.cat(lone[:rows], 2)), rows

@@ -14,13 +14,13 @@ import torch
 
 from tests.numerics.sample_works import logprobs_of, prompt_of, run, work
 from tests.numerics.small_models import make_model
-from tinsmith.engines.base import WeightsId
-from tinsmith.engines.embedded.sampler import Sampler
-from tinsmith.model.kernels.library import product_kernels
-from tinsmith.model.load_weights import load_transformer
-from tinsmith.model.lora import LoraLayout, LoraSpan
-from tinsmith.model.pack_attention import PackAttention, Stretch
-from tinsmith.model.transformer import Transformer
+from tinsmith.engine.base import WeightsId
+from tinsmith.engine.embedded.batched_sampler import BatchedSampler
+from tinsmith.engine.model.kernels.library import matmul_kernels
+from tinsmith.engine.model.load_base_model import load_base_model
+from tinsmith.engine.model.lora import LoraLayout, LoraSpan
+from tinsmith.engine.model.packed_attention import PackedAttention, PackedSegment
+from tinsmith.engine.model.transformer import Transformer
 
 LENGTHS = (1, 63, 100, 200)
 """Of prompts: less than a block of keys, and more, and no whole number of them."""
@@ -45,10 +45,10 @@ MODELS: list[tuple[str, dict[str, object]]] = [
 
 
 def _model(folder: Path, family: str = "Llama", **settings: object) -> Transformer:
-    if product_kernels(torch.device("cpu"), torch.bfloat16) is None:
+    if matmul_kernels(torch.device("cpu"), torch.bfloat16) is None:
         pytest.skip("there are no kernels that multiply in bfloat16 on this machine")
     make_model(folder, family, **{**SIZES, **settings})
-    return load_transformer(folder, dtype=torch.bfloat16)
+    return load_base_model(folder, dtype=torch.bfloat16)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_sampled_logprobs_equal_those_of_forward_in_bfloat16(
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize(("family", "settings"), MODELS)
-def test_so_they_do_in_models_of_other_kinds(
+def test_sampled_logprobs_equal_those_of_forward_in_other_model_families(
     tmp_path: Path, family: str, settings: dict[str, object]
 ) -> None:
     """In sequences longer than their windows too, and however many threads there are."""
@@ -78,7 +78,7 @@ def test_so_they_do_in_models_of_other_kinds(
 
 
 def _assert_same(model: Transformer, rank: int | None, num_samples: int) -> None:
-    sampler = Sampler(model)
+    sampler = BatchedSampler(model)
     trained = None
     if rank is not None:
         layout = LoraLayout(model.architecture, rank, attention=True, mlp=True, unembed=True)
@@ -112,13 +112,13 @@ def _assert_same_with_gradients(model: Transformer) -> None:
     flat = torch.randn(layout.size, generator=torch.Generator().manual_seed(1)) * 0.1
     tokens, count = torch.tensor(prompt_of(150)), 150
 
-    def hidden(*, saves_memory: bool = False) -> torch.Tensor:
+    def hidden(*, recomputes: bool = False) -> torch.Tensor:
         made = layout.fused(flat, model.dtype, gradients=torch.empty(layout.size))
         spans = [LoraSpan(0, count, made)]
-        where = torch.arange(count), PackAttention([Stretch(0, count)])
-        return model.hidden(tokens, *where, spans, saves_memory=saves_memory).detach()
+        where = torch.arange(count), PackedAttention([PackedSegment(0, count)])
+        return model.forward(tokens, *where, spans, recomputes=recomputes).detach()
 
-    with_gradients, with_less_memory = hidden(), hidden(saves_memory=True)
+    with_gradients, with_less_memory = hidden(), hidden(recomputes=True)
     with torch.no_grad():
         without = hidden()
 

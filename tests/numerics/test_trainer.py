@@ -25,20 +25,20 @@ from tests.numerics.training_works import (
     train,
 )
 from tinsmith.client.losses.graph import trace
-from tinsmith.engines.base import (
+from tinsmith.engine.base import (
     AdapterId,
     CustomLossSpec,
     PassWork,
     StepWork,
     TrainingWork,
 )
-from tinsmith.engines.embedded import pieces
-from tinsmith.engines.embedded.adapters import Adapter
-from tinsmith.engines.embedded.passes import run_pack
-from tinsmith.engines.embedded.trainer import Trainer
+from tinsmith.engine.embedded import micro_batches
+from tinsmith.engine.embedded.adapter_state import AdapterState
+from tinsmith.engine.embedded.trainer import Trainer
+from tinsmith.engine.embedded.training_pass import run_packed_batch
+from tinsmith.engine.model.load_base_model import load_base_model
+from tinsmith.engine.model.transformer import Transformer
 from tinsmith.errors import NotFoundError, ValidationError
-from tinsmith.model.load_weights import load_transformer
-from tinsmith.model.transformer import Transformer
 from tinsmith.types import (
     AdamParams,
     Datum,
@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> Transformer:
-    return load_transformer(folder, dtype=torch.float32)
+    return load_base_model(folder, dtype=torch.float32)
 
 
 def _logprobs(result: ForwardBackwardOutput) -> list[np.ndarray[Any, Any]]:
@@ -67,7 +67,7 @@ def _is_close(found: torch.Tensor, expected: torch.Tensor, bound: float = 1e-5) 
 
 
 @pytest.mark.parametrize("parts", ["all", "attn", "mlp", "unembed"])
-def test_a_pass_agrees_with_peft(folder: Path, model: Transformer, parts: str) -> None:
+def test_a_forward_backward_agrees_with_peft(folder: Path, model: Transformer, parts: str) -> None:
     """Log-probabilities and gradients, on the same weights."""
     import peft
     import transformers
@@ -110,7 +110,7 @@ LOSSES = ["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo",
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_data_together_give_what_they_give_one_by_one(model: Transformer, loss: str) -> None:
+def test_batched_data_give_the_same_results_as_one_by_one(model: Transformer, loss: str) -> None:
     """In one pack, in many small ones, and datum by datum."""
     data = data_of(3, 40, 1, 17, 90, 2, 33)
     whole, parted, single = (an_adapter(model) for _ in range(3))
@@ -129,7 +129,7 @@ def test_data_together_give_what_they_give_one_by_one(model: Transformer, loss: 
     assert _is_close(gradients_of(single), gradients_of(whole))
 
 
-def test_an_uploaded_loss_gives_what_the_same_loss_of_ours_gives(model: Transformer) -> None:
+def test_an_uploaded_loss_gives_the_same_results_as_the_built_in_one(model: Transformer) -> None:
     """Here importance sampling, with two data in one pack and a shared prompt."""
 
     def loss(logprobs: Any, q: Any, advantages: Any) -> tuple[Any, dict[str, Any]]:
@@ -167,7 +167,7 @@ def _group(shared: int, tails: list[int], seed: int = 3) -> list[Datum]:
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "ppo", "gspo"])
-def test_a_shared_prompt_gives_the_gradients_of_one_that_is_not(
+def test_a_shared_prompt_gives_the_same_gradients_as_separate_prompts(
     model: Transformer, monkeypatch: pytest.MonkeyPatch, loss: str
 ) -> None:
     """Computed once for all, or once for each."""
@@ -177,7 +177,7 @@ def test_a_shared_prompt_gives_the_gradients_of_one_that_is_not(
     _count_rows(monkeypatch, rows)
 
     [first] = train(model, [a_pass(data, loss=loss)], shared)
-    monkeypatch.setattr(pieces, "LEAST_SHARED", 1 << 20)
+    monkeypatch.setattr(micro_batches, "LEAST_SHARED", 1 << 20)
     [second] = train(model, [a_pass(data, loss=loss)], apart)
 
     assert rows == [50 + 38 + 89 + 64 + 22, 5 * 50 + 38 + 89 + 4 * 64 + 22]
@@ -188,11 +188,11 @@ def test_a_shared_prompt_gives_the_gradients_of_one_that_is_not(
 
 
 def _count_rows(monkeypatch: pytest.MonkeyPatch, rows: list[int]) -> None:
-    def counted(model: Transformer, pack: pieces.Pack[Any], **settings: Any) -> None:
-        rows.append(pack.rows)
-        run_pack(model, pack, **settings)
+    def counted(model: Transformer, batch: micro_batches.PackedBatch[Any], **settings: Any) -> None:
+        rows.append(batch.rows)
+        run_packed_batch(model, batch, **settings)
 
-    monkeypatch.setattr("tinsmith.engines.embedded.trainer.run_pack", counted)
+    monkeypatch.setattr("tinsmith.engine.embedded.trainer.run_packed_batch", counted)
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("slice_rows", "threads"), [(1000, 1), (7, 1), (1000, 2)], indirect=["threads"]
 )
-def test_adapters_together_give_what_each_gives_alone(
+def test_batched_adapters_give_the_same_results_as_alone(
     model: Transformer, monkeypatch: pytest.MonkeyPatch, slice_rows: int
 ) -> None:
     """Bit for bit, in one pack, with ranks, layers, losses and lengths mixed.
@@ -232,31 +232,31 @@ def test_adapters_together_give_what_each_gives_alone(
     rows: list[int] = []
     _count_rows(monkeypatch, rows)
 
-    def adapters() -> list[Adapter]:
+    def adapters() -> list[AdapterState]:
         return [an_adapter(model, name, seed=n, **shapes[n % 4]) for n, name in enumerate(names)]
 
     together = adapters()
     results = train(model, works, *together)
-    packs = len(rows)
+    batches = len(rows)
     alone = adapters()
     for n, one in enumerate(alone):
         some = slice(2 * n, 2 * n + 2)
         assert results[some] == [train(model, [work], one)[0] for work in works[some]]
 
-    assert packs == 1
+    assert batches == 1
     for one, other in zip(together, alone, strict=True):
         assert torch.equal(gradients_of(one), gradients_of(other)), one.spec.adapter_id
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "Llama"])
-def test_families_share_packs_and_prompts_too(
+def test_families_share_batches_and_prompts_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     """What holds of Llama in the tests around this one; windows and experts are no matter."""
     # Kernels round the last numbers of a tensor in another way if it has no multiple of 16.
     size = {"shared_expert_intermediate_size": 64} if family == "Qwen2Moe" else {}
     make_model(tmp_path, family, **size)
-    model = load_transformer(tmp_path, dtype=torch.float32)
+    model = load_base_model(tmp_path, dtype=torch.float32)
     data = [*_group(40, [3, 9, 1]), *data_of(25, 2)]
     other: list[TrainingWork] = [
         a_pass(data_of(n + 3, seed=n), B, work_id=str(n)) for n in range(3)
@@ -265,7 +265,7 @@ def test_families_share_packs_and_prompts_too(
 
     [first] = train(model, [a_pass(data)], alone)
     found = train(model, [*other[:2], a_pass(data), *other[2:]], together, an_adapter(model, B))
-    monkeypatch.setattr(pieces, "LEAST_SHARED", 1 << 20)
+    monkeypatch.setattr(micro_batches, "LEAST_SHARED", 1 << 20)
     [unshared] = train(model, [a_pass(data)], apart)
 
     assert found[2] == first
@@ -276,12 +276,12 @@ def test_families_share_packs_and_prompts_too(
 
 
 @pytest.mark.parametrize("family", ["Mistral", "Gemma3"])
-def test_a_work_within_the_window_is_the_same_beside_one_that_goes_beyond(
+def test_a_work_item_within_the_window_is_unaffected_by_one_beyond_it(
     tmp_path: Path, family: str
 ) -> None:
     """Bit for bit; and prompts are shared by tails of which some reach beyond it."""
     make_model(tmp_path, family, sliding_window=50, hidden_size=96)
-    model = load_transformer(tmp_path)
+    model = load_base_model(tmp_path)
     data = [*_group(36, [3, 30, 3, 3]), *data_of(25, 60, 2)]
     short, long = a_pass(data_of(25, 11, 11, 40, seed=4)), a_pass(data, B, work_id="long")
     alone, together, apart = an_adapter(model), an_adapter(model), an_adapter(model, B)
@@ -312,7 +312,9 @@ def test_one_call_or_several_give_the_same_step(model: Transformer) -> None:
     assert whole.gradients is None and whole.steps == 1
 
 
-def test_a_long_datum_that_saves_memory_gives_the_same(model: Transformer) -> None:
+def test_a_long_datum_gives_the_same_results_with_recomputed_activations(
+    model: Transformer,
+) -> None:
     """Bit for bit: it computes the same again."""
     data = data_of(300)
     plain, saving = an_adapter(model), an_adapter(model)
@@ -328,7 +330,7 @@ def _no_memory(*_: Any, **__: Any) -> None:
     raise RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to …")
 
 
-def test_passes_whose_pack_has_no_room_run_alone(
+def test_passes_whose_batch_runs_out_of_memory_run_alone(
     model: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With less memory and the same numbers; one that has no room alone fails and nobody else."""
@@ -341,13 +343,15 @@ def test_passes_whose_pack_has_no_room_run_alone(
     train(model, [works[0], works[2]], *expected)
     found = [an_adapter(model), an_adapter(model, B, rank=8)]
 
-    def run(model: Transformer, pack: pieces.Pack[Any], *, saves_memory: bool = False) -> None:
-        if pack.rows > 300:
-            run_pack(model, pack, saves_memory=saves_memory)
+    def run(
+        model: Transformer, batch: micro_batches.PackedBatch[Any], *, recomputes: bool = False
+    ) -> None:
+        if batch.rows > 300:
+            run_packed_batch(model, batch, recomputes=recomputes)
             _no_memory()
-        run_pack(model, pack, saves_memory=saves_memory)
+        run_packed_batch(model, batch, recomputes=recomputes)
 
-    monkeypatch.setattr("tinsmith.engines.embedded.trainer.run_pack", run)
+    monkeypatch.setattr("tinsmith.engine.embedded.trainer.run_packed_batch", run)
     trainer = Trainer({"base": model}, pass_bytes=LARGE)
     outcomes = trainer.train(works, {A: found[0], B: found[1]})
 
@@ -358,7 +362,7 @@ def test_passes_whose_pack_has_no_room_run_alone(
         assert torch.equal(gradients_of(one), gradients_of(other))
 
 
-def test_gradients_of_many_passes_wait_for_memory(
+def test_many_passes_run_in_several_batches_if_gradient_memory_is_short(
     model: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They run in several goes, with the same numbers."""
@@ -368,7 +372,7 @@ def test_gradients_of_many_passes_wait_for_memory(
     rows: list[int] = []
     _count_rows(monkeypatch, rows)
     most = 2 * parted.weights.nbytes
-    monkeypatch.setattr("tinsmith.engines.embedded.trainer.MOST_SCRATCH_BYTES", most)
+    monkeypatch.setattr("tinsmith.engine.embedded.trainer.MOST_GRADIENT_BYTES", most)
 
     found = train(model, works, parted)
 
@@ -377,25 +381,27 @@ def test_gradients_of_many_passes_wait_for_memory(
     assert torch.equal(gradients_of(parted), gradients_of(together))
 
 
-def _broken(how: str) -> Callable[[Adapter], PassWork]:
-    def infinite(adapter: Adapter) -> PassWork:
+def _broken(how: str) -> Callable[[AdapterState], PassWork]:
+    def infinite(adapter: AdapterState) -> PassWork:
         adapter.weights = adapter.weights * 1e30
         return a_pass(data_of(4, 5), work_id="x")
 
-    def huge(_: Adapter) -> PassWork:
+    def huge(_: AdapterState) -> PassWork:
         weights = np.full(6, 3e38, np.float32)
         [first, second] = data_of(5, 6)
         second = Datum(second.model_input, {**second.loss_fn_inputs, "weights": weights})
         return a_pass([first, second], work_id="x")
 
-    def unknown(_: Adapter) -> PassWork:
+    def unknown(_: AdapterState) -> PassWork:
         return a_pass([*data_of(4), a_datum([1, VOCABULARY])], work_id="x")
 
     return {"infinite": infinite, "huge": huge, "unknown": unknown}[how]
 
 
 @pytest.mark.parametrize("how", ["infinite", "huge", "unknown"])
-def test_what_is_not_finite_or_unknown_fails_its_work_alone(model: Transformer, how: str) -> None:
+def test_non_finite_or_unknown_input_fails_only_its_own_work_item(
+    model: Transformer, how: str
+) -> None:
     """The adapter stays as it was, the pack's others do not see it, and a reason is given."""
     bad, good, expected = an_adapter(model, B), an_adapter(model), an_adapter(model)
     train(model, [a_pass(data_of(8, 9))], expected)
@@ -414,7 +420,7 @@ def test_what_is_not_finite_or_unknown_fails_its_work_alone(model: Transformer, 
     assert torch.equal(gradients_of(good), gradients_of(expected))
 
 
-def test_a_work_of_nobody_and_an_empty_one(model: Transformer) -> None:
+def test_work_for_an_unknown_adapter_fails_and_empty_work_succeeds(model: Transformer) -> None:
     """The first is not found; the second is done, and adds nothing."""
     nobody = a_pass(data_of(4), AdapterId("nobody"))
     nothing = a_pass([a_datum([], target_tokens=np.zeros(0, np.int64))])

@@ -10,14 +10,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.numerics.small_models import FAMILIES, VOCABULARY, change_config, make_model
+from tinsmith.engine.model.attention import masked_attention
+from tinsmith.engine.model.kv_cache import CachedAttention, CachedSegment, KvBuffer, SequenceKv
+from tinsmith.engine.model.load_base_model import load_base_model
+from tinsmith.engine.model.packed_attention import PackedAttention, PackedSegment
+from tinsmith.engine.model.transformer import Transformer
+from tinsmith.engine.model.transformers_model import TransformersModel
 from tinsmith.errors import BaseModelFormatError
-from tinsmith.model.cached_attention import CachedAttention
-from tinsmith.model.kv_cache import CachedStretch, Run, SequenceKeys
-from tinsmith.model.load_weights import load_transformer
-from tinsmith.model.masked_attention import masked_attention
-from tinsmith.model.pack_attention import PackAttention, Stretch
-from tinsmith.model.transformer import Transformer
-from tinsmith.model.transformers_model import TransformersModel
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 SLIDING = {"use_sliding_window": True, "sliding_window": 7}
@@ -62,45 +61,45 @@ def _tokens(count: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(3, VOCABULARY, (count,), generator=chance)
 
 
-def _pack(lengths: list[int]) -> tuple[list[Stretch], torch.Tensor]:
+def _pack(lengths: list[int]) -> tuple[list[PackedSegment], torch.Tensor]:
     """Stretches of these lengths one after another, and the positions of their rows."""
     ends = torch.tensor(lengths).cumsum(0).tolist()
-    stretches = [Stretch(end - length, end) for length, end in zip(lengths, ends, strict=True)]
-    return stretches, torch.cat([torch.arange(length) for length in lengths])
+    segments = [PackedSegment(end - length, end) for length, end in zip(lengths, ends, strict=True)]
+    return segments, torch.cat([torch.arange(length) for length in lengths])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+def test_logits_match_transformers(family: str, tmp_path: Path) -> None:
     """Each family's own differences are computed: norms, biases, windows, caps, experts."""
     theirs = make_model(tmp_path, family)
-    ours = load_transformer(tmp_path)
+    ours = load_base_model(tmp_path)
     lengths = [19, 1, 30]
-    stretches, positions = _pack(lengths)
+    segments, positions = _pack(lengths)
     tokens = _tokens(sum(lengths))
 
     with torch.no_grad():
-        hidden = ours.hidden(tokens, positions, PackAttention(stretches))
+        hidden = ours.forward(tokens, positions, PackedAttention(segments))
         logits = ours.head.logits(hidden)
         wanted = torch.cat(
-            [theirs(tokens[one.start : one.end][None]).logits[0] for one in stretches]
+            [theirs(tokens[one.start : one.end][None]).logits[0] for one in segments]
         )
 
     torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Llama-scaled", "Qwen3", "Gemma3"])
-def test_positions_far_away_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+def test_distant_positions_match_transformers(family: str, tmp_path: Path) -> None:
     """Angles grow with the distance, and so does what is rounded off in their frequencies."""
     context = 131_072
     theirs = make_model(
         tmp_path, family, head_dim=64, max_position_embeddings=context, sliding_window=4096
     )
-    ours = load_transformer(tmp_path)
+    ours = load_base_model(tmp_path)
     tokens = _tokens(40)
     positions = torch.cat([torch.arange(10), torch.arange(context - 30, context)])
 
     with torch.no_grad():
-        hidden = ours.hidden(tokens, positions, PackAttention([Stretch(0, 40)]))
+        hidden = ours.forward(tokens, positions, PackedAttention([PackedSegment(0, 40)]))
         seen = torch.ones(1, 40)  # else what is not a step apart counts as another sequence
         wanted = theirs(tokens[None], position_ids=positions[None], attention_mask=seen).logits[0]
 
@@ -108,7 +107,7 @@ def test_positions_far_away_are_those_of_transformers(family: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("family", "settings", "without", "values"), OLDER)
-def test_what_a_configuration_leaves_open_is_as_transformers_has_it(
+def test_unset_configuration_fields_default_as_in_transformers(
     family: str,
     settings: dict[str, Any],
     without: list[str],
@@ -119,19 +118,19 @@ def test_what_a_configuration_leaves_open_is_as_transformers_has_it(
     make_model(tmp_path, family, **settings)
     change_config(tmp_path, without, **values)
 
-    ours = load_transformer(tmp_path)
+    ours = load_base_model(tmp_path)
 
     assert not isinstance(ours, TransformersModel)
     _assert_logits(ours, tmp_path)
 
 
 @pytest.mark.parametrize(("family", "settings"), UNKNOWN)
-def test_a_setting_that_our_code_does_not_know_is_left_to_transformers(
+def test_a_setting_that_our_code_does_not_support_falls_back_to_transformers(
     family: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     make_model(tmp_path, family, **settings)
 
-    ours = load_transformer(tmp_path)
+    ours = load_base_model(tmp_path)
 
     assert isinstance(ours, TransformersModel)
     _assert_logits(ours, tmp_path)
@@ -144,12 +143,12 @@ def _assert_logits(ours: Transformer, folder: Path) -> None:
     theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
     theirs.eval()
     lengths = [19, 1, 30]
-    stretches, positions = _pack(lengths)
+    segments, positions = _pack(lengths)
     tokens = _tokens(sum(lengths))
     with torch.no_grad():
-        logits = ours.head.logits(ours.hidden(tokens, positions, PackAttention(stretches)))
+        logits = ours.head.logits(ours.forward(tokens, positions, PackedAttention(segments)))
         wanted = torch.cat(
-            [theirs(tokens[one.start : one.end][None]).logits[0] for one in stretches]
+            [theirs(tokens[one.start : one.end][None]).logits[0] for one in segments]
         )
     torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-5)
 
@@ -162,17 +161,17 @@ def _assert_logits(ours: Transformer, folder: Path) -> None:
         ("Qwen2", {"layer_types": ["sliding_attention"] * 2}, "window"),
         ("Llama", {"max_position_embeddings": None}, "max_position_embeddings = None"),
         ("Llama", {"num_attention_heads": 0}, "num_attention_heads = 0"),
-        ("Llama", {"head_dim": "16"}, "is not understood"),
+        ("Llama", {"head_dim": "16"}, "is invalid"),
         ("Mistral", {"sliding_window": 0}, "sliding_window = 0"),
-        ("Qwen2", {"rope_scaling": "yarn"}, "is not understood"),
+        ("Qwen2", {"rope_scaling": "yarn"}, "is invalid"),
         ("Mixtral", {"num_experts_per_tok": None}, "num_experts_per_tok = None"),
         ("Llama", {"quantization_config": {"quant_method": "fp8"}}, r"quantised \(fp8\)"),
         ("Phi3", {"quantization_config": {"quant_method": "fp8"}}, r"quantised \(fp8\)"),
-        ("Llama", {"architectures": None}, "does not name the model's class"),
+        ("Llama", {"architectures": None}, 'has no "architectures"'),
         ("Llama", {"tie_word_embeddings": False}, "lm_head"),
     ],
 )
-def test_a_setting_that_nobody_can_follow_is_refused_by_name(
+def test_the_error_names_an_unsupported_setting(
     family: str, values: dict[str, Any], why: str, tmp_path: Path
 ) -> None:
     """Models that see what comes, and files that cannot be what was meant."""
@@ -180,68 +179,68 @@ def test_a_setting_that_nobody_can_follow_is_refused_by_name(
     change_config(tmp_path, **values)
 
     with pytest.raises(BaseModelFormatError, match=why):
-        load_transformer(tmp_path)
+        load_base_model(tmp_path)
 
 
 @pytest.mark.parametrize(
     "family", ["Llama", "Llama-threefold", "Qwen3", "Gemma2", "Mistral", "Qwen3Moe"]
 )
-def test_cached_rows_equal_those_read_at_once(family: str, tmp_path: Path) -> None:
+def test_decoding_with_a_kv_cache_equals_a_single_prefill(family: str, tmp_path: Path) -> None:
     """A prompt in chunks, a shared run and single tokens give what one pass over all gives."""
     make_model(tmp_path, family)
-    model = load_transformer(tmp_path)
+    model = load_base_model(tmp_path)
     tokens = _tokens(40)
 
     with torch.no_grad():
-        wanted = model.hidden(tokens, torch.arange(40), PackAttention([Stretch(0, 40)]))
-        found, _ = _read_cached(model, tokens, [16, 9, 1, 1, 13], shared_after=2)
+        wanted = model.forward(tokens, torch.arange(40), PackedAttention([PackedSegment(0, 40)]))
+        found, _ = _run_cached(model, tokens, [16, 9, 1, 1, 13], shared_after=2)
 
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-def _read_cached(
+def _run_cached(
     model: Transformer, tokens: torch.Tensor, chunks: list[int], shared_after: int
-) -> tuple[torch.Tensor, SequenceKeys]:
+) -> tuple[torch.Tensor, SequenceKv]:
     """Hidden rows of a sequence that is read in chunks; after some, what was read is shared."""
-    keys = SequenceKeys(None, _run(model))
+    keys = SequenceKv(None, _run(model))
     rows: list[torch.Tensor] = []
     place = 0
     for number, chunk in enumerate(chunks):
         if number == shared_after:
-            keys = SequenceKeys(keys.own, _run(model))
+            keys = SequenceKv(keys.own, _run(model))
         positions = torch.arange(place, place + chunk)
-        attention = CachedAttention([CachedStretch(0, chunk, keys, keys.own.length)])
-        rows.append(model.hidden(tokens[positions], positions, attention))
+        attention = CachedAttention([CachedSegment(0, chunk, keys, keys.own.length)])
+        rows.append(model.forward(tokens[positions], positions, attention))
         place += chunk
     return torch.cat(rows), keys
 
 
-def _run(model: Transformer) -> Run:
-    return Run(model.architecture, model.dtype, model.device)
+def _run(model: Transformer) -> KvBuffer:
+    return KvBuffer(model.architecture, model.dtype, model.device)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Llama-threefold"])
-def test_a_row_does_not_depend_on_its_neighbours(family: str, tmp_path: Path) -> None:
+def test_a_row_does_not_depend_on_other_sequences_in_the_batch(family: str, tmp_path: Path) -> None:
     """Tokens that are drawn in one step come out the same, bit for bit, alone and among others."""
     make_model(tmp_path, family)
-    model = load_transformer(tmp_path)
+    model = load_base_model(tmp_path)
     prompts = [_tokens(length, seed=length) for length in (5, 21, 64, 17, 3, 40, 2)]
 
     with torch.no_grad():
-        kept = [_read_cached(model, prompt, [len(prompt)], 9)[1] for prompt in prompts]
-        copies = [SequenceKeys(keys.own, _run(model)) for keys in kept]
+        kept = [_run_cached(model, prompt, [len(prompt)], 9)[1] for prompt in prompts]
+        copies = [SequenceKv(keys.own, _run(model)) for keys in kept]
         together = _next_rows(model, copies)
-        alone = [_next_rows(model, [SequenceKeys(keys.own, _run(model))]) for keys in kept]
+        alone = [_next_rows(model, [SequenceKv(keys.own, _run(model))]) for keys in kept]
 
     assert torch.equal(together, torch.cat(alone))
 
 
-def _next_rows(model: Transformer, sequences: list[SequenceKeys]) -> torch.Tensor:
+def _next_rows(model: Transformer, sequences: list[SequenceKv]) -> torch.Tensor:
     positions = torch.tensor([keys.length for keys in sequences])
-    stretches = [
-        CachedStretch(row, row + 1, keys, keys.own.length) for row, keys in enumerate(sequences)
+    segments = [
+        CachedSegment(row, row + 1, keys, keys.own.length) for row, keys in enumerate(sequences)
     ]
-    return model.hidden(positions % 7 + 5, positions, CachedAttention(stretches))
+    return model.forward(positions % 7 + 5, positions, CachedAttention(segments))
 
 
 def _gradients(q: Any, k: Any, v: Any, out: torch.Tensor) -> list[torch.Tensor]:
@@ -252,7 +251,7 @@ def _gradients(q: Any, k: Any, v: Any, out: torch.Tensor) -> list[torch.Tensor]:
 
 def test_a_shared_prefix_gives_the_results_and_gradients_of_each_sequence_in_full() -> None:
     """The parts are joined as if they had been one."""
-    from tinsmith.model.attention import AttentionRule
+    from tinsmith.engine.model.attention import AttentionRule
 
     chance = torch.Generator().manual_seed(3)
     prefix, tails = 11, [4, 4, 1, 7]
@@ -260,27 +259,27 @@ def test_a_shared_prefix_gives_the_results_and_gradients_of_each_sequence_in_ful
     q, k, v = (
         torch.randn(rows, heads, 16, generator=chance).requires_grad_() for heads in (6, 2, 2)
     )
-    stretches, place = [Stretch(0, prefix)], prefix
+    segments, place = [PackedSegment(0, prefix)], prefix
     for tail in tails:
-        stretches.append(Stretch(place, place + tail, (0, prefix)))
+        segments.append(PackedSegment(place, place + tail, (0, prefix)))
         place += tail
     rule = AttentionRule(0.3)
 
-    out = PackAttention(stretches).attend(0, rule, q, k, v)
+    out = PackedAttention(segments).attend(0, rule, q, k, v)
 
-    parts = [_full(q, k, v, one) for one in stretches]
+    parts = [_full(q, k, v, one) for one in segments]
     wanted = torch.cat(parts)
     torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-6)
     for found, right in zip(_gradients(q, k, v, out), _gradients(q, k, v, wanted), strict=True):
         torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
 
 
-def test_positions_that_turn_a_part_of_a_head_are_left_to_transformers(tmp_path: Path) -> None:
+def test_partial_rope_is_left_to_transformers(tmp_path: Path) -> None:
     """Llama's own code does not heed the setting; to do so would give other numbers."""
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     make_model(tmp_path, rope_parameters=rope)
 
-    ours = load_transformer(tmp_path)
+    ours = load_base_model(tmp_path)
 
     assert isinstance(ours, TransformersModel)
     _assert_logits(ours, tmp_path)
@@ -302,7 +301,7 @@ class _LargestTensor(TorchDispatchMode):
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("queries", [700, 300])
-def test_masked_attention_follows_the_formula_and_never_holds_all_scores(
+def test_masked_attention_matches_the_formula_without_holding_all_scores(
     softcap: float | None, window: int | None, queries: int
 ) -> None:
     """With its gradients; some queries are the last of more keys."""
@@ -329,26 +328,26 @@ def test_masked_attention_follows_the_formula_and_never_holds_all_scores(
     assert largest.numbers <= 128 * keys * 4
 
 
-def test_norms_with_an_offset_keep_their_digits_in_bfloat16(tmp_path: Path) -> None:
+def test_norms_with_an_offset_keep_their_precision_in_bfloat16(tmp_path: Path) -> None:
     """Gemma's weights are around 0: 1 is added to them, and must not swallow them."""
     whole = make_model(tmp_path, "Gemma")
     weight = whole.model.norm.weight.detach().to(torch.bfloat16).float()
 
-    model = load_transformer(tmp_path, dtype=torch.bfloat16)
+    model = load_base_model(tmp_path, dtype=torch.bfloat16)
 
     assert torch.equal(model._final_norm_D, weight + 1)
-    stretches, positions = _pack([9])
-    hidden = model.hidden(_tokens(9), positions, PackAttention(stretches))
+    segments, positions = _pack([9])
+    hidden = model.forward(_tokens(9), positions, PackedAttention(segments))
     hidden.sum().backward()
     assert hidden.dtype == torch.bfloat16
 
 
-def test_what_layers_add_to_is_float32_in_bfloat16_too(
+def test_the_residual_stream_is_float32_in_bfloat16_models_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the way forth and back: in bfloat16 each layer would round away what others added."""
     make_model(tmp_path, "Gemma3")
-    model = load_transformer(tmp_path, dtype=torch.bfloat16)
+    model = load_base_model(tmp_path, dtype=torch.bfloat16)
     stream: list[torch.Tensor] = []
     layer = model._layer
 
@@ -358,9 +357,9 @@ def test_what_layers_add_to_is_float32_in_bfloat16_too(
         return layer(index, x_TD, *rest)
 
     monkeypatch.setattr(model, "_layer", kept)
-    stretches, positions = _pack([9])
+    segments, positions = _pack([9])
 
-    hidden = model.hidden(_tokens(9), positions, PackAttention(stretches))
+    hidden = model.forward(_tokens(9), positions, PackedAttention(segments))
     hidden.sum().backward()
 
     assert hidden.dtype == torch.bfloat16
@@ -368,7 +367,7 @@ def test_what_layers_add_to_is_float32_in_bfloat16_too(
     assert {one.grad.dtype for one in stream if one.grad is not None} == {torch.float32}
 
 
-def _full(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, one: Stretch) -> torch.Tensor:
+def _full(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, one: PackedSegment) -> torch.Tensor:
     """A stretch with all that it sees, by the formula."""
     before = list(range(*one.prefix)) if one.prefix else []
     keys = [*before, *range(one.start, one.end)]

@@ -15,26 +15,25 @@ from torch import Tensor
 
 from tests.numerics.small_models import OTHERS, VOCABULARY, make_model
 from tinsmith.checkpoints.format import read_adapter
-from tinsmith.engines.base import (
+from tinsmith.engine.base import (
     AdapterId,
+    AdapterParts,
     AdapterSpec,
     PassWork,
     SampleOutcome,
     SampleWork,
-    Saved,
     StepWork,
     WeightsId,
 )
-from tinsmith.engines.embedded.engine import EmbeddedEngine
-from tinsmith.engines.embedded.settings import EmbeddedModel, EmbeddedSettings
+from tinsmith.engine.embedded.embedded_engine import EmbeddedEngine
+from tinsmith.engine.embedded.embedded_settings import EmbeddedModel, EmbeddedSettings
+from tinsmith.engine.model.kv_cache import CachedAttention, CachedSegment, KvBuffer, SequenceKv
+from tinsmith.engine.model.load_base_model import load_base_model
+from tinsmith.engine.model.lora import LoraLayout, LoraSpan
+from tinsmith.engine.model.packed_attention import PackedAttention, PackedSegment
+from tinsmith.engine.model.transformer import Transformer
+from tinsmith.engine.model.transformers_model import TransformersModel
 from tinsmith.errors import BaseModelFormatError
-from tinsmith.model.cached_attention import CachedAttention
-from tinsmith.model.kv_cache import CachedStretch, Run, SequenceKeys
-from tinsmith.model.load_weights import load_transformer
-from tinsmith.model.lora import LoraLayout, LoraSpan
-from tinsmith.model.pack_attention import PackAttention, Stretch
-from tinsmith.model.transformer import Transformer
-from tinsmith.model.transformers_model import TransformersModel
 from tinsmith.types import (
     AdamOptimizerConfig,
     AdamParams,
@@ -46,7 +45,7 @@ from tinsmith.types import (
 from tinsmith.types.requests import SampleRequest
 
 LENGTHS = [19, 1, 30]
-STRETCHES = [Stretch(0, 19), Stretch(19, 20), Stretch(20, 50)]
+STRETCHES = [PackedSegment(0, 19), PackedSegment(19, 20), PackedSegment(20, 50)]
 POSITIONS = torch.cat([torch.arange(length) for length in LENGTHS])
 A = AdapterId("a")
 WAIT_S = 60
@@ -60,7 +59,7 @@ def both(
 ) -> tuple[Any, Transformer]:
     """A model as `transformers` has it, and as we do."""
     folder = tmp_path_factory.mktemp("model")
-    return make_model(folder, request.param), load_transformer(folder)
+    return make_model(folder, request.param), load_base_model(folder)
 
 
 def _tokens(count: int, seed: int = 0) -> Tensor:
@@ -68,13 +67,13 @@ def _tokens(count: int, seed: int = 0) -> Tensor:
     return torch.randint(3, VOCABULARY, (count,), generator=chance)
 
 
-def test_logits_are_those_of_transformers(both: tuple[Any, Transformer]) -> None:
+def test_logits_match_transformers(both: tuple[Any, Transformer]) -> None:
     """Of each sequence of a pack, longer than the windows."""
     theirs, ours = both
     tokens = _tokens(50)
 
     with torch.no_grad():
-        logits = ours.head.logits(ours.hidden(tokens, POSITIONS, PackAttention(STRETCHES)))
+        logits = ours.head.logits(ours.forward(tokens, POSITIONS, PackedAttention(STRETCHES)))
         wanted = torch.cat(
             [theirs(tokens[one.start : one.end][None]).logits[0] for one in STRETCHES]
         )
@@ -83,49 +82,47 @@ def test_logits_are_those_of_transformers(both: tuple[Any, Transformer]) -> None
     torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_cached_rows_equal_those_read_at_once(both: tuple[Any, Transformer]) -> None:
+def test_decoding_with_a_kv_cache_equals_a_single_prefill(both: tuple[Any, Transformer]) -> None:
     """A prompt in chunks, a shared run and single tokens give what one pass over all gives."""
     _, ours = both
     tokens, positions = _tokens(40), torch.arange(40)
-    keys = SequenceKeys(None, _run(ours))
+    keys = SequenceKv(None, _run(ours))
     rows: list[Tensor] = []
 
     with torch.no_grad():
-        wanted = ours.hidden(tokens, positions, PackAttention([Stretch(0, 40)]))
+        wanted = ours.forward(tokens, positions, PackedAttention([PackedSegment(0, 40)]))
         for number, here in enumerate(positions.split([16, 9, 1, 1, 13])):
             if number == 2:
-                keys = SequenceKeys(keys.own, _run(ours))
-            attention = CachedAttention([CachedStretch(0, len(here), keys, keys.own.length)])
-            rows.append(ours.hidden(tokens[here], here, attention))
+                keys = SequenceKv(keys.own, _run(ours))
+            attention = CachedAttention([CachedSegment(0, len(here), keys, keys.own.length)])
+            rows.append(ours.forward(tokens[here], here, attention))
 
     torch.testing.assert_close(torch.cat(rows), wanted, rtol=1e-4, atol=1e-5)
 
 
-def _run(model: Transformer) -> Run:
-    return Run(model.architecture, model.dtype, model.device)
+def _run(model: Transformer) -> KvBuffer:
+    return KvBuffer(model.architecture, model.dtype, model.device)
 
 
-@pytest.mark.parametrize("saves_memory", [False, True])
-def test_gradients_are_those_of_peft(
-    both: tuple[Any, Transformer], saves_memory: bool, tmp_path: Path
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_gradients_match_peft(
+    both: tuple[Any, Transformer], recomputes: bool, tmp_path: Path
 ) -> None:
     """For every layer that an adapter sits on, under the name that `peft` has for it."""
     plain, ours = both
     layout, flat = _adapter(ours)
-    tokens, slopes = _tokens(50), torch.randn(50, ours.architecture.hidden)
+    tokens, gradients = _tokens(50), torch.randn(50, ours.architecture.hidden)
     theirs, layers = _with_peft(plain, tmp_path, layout, flat)
     scale = float(getattr(plain.config, "logit_scale", 1.0))
     scale /= float(getattr(plain.config, "logits_scaling", 1.0))
     for one in STRETCHES:
         hidden = theirs.base_model.model.base_model(tokens[one.start : one.end][None])[0][0]
-        (hidden * scale * slopes[one.start : one.end]).sum().backward()
+        (hidden * scale * gradients[one.start : one.end]).sum().backward()
 
     lora = layout.fused(flat, torch.float32, gradients=torch.zeros_like(flat))
     spans = [LoraSpan(0, 50, lora)]
-    rows = ours.hidden(
-        tokens, POSITIONS, PackAttention(STRETCHES), spans, saves_memory=saves_memory
-    )
-    rows.backward(slopes)
+    rows = ours.forward(tokens, POSITIONS, PackedAttention(STRETCHES), spans, recomputes=recomputes)
+    rows.backward(gradients)
 
     found = layout.factors(lora.gradients())
     assert len(found) == len(layers) >= 8
@@ -165,10 +162,10 @@ def _with_peft(
     return theirs, layers
 
 
-def test_passes_of_several_threads_do_not_meet(tmp_path: Path) -> None:
+def test_passes_of_several_threads_do_not_interfere(tmp_path: Path) -> None:
     """Each has its own sequences and adapter."""
     make_model(tmp_path, "GPTNeoX")
-    model = load_transformer(tmp_path)
+    model = load_base_model(tmp_path)
     layout, flat = _adapter(model)
     given = [(_tokens(12, seed), layout.fused(flat * seed, torch.float32)) for seed in range(4)]
     found: list[list[Tensor]] = [[] for _ in given]
@@ -176,10 +173,10 @@ def test_passes_of_several_threads_do_not_meet(tmp_path: Path) -> None:
 
     def one(number: int) -> Tensor:
         tokens, lora = given[number]
-        attention = PackAttention([Stretch(0, 5), Stretch(5, 12)])
+        attention = PackedAttention([PackedSegment(0, 5), PackedSegment(5, 12)])
         positions = torch.tensor([*range(5), *range(7)])
         with torch.no_grad():
-            return model.hidden(tokens, positions, attention, [LoraSpan(0, 12, lora)])
+            return model.forward(tokens, positions, attention, [LoraSpan(0, 12, lora)])
 
     def many(number: int) -> None:
         start.wait(WAIT_S)
@@ -206,17 +203,17 @@ def test_passes_of_several_threads_do_not_meet(tmp_path: Path) -> None:
         ("Bloom", {}, "its attention"),
     ],
 )
-def test_what_is_not_plain_attention_is_refused_by_name(
+def test_the_error_names_an_unsupported_kind_of_attention(
     family: str, settings: dict[str, Any], why: str, tmp_path: Path
 ) -> None:
     make_model(tmp_path, family, **settings)
 
     with pytest.raises(BaseModelFormatError, match=f"{family}ForCausalLM.*{why}"):
-        load_transformer(tmp_path)
+        load_base_model(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_differs_by_less_than_rounding_does_is_refused_too(
+def test_a_mismatch_below_rounding_error_is_rejected_too(
     dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """A part of Gemma 3n looks at the ids of tokens, which its decoder does not get from us."""
@@ -234,51 +231,53 @@ def test_what_differs_by_less_than_rounding_does_is_refused_too(
         laurel_rank=8,
     )
 
-    with pytest.raises(BaseModelFormatError, match=r"Gemma3nForCausalLM.*they are off by"):
-        load_transformer(tmp_path, dtype=dtype)
+    with pytest.raises(BaseModelFormatError, match=r"Gemma3nForCausalLM.*relative error"):
+        load_base_model(tmp_path, dtype=dtype)
 
 
 @pytest.mark.parametrize("family", OTHERS)
 def test_models_are_loaded_in_bfloat16(family: str, tmp_path: Path) -> None:
     make_model(tmp_path, family)
 
-    assert load_transformer(tmp_path, dtype=torch.bfloat16).dtype == torch.bfloat16
+    assert load_base_model(tmp_path, dtype=torch.bfloat16).dtype == torch.bfloat16
 
 
-def test_a_model_that_comes_out_otherwise_is_refused(
+def test_a_model_whose_converted_logits_differ_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here because what scales its logits has a name that we would not know."""
-    from tinsmith.model.load_by_transformers import _Conversion
+    from tinsmith.engine.model.load_with_transformers import _Conversion
 
     make_model(tmp_path, "Granite")
     monkeypatch.setattr(_Conversion, "_logits_scale", lambda *_: 1.0)
 
-    with pytest.raises(BaseModelFormatError, match="off by 200"):
-        load_transformer(tmp_path)
+    with pytest.raises(BaseModelFormatError, match="relative error 200"):
+        load_base_model(tmp_path)
 
 
-def test_an_unknown_kind_of_model_is_refused_by_name(tmp_path: Path) -> None:
+def test_the_error_names_an_unknown_model_type(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         '{"architectures": ["OddForCausalLM"], "model_type": "odd"}'
     )
 
     with pytest.raises(BaseModelFormatError, match="OddForCausalLM"):
-        load_transformer(tmp_path)
+        load_base_model(tmp_path)
 
 
-def test_without_transformers_the_remedy_is_told(
+def test_without_transformers_the_error_names_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["Phi3ForCausalLM"]}')
     monkeypatch.setitem(sys.modules, "transformers", None)
 
     with pytest.raises(BaseModelFormatError, match=r"Phi3ForCausalLM.*tinsmith\[server\]"):
-        load_transformer(tmp_path)
+        load_base_model(tmp_path)
 
 
 @pytest.mark.parametrize("family", ["GPT2", "Phi3"])
-def test_the_engine_trains_saves_and_samples_one(family: str, tmp_path: Path) -> None:
+def test_the_engine_trains_saves_and_samples_a_transformers_model(
+    family: str, tmp_path: Path
+) -> None:
     """The loss falls, `peft` loads what is saved, and samples are those of `generate` with it."""
     base, saved = tmp_path / "base", tmp_path / "saved"
     make_model(base, family, eos_token_id=None)
@@ -312,7 +311,7 @@ async def _trained(base: Path, saved: Path, prompt: list[int]) -> tuple[list[flo
             assert (passed.error, stepped.error) == (None, None)
             result: Any = passed.result
             losses.append(result.metrics["loss:sum"])
-        await engine.save_adapter(A, saved, Saved.WEIGHTS)
+        await engine.save_adapter(A, saved, AdapterParts.WEIGHTS)
         weights_id = WeightsId("weights")
         await engine.load_weights(weights_id, "base", saved)
         params = SamplingParams(max_tokens=12, temperature=0.0)

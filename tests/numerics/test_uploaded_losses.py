@@ -11,18 +11,18 @@ import torch
 
 from tests.numerics.small_models import VOCABULARY, make_model
 from tinsmith.client.losses.graph import trace
-from tinsmith.engines.base import (
+from tinsmith.engine.base import (
     AdapterId,
     AdapterSpec,
     CustomLossSpec,
     PassWork,
     TrainingOutcome,
 )
-from tinsmith.engines.embedded.adapters import Adapter, fresh_adapter
-from tinsmith.engines.embedded.trainer import Trainer
+from tinsmith.engine.embedded.adapter_state import AdapterState, fresh_adapter
+from tinsmith.engine.embedded.trainer import Trainer
+from tinsmith.engine.model.load_base_model import load_base_model
+from tinsmith.engine.model.transformer import Transformer
 from tinsmith.errors import ValidationError
-from tinsmith.model.load_weights import load_transformer
-from tinsmith.model.transformer import Transformer
 from tinsmith.types import AdamOptimizerConfig, Datum, LoraConfig, ModelInput
 
 
@@ -30,10 +30,10 @@ from tinsmith.types import AdamOptimizerConfig, Datum, LoraConfig, ModelInput
 def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
     path: Path = tmp_path_factory.mktemp("model")
     make_model(path)
-    return load_transformer(path, dtype=torch.float32)
+    return load_base_model(path, dtype=torch.float32)
 
 
-def an_adapter(model: Transformer, name: str) -> Adapter:
+def an_adapter(model: Transformer, name: str) -> AdapterState:
     spec = AdapterSpec(
         adapter_id=AdapterId(name),
         base_model="base",
@@ -86,7 +86,7 @@ def a_pass(name: str, loss: str, spec: CustomLossSpec | None = None) -> PassWork
 
 def run(
     model: Transformer, *works: PassWork
-) -> tuple[dict[str, TrainingOutcome], dict[str, Adapter]]:
+) -> tuple[dict[str, TrainingOutcome], dict[str, AdapterState]]:
     adapters = {work.adapter_id: an_adapter(model, work.adapter_id) for work in works}
     outcomes = Trainer({"base": model}, pass_bytes=1 << 30).train(list(works), adapters)
     return {one.work_id: one for one in outcomes}, {
@@ -106,7 +106,7 @@ def gspo(logprobs: Any, advantages: Any, old: Any) -> Any:
 
 
 @pytest.mark.parametrize("fn", [ppo, gspo], ids=lambda fn: fn.__name__)
-def test_an_uploaded_loss_trains_as_the_built_in_one_does(
+def test_an_uploaded_loss_trains_like_the_built_in_one(
     model: Transformer, fn: Callable[..., Any]
 ) -> None:
     spec = uploaded(fn, "advantages", "old")
@@ -140,7 +140,7 @@ def test_an_uploaded_loss_that_cannot_be_computed_fails_alone(model: Transformer
     assert outcomes["b"].error is None and adapters["b"].gradients is not None
 
 
-def test_a_custom_loss_without_a_graph_is_refused(model: Transformer) -> None:
+def test_a_custom_loss_without_a_graph_is_rejected(model: Transformer) -> None:
     outcomes, _ = run(model, a_pass("a", "custom"))
 
     assert isinstance(outcomes["a"].error, ValidationError)

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from tests.numerics.small_models import VOCABULARY
-from tinsmith.engines.base import AdapterId, AdapterSpec, PassWork, TrainingWork
-from tinsmith.engines.embedded.adapters import Adapter, fresh_adapter
-from tinsmith.engines.embedded.trainer import Trainer
-from tinsmith.model.transformer import Transformer
+from tinsmith.engine.base import AdapterId, AdapterSpec, PassWork, TrainingWork
+from tinsmith.engine.embedded.adapter_state import AdapterState, fresh_adapter
+from tinsmith.engine.embedded.trainer import Trainer
+from tinsmith.engine.model.transformer import Transformer
 from tinsmith.types import AdamOptimizerConfig, Datum, LoraConfig, ModelInput
 
 A, B = AdapterId("a"), AdapterId("b")
@@ -22,7 +22,7 @@ LARGE, SMALL = 1 << 30, 1 << 20
 
 def an_adapter(
     model: Transformer, adapter: AdapterId = A, *, rank: int = 4, seed: int = 1, **lora: Any
-) -> Adapter:
+) -> AdapterState:
     """One that has been trained for a while: no factor of it is zero."""
     spec = AdapterSpec(
         adapter_id=adapter,
@@ -68,7 +68,10 @@ def a_pass(
 
 
 def train(
-    model: Transformer, works: Sequence[TrainingWork], *adapters: Adapter, pass_bytes: int = LARGE
+    model: Transformer,
+    works: Sequence[TrainingWork],
+    *adapters: AdapterState,
+    pass_bytes: int = LARGE,
 ) -> list[Any]:
     trainer = Trainer({"base": model}, pass_bytes=pass_bytes)
     outcomes = trainer.train(works, {one.spec.adapter_id: one for one in adapters})
@@ -76,6 +79,6 @@ def train(
     return [one.result for one in outcomes]
 
 
-def gradients_of(adapter: Adapter) -> torch.Tensor:
+def gradients_of(adapter: AdapterState) -> torch.Tensor:
     assert adapter.gradients is not None
     return adapter.gradients

@@ -1,4 +1,4 @@
-"""The benchmark harness, from the order to the published page, on contestants that do nothing."""
+"""The benchmark harness, from the plan to the published page, with trivial contestants."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ def large_body(size: int) -> Work:
 
 
 def packages(count: str) -> dict[str, float]:
-    """Figures that need no measuring."""
+    """Figures that are known without measuring."""
     return {"packages": int(count)}
 
 
 def packages_and_abort(count: str) -> dict[str, float]:
-    """The same, by a process that does not survive its exit."""
+    """The same, in a process that crashes at exit."""
     atexit.register(os.abort)
     return packages(count)
 
 
 def token_turns(cpu_s: str) -> Callable[[], dict[str, float]]:
-    """Work that takes seconds, and less of them with each turn."""
+    """Work that takes fewer seconds in each run."""
     turns = itertools.count(1)
 
     def run() -> dict[str, float]:
@@ -131,7 +131,7 @@ def a_run(*benchmarks: Measured) -> results.Run:
     return results.Run(here, 1.0, list(benchmarks))
 
 
-def test_a_quick_run_goes_from_processes_to_a_page_with_a_picture(
+def test_a_quick_run_produces_a_page_with_a_figure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said: list[str] = []
@@ -172,7 +172,7 @@ RATES = Benchmark(
 )
 
 
-def test_work_that_takes_seconds_is_told_by_its_best_turn() -> None:
+def test_long_work_is_reported_by_its_best_run() -> None:
     (found,) = rounds.run_rounds([RATES], PYTHON, replace(QUICK, batches=2), lambda _: None)
 
     # A larger share came with an earlier turn, and is not mixed with the figures of this one.
@@ -180,7 +180,7 @@ def test_work_that_takes_seconds_is_told_by_its_best_turn() -> None:
     assert found.samples["ours"][0]["matmul_share"] == 0.25
 
 
-def test_rates_have_a_line_for_each_contestant_and_are_compared_as_rates() -> None:
+def test_rates_have_a_row_per_contestant_and_are_compared_as_rates() -> None:
     found = rounds.run_rounds([RATES], PYTHON, QUICK, lambda _: None)
 
     page = report.markdown(a_run(*found), "x.png", "A title", "An introduction.")
@@ -191,7 +191,7 @@ def test_rates_have_a_line_for_each_contestant_and_are_compared_as_rates() -> No
     assert losses(a_run(*found)) == []
 
 
-def test_an_aim_beside_a_further_rival_is_judged_where_that_one_ran() -> None:
+def test_an_aim_against_an_optional_rival_is_judged_only_if_it_ran() -> None:
     found = a_measured([1.0], [2.0], Aim("cpu_s", 0.5, beside="third"))
     samples = {"ours": [{"cpu_s": 1.0}], "third": [{"cpu_s": 1.5}], "rival": [{"cpu_s": 2.0}]}
     with_third = msgspec.structs.replace(found, samples=samples, yardsticks=("third",))
@@ -201,7 +201,7 @@ def test_an_aim_beside_a_further_rival_is_judged_where_that_one_ran() -> None:
     assert not verdict.is_reached and verdict.found.middle == pytest.approx(2 / 3)
 
 
-def test_contestants_take_turns_and_swap_in_the_next_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contestants_alternate_and_swap_order_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
 
     def record(worker: contest.Worker) -> Found:
@@ -215,7 +215,7 @@ def test_contestants_take_turns_and_swap_in_the_next_round(monkeypatch: pytest.M
     assert order == ["ours", "rival"] * 3 + ["rival", "ours"] * 3
 
 
-def test_no_round_is_begun_that_would_not_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_round_starts_that_would_exceed_the_time_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "run_round", lambda *_, **__: {"ours": {}, "rival": {}})
     said: list[str] = []
 
@@ -225,7 +225,7 @@ def test_no_round_is_begun_that_would_not_end_in_time(monkeypatch: pytest.Monkey
     assert "stopping here" in said[-1]
 
 
-def test_a_failing_contestant_is_named_with_what_it_said() -> None:
+def test_a_failing_contestant_is_reported_with_its_output() -> None:
     broken = Call(f"{HERE}:small_body", {"length": 1})
     benchmark = Benchmark("x", "Group", "x", contestants(broken, broken))
 
@@ -233,7 +233,7 @@ def test_a_failing_contestant_is_named_with_what_it_said() -> None:
         rounds.run_rounds([benchmark], PYTHON, QUICK, lambda _: None)
 
 
-def test_a_contestant_that_crashes_at_its_exit_has_measured_what_it_said() -> None:
+def test_a_crash_at_exit_does_not_discard_measurements() -> None:
     crashing = Figures(f"{HERE}:packages_and_abort", {"count": "3"})
     benchmark = replace(OTHERS[-1], contestants=contestants(crashing, crashing))
 
@@ -242,8 +242,8 @@ def test_a_contestant_that_crashes_at_its_exit_has_measured_what_it_said() -> No
     assert found.samples["ours"][0] == {"packages": 3.0}
 
 
-def test_ratios_are_taken_round_by_round() -> None:
-    """A round on a busy machine is slow for both and leaves their ratio as it was."""
+def test_ratios_are_computed_per_round() -> None:
+    """A busy machine slows both contestants down, so their ratio stays the same."""
     found = a_measured([1.0, 10.0, 2.0], [2.0, 20.0, 2.0])
 
     ratio = compare(found, "ours", "rival", "cpu_s").ratio
@@ -251,7 +251,7 @@ def test_ratios_are_taken_round_by_round() -> None:
     assert ratio == (0.5, 0.5, 1.0)
 
 
-def test_an_aim_is_judged_by_the_median_and_losses_come_worst_first() -> None:
+def test_a_target_is_judged_by_the_median_and_losses_are_listed_worst_first() -> None:
     aim = Aim("cpu_s", 0.5)
     won = a_measured([1.0, 1.0, 9.0], [2.0, 2.0, 2.0], aim)
     lost = a_measured([3.0], [2.0], aim)
@@ -262,7 +262,7 @@ def test_an_aim_is_judged_by_the_median_and_losses_come_worst_first() -> None:
     assert [loss.benchmark for loss in losses(run)] == [lost_more, lost]
 
 
-def test_a_yardstick_has_no_aims_and_no_losses() -> None:
+def test_a_yardstick_has_no_targets_and_no_losses() -> None:
     found = a_measured([3.0], [2.0], Aim("cpu_s", 0.5))
     run = a_run(msgspec.structs.replace(found, yardsticks=("ours",)))
 
@@ -270,7 +270,7 @@ def test_a_yardstick_has_no_aims_and_no_losses() -> None:
     assert losses(run) == []
 
 
-def test_repetitions_are_enough_to_be_measured() -> None:
+def test_repetitions_are_calibrated_to_be_measurable() -> None:
     calls = 0
 
     def run() -> None:
@@ -283,7 +283,7 @@ def test_repetitions_are_enough_to_be_measured() -> None:
     assert 1 < repetitions < 100 * calls
 
 
-def test_inputs_are_counted_with_what_they_hold() -> None:
+def test_the_size_of_an_input_includes_its_elements() -> None:
     numbers = [1.5, 2.5]
 
     assert held_bytes(memoryview(bytes(1000))) == 1000
@@ -291,7 +291,7 @@ def test_inputs_are_counted_with_what_they_hold() -> None:
     assert held_bytes([numbers]) == sys.getsizeof([numbers]) + held_bytes(numbers)
 
 
-def test_every_benchmark_has_a_name_of_its_own_and_a_known_environment() -> None:
+def test_every_benchmark_has_a_unique_name_and_a_known_environment() -> None:
     names = [benchmark.name for benchmark in BENCHMARKS]
 
     assert len(names) == len(set(names))
@@ -305,7 +305,7 @@ def test_list_names_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
     assert listed == [benchmark.name for benchmark in BENCHMARKS]
 
 
-def test_the_engine_takes_part_when_it_is_asked_for() -> None:
+def test_engine_benchmarks_run_only_on_request() -> None:
     assert not [one for one in command._chosen([]) if one.name.startswith("engine-")]
     assert tuple(command._chosen(["engine"])) == ENGINE_PAGE.benchmarks
     assert [one.name for one in command._chosen(["engine-train-even"])] == [
@@ -313,19 +313,19 @@ def test_the_engine_takes_part_when_it_is_asked_for() -> None:
     ]
 
 
-def test_a_large_rival_takes_part_when_it_is_asked_for() -> None:
+def test_a_large_rival_runs_only_on_request() -> None:
     one, *_ = command._chosen(["engine-sample-32-135m"])
 
     assert "vLLM" not in [rival.name for rival in command._with(one, ()).contestants]
     assert command._with(one, ("vllm",)) == one
 
 
-def test_unknown_name_is_refused() -> None:
+def test_an_unknown_name_is_rejected() -> None:
     with pytest.raises(SystemExit, match="no benchmark is named nonsense"):
         command.main(["nonsense"])
 
 
-def test_kept_results_are_readable_and_published() -> None:
+def test_stored_results_are_readable_and_published() -> None:
     kept = ROOT / "benchmarks/results"
     run = results.load((kept / "latest.json").read_bytes())
 
@@ -333,10 +333,10 @@ def test_kept_results_are_readable_and_published() -> None:
     assert (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8").count(run.machine.date) == 1
 
 
-def test_a_random_model_that_was_kept_from_before_its_type_changed_is_made_anew(
+def test_a_cached_random_model_of_another_dtype_is_recreated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The page says of what type all models are; a kept folder is asked."""
+    """The page states the dtype of all models, so a cached folder is checked."""
     monkeypatch.setattr(models, "FOLDER", tmp_path / "models")
     folder = models.folder_of("1m")
     weights = folder / "model.safetensors"
@@ -361,8 +361,8 @@ def test_a_random_model_that_was_kept_from_before_its_type_changed_is_made_anew(
         ("Features\t: fp asimd bf16", "bf16"),
     ],
 )
-def test_a_page_says_whether_the_machine_multiplies_bfloat16(flags: str, said: str) -> None:
-    """Its notes on bfloat16 refer to that."""
+def test_a_page_says_whether_the_machine_has_bfloat16_hardware(flags: str, said: str) -> None:
+    """The notes on bfloat16 refer to it."""
     cpuinfo = f"processor\t: 0\nmodel name\t: A CPU: fast\n{flags}\n\n"
 
     assert machine.cpu_in_words(cpuinfo * 2) == f"A CPU: fast, {said}"

@@ -1,4 +1,4 @@
-"""What `pip install tinsmith` puts on a machine, with everything that brings in."""
+"""What `pip install tinsmith` installs, with all dependencies."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ WHAT_TO_DO = (
 
 
 def canonical(name: str) -> str:
-    """The one spelling of a package's name, whatever its metadata says."""
+    """The normalized name of a package."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def installed_with(package: str) -> set[str]:
-    """The package and all that it requires here, through every level, without extras."""
+    """The names of the package and of everything that it requires here."""
     return {canonical(requirement.name) for requirement in asked_for(package)}
 
 
 def asked_for(package: str) -> list[Requirement]:
-    """The package and every requirement that it brings along here, through every level."""
+    """The package and all its direct and indirect requirements on this platform."""
     seen: set[tuple[str, frozenset[str]]] = set()
     waiting, found = [Requirement(package)], []
     while waiting:
@@ -60,7 +60,7 @@ def pins() -> dict[str, str]:
     return {canonical(one.name): str(one.specifier).removeprefix("==") for one in wanted}
 
 
-def test_core_install_holds_the_pinned_packages_and_no_others() -> None:
+def test_the_core_install_has_exactly_the_listed_packages() -> None:
     assert installed_with("tinsmith") == CORE_PACKAGES, WHAT_TO_DO
 
 
@@ -70,14 +70,14 @@ def test_typed_marker_is_shipped() -> None:
 
 
 def test_everything_installed_here_is_pinned() -> None:
-    """What CI installs is in constraints.txt, so that a release elsewhere cannot break a build."""
+    """CI installs pinned versions only, so that a new release of a dependency cannot break it."""
     not_pinned = installed_with("tinsmith[dev]") - pins().keys() - {"tinsmith"}
 
     assert not_pinned == set(), "add these to constraints.txt; see the note at its top"
 
 
 def test_every_extra_can_be_installed_with_the_pins() -> None:
-    """One pin that another package does not allow makes an extra impossible to install."""
+    """A pin that contradicts a requirement makes an extra impossible to install."""
     extras = metadata.metadata("tinsmith").get_all("Provides-Extra") or []
     pinned = pins()
     clashes = [

@@ -1,4 +1,4 @@
-"""Every command line that a page shows is one that the command takes."""
+"""Every `tinsmith` command line on a page is valid."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHOWN = sorted(
 
 
 @pytest.mark.parametrize("line", SHOWN)
-def test_a_shown_command_line_is_taken(line: str) -> None:
+def test_a_documented_command_line_is_valid(line: str) -> None:
     words = shlex.split(line)[1:]
     if "--help" in words:
         words.remove("--help")
@@ -35,5 +35,5 @@ def test_a_shown_command_line_is_taken(line: str) -> None:
     assert parsed.run is not None or not words
 
 
-def test_there_are_lines_to_take() -> None:
+def test_there_are_documented_command_lines() -> None:
     assert len(SHOWN) > 10

@@ -1,4 +1,4 @@
-"""Every link of the README and of docs/ that stays in the repository leads somewhere."""
+"""Every link within the repository, from the README and docs/, has a target."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CODE = re.compile(r"^ *```.*?^ *```|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 
 
 def _anchors(page: Path) -> set[str]:
-    """What mkdocs calls the headings of a page."""
+    """The anchors that mkdocs gives to the headings of a page."""
     found = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     plain = (re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in found)
     return {re.sub(r"[\s-]+", "-", heading) for heading in plain}
@@ -32,7 +32,7 @@ def _links() -> list[tuple[Path, str]]:
 @pytest.mark.parametrize(
     ("page", "link"), _links(), ids=lambda one: one.name if isinstance(one, Path) else one
 )
-def test_a_link_leads_somewhere(page: Path, link: str) -> None:
+def test_every_link_resolves(page: Path, link: str) -> None:
     target, _, anchor = link.partition("#")
     found = (page.parent / target).resolve() if target else page
 
@@ -41,11 +41,11 @@ def test_a_link_leads_somewhere(page: Path, link: str) -> None:
         assert anchor in _anchors(found), f"{page.name}: {link}"
 
 
-def test_there_are_links_to_follow() -> None:
+def test_the_docs_contain_links() -> None:
     assert len(_links()) > 50
 
 
-def test_every_page_is_found_from_the_first_one() -> None:
+def test_the_start_page_links_to_every_page() -> None:
     first = ROOT / "docs" / "index.md"
     linked = {
         (first.parent / link.partition("#")[0]).resolve()

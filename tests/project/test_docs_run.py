@@ -1,8 +1,7 @@
 """Examples run as printed: every ```python block of the README and of docs/, each on its own.
 
-An embedded service has a data folder of its own, and the fake engine; words are read by a tokenizer
-that needs no hub. A block that is not meant to
-run is marked ```text, or another language.
+An embedded service uses its own data folder and the fake engine, and a tokenizer that needs no hub.
+A block that is not meant to run is marked ```text, or with another language.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from tests.contract.test_tokenizers_like_transformers import qwen_files
-from tinsmith.model_files.sources import DEFAULT_MODEL
+from tinsmith.engine.files.sources import DEFAULT_MODEL
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -31,7 +30,7 @@ TIME_LIMIT_S = 300
 
 
 def printed_examples() -> Iterator[ParameterSet]:
-    """Each block of each page, named by the line that opens it."""
+    """Each block of each page, identified by page and line."""
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         for block in BLOCK.finditer(text):
@@ -43,7 +42,7 @@ def printed_examples() -> Iterator[ParameterSet]:
 
 
 @pytest.mark.parametrize(("page", "program"), list(printed_examples()))
-def test_example_runs_as_printed(page: Path, program: str, tmp_path: Path) -> None:
+def test_each_documented_example_runs_as_printed(page: Path, program: str, tmp_path: Path) -> None:
     command = f"exec(compile({program!r}, {str(page)!r}, 'exec'))"
 
     finished = subprocess.run(

@@ -1,4 +1,4 @@
-"""Every example runs to its end and says what it found."""
+"""Every example runs to completion and prints its findings."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 TOURS = ["client_tour", "service_tour", "wire_tour"]
 TOLD_APART = ["resume_after_crash", "supervised", "two_tenants", "written_for_tinker"]
-"""Each has a test of its own, of what it says."""
+"""Examples with a test of their own output."""
 EXAMPLES = [path.stem for path in sorted((ROOT / "examples").glob("*.py"))]
 OTHERS = [name for name in EXAMPLES if name not in (*TOURS, *TOLD_APART)]
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a user whose default model is a small random one."""
+    """An environment in which the default model is a small random one."""
     folder = tmp_path_factory.mktemp("examples")
     make_model(folder / "model", "Qwen3", vocab_size=151_936, hidden_size=32, eos_token_id=151_645)
     for file in qwen_files().iterdir():
@@ -53,7 +53,7 @@ def _said(*command: str, **environment: str) -> str:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_help_says_what_an_example_is_about_and_starts_nothing(
+def test_help_describes_an_example_and_starts_nothing(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program = ROOT / "examples" / f"{name}.py"
@@ -91,8 +91,8 @@ def test_a_loop_over_examples_lowers_the_loss(home: dict[str, str]) -> None:
     assert losses[-1] < losses[0]
 
 
-def test_a_program_that_was_killed_is_gone_on_with(home: dict[str, str]) -> None:
-    """The step that died with the program gives the same loss when it is done again."""
+def test_a_killed_program_is_resumed(home: dict[str, str]) -> None:
+    """The step during which the program was killed gives the same loss when it is repeated."""
     said = _said(str(ROOT / "examples" / "resume_after_crash.py"), **home)
 
     third = re.findall(r"step 3(?: again)?: loss (\d+\.\d+)", said)
@@ -100,7 +100,7 @@ def test_a_program_that_was_killed_is_gone_on_with(home: dict[str, str]) -> None
     assert "SIGKILL" in said
 
 
-def test_tenants_see_nothing_of_each_other(home: dict[str, str]) -> None:
+def test_tenants_cannot_see_each_other(home: dict[str, str]) -> None:
     said = _said(str(ROOT / "examples" / "two_tenants.py"), **home)
 
     assert said.count("sees 1 run") == 2
@@ -110,7 +110,7 @@ def test_tenants_see_nothing_of_each_other(home: dict[str, str]) -> None:
 def test_a_program_for_tinker_runs_on_both_clients(
     home: dict[str, str], tmp_path: pathlib.Path
 ) -> None:
-    """On ours under the name of tinker, and on the official one against our service."""
+    """On our client as `tinker`, and on the official client against our service."""
     program = str(ROOT / "examples" / "written_for_tinker.py")
     model = home["TINSMITH_SERVE_MODELS"]
 
@@ -125,26 +125,26 @@ def test_a_program_for_tinker_runs_on_both_clients(
     assert ours.splitlines()[1:] == official.splitlines()[1:]
 
 
-def test_the_tour_of_the_client_shows_faults_that_cost_nothing() -> None:
+def test_the_tour_of_the_client_survives_its_faults() -> None:
     tour = ROOT / "examples" / "client_tour.py"
 
     said = subprocess.run(
         [sys.executable, str(tour)], capture_output=True, text=True, timeout=300, check=True
     ).stdout
 
-    assert "[1, 3, 3, 5]: sent again, done once" in said
-    assert "500 answers" in said
-    assert "over 2 connections; as the whole answer: True" in said
-    assert "the service was told 1 time" in said
+    assert "[1, 3, 3, 5]: sent twice, run once" in said
+    assert "500 responses" in said
+    assert "over 2 connections; equal to the whole response: True" in said
+    assert "ended the session, with 1 request" in said
 
 
-def test_the_tour_of_the_service_loses_nothing_to_a_kill() -> None:
+def test_the_service_tour_loses_nothing_when_the_service_is_killed() -> None:
     tour = ROOT / "examples" / "service_tour.py"
 
     said = subprocess.run(
         [sys.executable, str(tour)], capture_output=True, text=True, timeout=600, check=True
     ).stdout
 
-    assert "killed; the client is not told" in said
-    assert "commands were run again" in said
-    assert "are the same, to the last bit" in said
+    assert "killed; the client does not know" in said
+    assert "commands were repeated" in said
+    assert "are bit-identical" in said

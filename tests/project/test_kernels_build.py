@@ -1,4 +1,4 @@
-"""How the engine's kernels are compiled when tinsmith is built, in a copy of their folder."""
+"""Compiling the engine's kernels during the build, in a copy of their folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from hatchling.bridge.app import Application
 
-from tinsmith.model.kernels import library, names
+from tinsmith.engine.model.kernels import library, library_path
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILER = shutil.which("cc")
@@ -35,7 +35,7 @@ build = _hatch_build()
 
 
 class Told(Application):
-    """What hatchling hands to hooks, with its ears open."""
+    """A stand-in for hatchling's application object that records warnings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,13 +46,13 @@ class Told(Application):
 
 
 class Tree:
-    """A tree with nothing but the sources of kernels, which are small ones."""
+    """A source tree with nothing but a few small kernels."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.folder = root / build.FOLDER
         self.folder.mkdir(parents=True)
-        shutil.copy(names.__file__, self.folder)
+        shutil.copy(library_path.__file__, self.folder)
         (self.folder / "rows.c").write_text("int tinsmith_one(void) { return 1; }\n")
 
     def compiler_is(self, script: str) -> str:
@@ -94,18 +94,20 @@ def test_a_wheel_with_kernels_is_for_this_platform(tree: Tree) -> None:
 
 
 @needs_compiler
-def test_libraries_are_found_under_the_names_that_they_are_given(tree: Tree) -> None:
+def test_compiled_libraries_are_found_by_name(tree: Tree) -> None:
     made = build.compile_kernels(tree.root)
 
-    assert made == [names.library_path(kind, tree.folder).name for kind in build.variants()]
+    assert made == [library_path.library_path(kind, tree.folder).name for kind in build.variants()]
 
 
 @needs_compiler
-def test_other_sources_make_other_libraries_and_the_old_ones_go(tree: Tree) -> None:
-    """One of an older checkout is never called as if it were of this one."""
+def test_changed_sources_replace_the_old_libraries(tree: Tree) -> None:
+    """A library of an older checkout is never loaded."""
     before = build.compile_kernels(tree.root)
     (tree.folder / "rows.c").write_text("int tinsmith_two(void) { return 2; }\n")
-    is_stale = not any(names.library_path(kind, tree.folder).exists() for kind in build.variants())
+    is_stale = not any(
+        library_path.library_path(kind, tree.folder).exists() for kind in build.variants()
+    )
 
     after = build.compile_kernels(tree.root)
 
@@ -115,7 +117,7 @@ def test_other_sources_make_other_libraries_and_the_old_ones_go(tree: Tree) -> N
 
 
 @pytest.mark.parametrize("compiler", ["/nonexistent/cc", "nobody-has-this-compiler -O1"])
-def test_without_a_compiler_the_wheel_is_for_all(
+def test_without_a_compiler_the_wheel_is_pure_python(
     tree: Tree, monkeypatch: pytest.MonkeyPatch, compiler: str
 ) -> None:
     monkeypatch.setenv("CC", compiler)
@@ -128,7 +130,7 @@ def test_without_a_compiler_the_wheel_is_for_all(
     assert "PyTorch alone" in warning
 
 
-def test_a_compiler_that_fails_leaves_the_build_alive(
+def test_a_failing_compiler_does_not_fail_the_build(
     tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CC", tree.compiler_is("echo no such flag >&2; exit 1"))
@@ -141,10 +143,10 @@ def test_a_compiler_that_fails_leaves_the_build_alive(
 
 
 @needs_compiler
-def test_a_compiler_that_fails_half_way_changes_nothing(
+def test_a_compiler_that_fails_midway_changes_nothing(
     tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is there may be in use by an editable install."""
+    """The existing libraries may be in use by an editable install."""
     before = build.compile_kernels(tree.root)
     script = f'case "$*" in *-mavx512bf16*) exit 1;; esac; exec {COMPILER} "$@"'
     monkeypatch.setenv("CC", tree.compiler_is(script))
@@ -158,8 +160,8 @@ def test_a_compiler_that_fails_half_way_changes_nothing(
 
 
 @needs_compiler
-def test_a_compiler_without_openmp_is_none(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels of one thread would be slower than PyTorch with all."""
+def test_a_compiler_without_openmp_is_not_used(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels with one thread would be slower than PyTorch with several."""
     script = f'case "$*" in *-fopenmp*) exit 1;; esac; exec {COMPILER} "$@"'
     monkeypatch.setenv("CC", tree.compiler_is(script))
 
@@ -169,25 +171,25 @@ def test_a_compiler_without_openmp_is_none(tree: Tree, monkeypatch: pytest.Monke
     assert len(warnings) == 1
 
 
-def test_the_sources_have_the_functions_that_python_asks_for() -> None:
-    sources = "".join(path.read_text() for path in names.FOLDER.glob("*.c"))
+def test_the_sources_define_the_functions_that_python_calls() -> None:
+    sources = "".join(path.read_text() for path in library_path.FOLDER.glob("*.c"))
 
     defined = re.findall(r"^\w+ tinsmith_(\w+)\(", sources, re.MULTILINE)
 
     assert sorted(defined) == sorted(library._ARGUMENTS)
 
 
-def test_the_machine_looks_for_a_kind_that_is_compiled() -> None:
+def test_the_machine_looks_for_a_variant_that_is_compiled() -> None:
     if library.kernels() is None:
         pytest.skip("there are no kernels on this machine")
 
-    assert library._kind_of_machine() in build.variants()
+    assert library._instruction_set() in build.variants()
 
 
-def test_a_library_of_another_machine_is_left_alone_with_a_warning(
+def test_a_library_for_another_machine_is_skipped_with_a_warning(
     tree: Tree, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Compiled for another processor or against libraries that are not here."""
+    """It was compiled for another processor, or against missing libraries."""
     path = tree.folder / "other.so"
     path.write_bytes(b"\x7fELF of somebody else")
     monkeypatch.setattr(library, "library_path", lambda _kind: path)
@@ -200,8 +202,8 @@ def test_a_library_of_another_machine_is_left_alone_with_a_warning(
     assert "cannot be loaded" in caplog.text
 
 
-def test_names_are_made_without_the_package() -> None:
+def test_library_names_are_computed_without_the_package() -> None:
     """The build has neither torch nor tinsmith."""
-    alone = runpy.run_path(str(names.FOLDER / "names.py"))
+    alone = runpy.run_path(str(library_path.FOLDER / "library_path.py"))
 
-    assert alone["library_path"]("kind") == names.library_path("kind")
+    assert alone["library_path"]("kind") == library_path.library_path("kind")

@@ -49,7 +49,7 @@ def test_type_checkers_see_the_names_that_exist() -> None:
 
 
 def test_every_error_is_public() -> None:
-    """Whatever tinsmith raises can be caught by a name from the top of the package."""
+    """Every error can be caught by a name from `tinsmith`."""
     defined = {
         name
         for name, value in vars(errors).items()
@@ -68,8 +68,8 @@ def test_unknown_name_is_an_attribute_error() -> None:
         _ = tinsmith.no_such_name  # type: ignore[attr-defined]
 
 
-def test_help_tells_of_every_public_name() -> None:
-    """It looks up what signatures name, also what is imported for type checkers alone."""
+def test_help_lists_every_public_name() -> None:
+    """`help()` resolves annotations, including those imported for type checkers only."""
     for name in tinsmith.__all__:
         value = getattr(tinsmith, name)
         assert not callable(value) or pydoc.render_doc(value), name

@@ -1,4 +1,4 @@
-"""The reference pages are what the code says now, and leave nothing out."""
+"""The reference pages are up to date and complete."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from scripts.reference_pages.markdown import paragraphs
 from tinsmith import errors
 from tinsmith.cli.completion import levels
 from tinsmith.cli.main import root_parser
-from tinsmith.server.routes import collect
+from tinsmith.service.api.routes import collect
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_is_what_the_code_says(name: str) -> None:
+def test_a_reference_page_is_up_to_date(name: str) -> None:
     written = (FOLDER / name).read_text(encoding="utf-8")
 
     assert written == reference_page(name), "run `python scripts/reference.py --write`"
 
 
-def test_there_are_no_pages_that_no_code_makes() -> None:
+def test_every_reference_page_is_generated() -> None:
     assert {path.name for path in FOLDER.iterdir()} == set(PAGES)
 
 
-def test_every_command_and_option_has_its_place_and_its_words() -> None:
+def test_every_command_and_option_is_documented() -> None:
     page = reference_page("cli.md")
 
     for level in levels(root_parser()):
@@ -43,7 +43,7 @@ def test_every_command_and_option_has_its_place_and_its_words() -> None:
             assert option.help, (level.words, option.option_strings)
 
 
-def test_every_error_says_what_it_is_and_what_to_do() -> None:
+def test_every_error_documents_its_meaning_and_remedy() -> None:
     raised = {one for one in vars(errors).values() if isinstance(one, type)}
     ours = {one for one in raised if issubclass(one, errors.TinkerError)}
 
@@ -63,7 +63,7 @@ def test_every_route_is_listed_once() -> None:
 def test_every_variable_that_the_client_reads_is_listed() -> None:
     source = "".join(
         path.read_text(encoding="utf-8")
-        for folder in ("client", "model_files")
+        for folder in ("client", "engine/files")
         for path in sorted((ROOT / "src" / "tinsmith" / folder).rglob("*.py"))
     )
     read = set(re.findall(r'"((?:TINKER|TINSMITH|HF|HUGGINGFACE|XDG|CLOUDFLARE)_[A-Z_]+)"', source))

@@ -1,4 +1,4 @@
-"""The scripts' own promises, tried with a stand-in for Python so that nothing is installed."""
+"""What the scripts promise, tested with a fake Python so that nothing is installed."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ COMMANDS = [
     *sorted(p for p in ROOT.glob("scripts/*") if p.is_file() and not p.suffix),
 ]
 
-# Answers what the scripts ask of a Python: its version, where it is, a venv, a pip, and tests,
-# which fail. The venv's interpreter is a copy of it; what pip does is decided by the file "pip"
-# beside pyproject.toml.
+# Responds to what the scripts ask of a Python: its version and path, a venv, pip, and tests, which
+# fail. The venv's interpreter is a copy of it; the file "pip" beside pyproject.toml is run as pip.
 STAND_IN = """\
 #!/usr/bin/env bash
 case "$*" in
@@ -37,16 +36,16 @@ TIME_LIMIT_S = 300
 
 
 class Checkout:
-    """A tree with the scripts, a stand-in Python and nothing to install."""
+    """A checkout with the scripts, a fake Python and nothing to install."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         (root / "scripts").mkdir(parents=True)
         shutil.copy(ROOT / "scripts/_venv.sh", root / "scripts")
         (root / "pyproject.toml").write_text("[project]\nname = 'x'\n[tool.ruff]\n")
-        kernels = root / "src/tinsmith/model/kernels"
+        kernels = root / "src/tinsmith/engine/model/kernels"
         kernels.mkdir(parents=True)
-        compiled = (kernels / name for name in ("one.c", "one.h", "names.py"))
+        compiled = (kernels / name for name in ("one.c", "one.h", "library_path.py"))
         for path in (root / "constraints.txt", root / "hatch_build.py", *compiled):
             path.touch()
         self.python = root / "python-stand-in"
@@ -70,13 +69,13 @@ class Checkout:
         )
 
     def use_venv(self, **environment: str) -> tuple[int, str]:
-        """Run to the end; the exit status, and what was said."""
+        """Run to the end; returns the exit status and stderr."""
         with self.start_use_venv(**environment) as run:
             _, said = run.communicate(timeout=TIME_LIMIT_S)
         return run.returncode, said
 
     def new_calls(self) -> list[str]:
-        """What was made or installed since the last question."""
+        """What was created or installed since the last call."""
         calls = self.root / "calls"
         lines = calls.read_text().split() if calls.exists() else []
         calls.unlink(missing_ok=True)
@@ -88,7 +87,7 @@ class Checkout:
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
-    """Look again and again; for another process, which no fake clock reaches."""
+    """Poll until a condition in another process holds."""
     deadline = time.monotonic() + TIME_LIMIT_S
     while not is_so():
         assert time.monotonic() < deadline
@@ -106,11 +105,11 @@ def test_command_is_executable_and_parses(command: Path) -> None:
     subprocess.run(["bash", "-n", command], check=True)
 
 
-def test_there_are_commands_to_try() -> None:
+def test_the_scripts_are_found() -> None:
     assert {"check", "regenerate-proto", "test"} <= {command.name for command in COMMANDS}
 
 
-def test_an_install_shows_each_package_while_it_lasts(checkout: Checkout) -> None:
+def test_an_install_shows_each_package_as_it_goes(checkout: Checkout) -> None:
     checkout.pip_does("""
 echo '  Installing build dependencies: started'
 echo '  Preparing editable metadata (pyproject.toml): started'
@@ -141,7 +140,7 @@ echo 'Installing collected packages: torch, msgspec, idna'
     assert run.returncode == 0
 
 
-def test_environment_is_made_once(checkout: Checkout) -> None:
+def test_the_environment_is_created_once(checkout: Checkout) -> None:
     status, said = checkout.use_venv()
     assert status == 0, said
     assert checkout.new_calls() == ["venv", "pip"]
@@ -153,7 +152,7 @@ def test_environment_is_made_once(checkout: Checkout) -> None:
 
 
 @pytest.mark.parametrize(
-    "changed", ["constraints.txt", "hatch_build.py", "src/tinsmith/model/kernels/one.c"]
+    "changed", ["constraints.txt", "hatch_build.py", "src/tinsmith/engine/model/kernels/one.c"]
 )
 def test_changed_pins_and_kernels_update_the_environment(checkout: Checkout, changed: str) -> None:
     checkout.use_venv()
@@ -165,7 +164,7 @@ def test_changed_pins_and_kernels_update_the_environment(checkout: Checkout, cha
     assert checkout.new_calls() == ["pip"]
 
 
-def test_changed_linter_settings_leave_the_environment_alone(checkout: Checkout) -> None:
+def test_changed_linter_settings_do_not_update_the_environment(checkout: Checkout) -> None:
     checkout.use_venv()
     checkout.new_calls()
     with (checkout.root / "pyproject.toml").open("a") as pyproject:
@@ -176,7 +175,7 @@ def test_changed_linter_settings_leave_the_environment_alone(checkout: Checkout)
     assert checkout.new_calls() == []
 
 
-def test_another_python_makes_the_environment_anew(checkout: Checkout) -> None:
+def test_another_python_recreates_the_environment(checkout: Checkout) -> None:
     checkout.use_venv()
     checkout.new_calls()
 
@@ -186,7 +185,7 @@ def test_another_python_makes_the_environment_anew(checkout: Checkout) -> None:
     assert checkout.new_calls() == ["venv", "pip"]
 
 
-def test_failed_install_leaves_no_stamp_and_is_made_from_nothing_next(checkout: Checkout) -> None:
+def test_after_a_failed_install_the_environment_is_recreated(checkout: Checkout) -> None:
     checkout.pip_does("exit 1")
     status, _ = checkout.use_venv()
     assert status != 0
@@ -212,7 +211,7 @@ def test_failed_update_leaves_no_stamp(checkout: Checkout) -> None:
 
 
 @pytest.mark.skipif(shutil.which("flock") is None, reason="runs are kept apart by flock")
-def test_second_of_two_runs_waits_and_finds_the_work_done(checkout: Checkout) -> None:
+def test_the_second_of_two_runs_waits_for_the_first(checkout: Checkout) -> None:
     checkout.pip_does("until [[ -e go ]]; do sleep 0.02; done")
     first = checkout.start_use_venv()
     wait_until((checkout.root / "calls").exists)
@@ -229,7 +228,7 @@ def test_second_of_two_runs_waits_and_finds_the_work_done(checkout: Checkout) ->
 
 
 def test_a_failing_test_fails_the_run_and_is_not_run_again(checkout: Checkout) -> None:
-    """What passes the second time is a fault all the same."""
+    """A test that passes the second time is still broken."""
     shutil.copy(ROOT / "scripts/test", checkout.root / "scripts")
     check = checkout.root / "scripts/check"
     check.write_text("#!/usr/bin/env bash\n")
@@ -249,7 +248,7 @@ def test_a_failing_test_fails_the_run_and_is_not_run_again(checkout: Checkout) -
     assert "all good" not in done.stderr
 
 
-def test_unusable_python_is_named(checkout: Checkout) -> None:
+def test_an_unusable_python_is_reported_by_name(checkout: Checkout) -> None:
     status, said = checkout.use_venv(PYTHON="/no/such/python")
 
     assert status != 0

@@ -1,4 +1,4 @@
-"""A program with types, as a user of the official names writes it; `mypy --strict` must pass it.
+"""A typed program that uses the official names; `mypy --strict` must accept it.
 
 `assert_type` says what each call gives: a wrong or vague annotation of ours is an error here.
 """
@@ -6,15 +6,17 @@
 from __future__ import annotations
 
 import asyncio
-from typing import assert_type
+import concurrent.futures
+from typing import TYPE_CHECKING, TypeVar, assert_type
 
 import tinsmith
 from tinsmith import types
 
+T = TypeVar("T")
+
 
 def train(client: tinsmith.ServiceClient) -> tinsmith.TrainingClient:
     training = client.create_lora_training_client("Qwen/Qwen3-8B", rank=8)
-    assert_type(training, tinsmith.TrainingClient)
     datum = tinsmith.Datum(
         model_input=tinsmith.ModelInput.from_ints([1, 2, 3]),
         loss_fn_inputs={"target_tokens": [2, 3, 4], "weights": [0.0, 1.0, 1.0]},
@@ -56,6 +58,56 @@ async def sample(client: tinsmith.ServiceClient) -> list[int]:
     return list(answer.sequences[0].tokens)
 
 
+def wait_for(future: tinsmith.APIFuture[T]) -> T:
+    return future.result()
+
+
+def create(client: tinsmith.ServiceClient, path: str) -> list[tinsmith.TrainingClient]:
+    """What creates a client gives a future of it, which is also the client."""
+    training = client.create_lora_training_client("Qwen/Qwen3-8B", rank=8)
+    assert_type(training.result(), tinsmith.TrainingClient)
+    assert_type(training.model_id, str)
+    assert_type(wait_for(training), tinsmith.TrainingClient)
+    as_client: tinsmith.TrainingClient = training
+    as_future: tinsmith.APIFuture[tinsmith.TrainingClient] = training
+    resumed = client.create_training_client_from_state(path)
+    assert_type(resumed.result(), tinsmith.TrainingClient)
+    complete = client.create_training_client_from_state_with_optimizer(path)
+    assert_type(complete.result(timeout=5.0), tinsmith.TrainingClient)
+    sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
+    assert_type(sampler.result(), tinsmith.SamplingClient)
+    assert_type(training.create_sampling_client(path).result(), tinsmith.SamplingClient)
+    saved = training.save_weights_and_get_sampling_client()
+    assert_type(saved.result(), tinsmith.SamplingClient)
+    if TYPE_CHECKING:
+        training.no_such_method()  # type: ignore[attr-defined]  # not every name is a client's
+    samplers: list[tinsmith.SamplingClient] = [sampler, saved, saved.result()]
+    return [as_client, as_future.result(), resumed] if samplers else []
+
+
+async def create_in_coroutine(client: tinsmith.ServiceClient, path: str) -> None:
+    """The same calls, awaited."""
+    training = await client.create_lora_training_client("Qwen/Qwen3-8B", rank=8)
+    assert_type(training, tinsmith.TrainingClient)
+    assert_type(await client.create_training_client_from_state(path), tinsmith.TrainingClient)
+    sampler = await client.create_sampling_client(model_path=path)
+    assert_type(sampler, tinsmith.SamplingClient)
+    assert_type(await training.save_weights_and_get_sampling_client(), tinsmith.SamplingClient)
+    assert_type(await training.optim_step(tinsmith.AdamParams()), tinsmith.OptimStepResponse)
+    both = await asyncio.gather(
+        client.create_lora_training_client("Qwen/Qwen3-8B"),
+        client.create_sampling_client(base_model="Qwen/Qwen3-8B"),
+    )
+    assert_type(both, tuple[tinsmith.TrainingClient, tinsmith.SamplingClient])
+    prompt = tinsmith.ModelInput.from_ints([1, 2, 3])
+    asked = [sampler.sample(prompt, 1, tinsmith.SamplingParams()) for _ in range(4)]
+    assert_type(await asyncio.gather(*asked), list[tinsmith.SampleResponse])
+    task = asyncio.create_task(asked[0].coroutine())
+    assert_type(await task, tinsmith.SampleResponse)
+    standard: concurrent.futures.Future[tinsmith.SampleResponse] = asked[0].future()
+    assert_type(standard.result(), tinsmith.SampleResponse)
+
+
 def look_around(rest: tinsmith.RestClient) -> None:
     assert_type(rest.list_training_runs().result(), types.TrainingRunsResponse)
     for checkpoint in rest.iter_checkpoints():
@@ -74,6 +126,8 @@ def main() -> None:
             raise
         asyncio.run(train_async(training, []))
         asyncio.run(sample(client))
+        create(client, "tinker://run/weights/1")
+        asyncio.run(create_in_coroutine(client, "tinker://run/weights/1"))
     look_around(tinsmith.RestClient())
 
 

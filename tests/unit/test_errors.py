@@ -80,7 +80,7 @@ def test_a_given_status_wins_over_that_of_the_response_and_of_the_class() -> Non
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-def test_every_error_survives_pickling_with_all_it_carries(cls: type[e.TinkerError]) -> None:
+def test_every_error_survives_pickling_with_all_its_fields(cls: type[e.TinkerError]) -> None:
     error = made(cls)
     error.add_note("seen in step 7")
 
@@ -103,7 +103,7 @@ def test_every_error_can_be_copied(cls: type[e.TinkerError]) -> None:
     assert vars(again) == vars(error)
 
 
-def test_a_timeout_made_without_arguments_survives_pickling() -> None:
+def test_a_timeout_error_without_arguments_survives_pickling() -> None:
     error = pickle.loads(pickle.dumps(e.APITimeoutError()))
 
     assert type(error) is e.APITimeoutError
@@ -111,7 +111,7 @@ def test_a_timeout_made_without_arguments_survives_pickling() -> None:
     assert error.body is None
 
 
-def test_a_subclass_with_arguments_of_its_own_survives_pickling() -> None:
+def test_a_subclass_with_its_own_arguments_survives_pickling() -> None:
     error = pickle.loads(pickle.dumps(StepError(7, loss=2.5)))
 
     assert (error.step, error.loss, str(error)) == (7, 2.5, "step 7 failed")
@@ -125,7 +125,7 @@ class StepError(e.TinkerError):
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-def test_the_remedy_stands_in_the_message(cls: type[e.TinkerError]) -> None:
+def test_the_remedy_is_part_of_the_message(cls: type[e.TinkerError]) -> None:
     error = made(cls)
 
     assert str(error) == "it broke; try later"
@@ -133,7 +133,7 @@ def test_the_remedy_stands_in_the_message(cls: type[e.TinkerError]) -> None:
     assert error.request_id == "r-1"
 
 
-def test_an_error_without_remedy_shows_its_message_alone() -> None:
+def test_an_error_without_a_remedy_shows_only_its_message() -> None:
     assert str(e.BadRequestError("it broke")) == "it broke"
     assert e.BadRequestError("it broke").request_id is None
 
@@ -156,14 +156,14 @@ def test_a_failed_request_keeps_its_category() -> None:
     assert e.RequestFailedError("x").category is e.RequestErrorCategory.Unknown
 
 
-def test_a_connection_error_has_a_message_of_its_own() -> None:
+def test_a_connection_error_has_a_default_message() -> None:
     error = e.APIConnectionError()
 
     assert str(error) == "Connection error."
     assert error.body is None
 
 
-def test_a_reply_that_is_not_understood_keeps_its_status() -> None:
+def test_a_response_validation_error_keeps_its_status() -> None:
     error = e.APIResponseValidationError(RESPONSE, "<html>")
 
     assert error.status_code == 418
@@ -171,7 +171,7 @@ def test_a_reply_that_is_not_understood_keeps_its_status() -> None:
     assert e.APIResponseValidationError().status_code is None
 
 
-def test_mistakes_of_the_caller_are_value_errors_too() -> None:
+def test_validation_errors_are_value_errors_too() -> None:
     """Programs catch `(TinkerError, ValueError)` around everything that reads."""
     assert issubclass(e.ValidationError, ValueError)
     assert issubclass(e.DecodeError, ValueError)
@@ -179,7 +179,7 @@ def test_mistakes_of_the_caller_are_value_errors_too() -> None:
     assert issubclass(e.BodyTooLargeError, e.DecodeError)
 
 
-def test_a_call_that_took_too_long_is_a_timeout_error_too() -> None:
+def test_api_timeout_errors_are_timeout_errors_too() -> None:
     """Programs catch `asyncio.TimeoutError`, as the official SDK has them do."""
     error = e.APITimeoutError("it was slow", request_id="r-1", remedy="wait longer")
 
@@ -189,7 +189,7 @@ def test_a_call_that_took_too_long_is_a_timeout_error_too() -> None:
     assert not issubclass(e.CertificateError, TimeoutError)
 
 
-def test_tinsmith_error_is_the_root_under_our_name() -> None:
+def test_tinsmith_error_is_an_alias_of_the_root_error() -> None:
     assert e.TinsmithError is e.TinkerError
 
 
@@ -207,11 +207,13 @@ def test_tinsmith_error_is_the_root_under_our_name() -> None:
         (["user"], "Unknown"),
     ],
 )
-def test_a_category_is_read_in_any_case_and_never_fails(text: object, category: str) -> None:
+def test_a_category_is_parsed_case_insensitively_and_never_raises(
+    text: object, category: str
+) -> None:
     assert e.RequestErrorCategory.parse(text) is e.RequestErrorCategory[category]
 
 
-def test_what_is_shown_of_a_value_is_short_and_never_fails() -> None:
+def test_a_value_is_shown_briefly_and_never_raises() -> None:
     deep: list[object] = []
     for _ in range(5_000):
         deep = [deep]
@@ -219,15 +221,17 @@ def test_what_is_shown_of_a_value_is_short_and_never_fails() -> None:
     assert e.shown("ab") == "'ab'"
     assert len(e.shown("a" * 1000)) == 80
     assert e.shown("a" * 1000, most=10) == "'aaaaaaaaa"
-    assert e.shown(deep) == "a list that cannot be shown"
-    assert e.shown(10**5000) == "a int that cannot be shown"
+    assert e.shown(deep) == "<list that cannot be printed>"
+    assert e.shown(10**5000) == "<int that cannot be printed>"
 
 
 STATUS_CLASSES = [cls for cls in CLASSES if issubclass(cls, e.APIStatusError)]
 
 
 @pytest.mark.parametrize("cls", STATUS_CLASSES)
-def test_a_refused_result_is_what_it_was_and_a_value_error(cls: type[e.APIStatusError]) -> None:
+def test_a_rejected_result_keeps_its_error_class_and_is_a_value_error(
+    cls: type[e.APIStatusError],
+) -> None:
     error = cls("it broke", body={"detail": "no"}, status_code=422, request_id="r-1")
     error.add_note("seen in step 7")
 
@@ -243,14 +247,14 @@ def test_a_refused_result_is_what_it_was_and_a_value_error(cls: type[e.APIStatus
     assert type(copy.copy(refused)) is type(refused)
 
 
-def test_a_result_that_is_gone_is_an_error_of_its_own() -> None:
+def test_an_expired_result_has_its_own_error_class() -> None:
     gone = e.refused_result(e.APIStatusError("it is gone", status_code=410))
 
     assert type(gone) is e.ResultExpiredError
     assert e.ResultExpiredError("by hand").status_code == 410
 
 
-def test_a_failing_server_refuses_no_result() -> None:
+def test_a_server_error_is_not_a_rejected_result() -> None:
     failing = e.InternalServerError("it broke", status_code=503)
 
     assert e.refused_result(failing) is failing

@@ -76,7 +76,7 @@ def run(program: str, *options: str) -> str:
     return done.stdout
 
 
-def test_all_is_built_encoded_and_decoded_without_numpy_and_torch() -> None:
+def test_everything_is_built_encoded_and_decoded_without_numpy_and_torch() -> None:
     run(BLOCK + USE_EVERYTHING)
 
 
@@ -131,7 +131,7 @@ for act in wrong:
 """
 
 
-def test_input_is_checked_when_python_is_optimised_too() -> None:
+def test_input_is_validated_when_python_is_optimised_too() -> None:
     """`assert` is gone under -O, so none may guard what comes from outside."""
     run(REFUSED_WHEN_OPTIMISED, "-O")
     run(BLOCK + USE_EVERYTHING, "-O")

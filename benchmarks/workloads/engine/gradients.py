@@ -13,7 +13,7 @@ from benchmarks.workloads.engine.data import Sequence, training_batch
 from benchmarks.workloads.engine.models import size_of
 from benchmarks.workloads.engine.ours import Running, datums
 from benchmarks.workloads.engine.peft_loop import gather, load, trained, with_adapters
-from tinsmith.engines.base import AdapterId
+from tinsmith.engine.base import AdapterId
 
 MODEL = "1m"
 

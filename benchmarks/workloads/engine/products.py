@@ -13,17 +13,17 @@ import torch
 from benchmarks.workloads.engine.data import RANK
 from benchmarks.workloads.engine.measure import Turn, warm_up
 from benchmarks.workloads.engine.models import fused_sides, size_of
-from tinsmith.engines.embedded.loading import chosen_types
-from tinsmith.engines.embedded.sampler import SamplerSettings
-from tinsmith.engines.embedded.settings import Dtype
-from tinsmith.model.linear import Linear
+from tinsmith.engine.embedded.batched_sampler import SamplerSettings
+from tinsmith.engine.embedded.embedded_settings import Dtype
+from tinsmith.engine.embedded.model_loading import choose_dtypes
+from tinsmith.engine.model.linear import Linear
 
 
 class _Products:
     def __init__(self, model: str, dtype: Dtype) -> None:
         torch.set_num_threads(1)
         self.size = size_of(model)
-        self.computes_in = chosen_types(dtype, "cpu").computed
+        self.computes_in = choose_dtypes(dtype, "cpu").computed
         sides = fused_sides(model)
         self._layers = [self._linear(*one) for _ in range(sides.layers) for one in sides.of_layer]
         self._head = self._linear(*sides.head)
@@ -48,7 +48,7 @@ class _Products:
         """There and back, with logits for all."""
         for linear in (*self._layers, self._head):
             outputs, inputs = linear.weight_OI.shape
-            linear.of_many(self._rows(rows, inputs))
+            linear.for_many_rows(self._rows(rows, inputs))
             linear.input_gradient(self._rows(rows, outputs))
 
 
@@ -57,14 +57,14 @@ def sampling(
 ) -> Callable[[], dict[str, float]]:
     """Those of so many samples at once."""
     products = _Products(model, dtype)
-    pack = SamplerSettings().prefill_tokens
+    step = SamplerSettings().prefill_tokens
     read, drawn = int(count) * int(prompt), int(count) * int(new)
 
     @torch.inference_mode()
     def run() -> dict[str, float]:
         turn = Turn(products.computes_in)
-        for start in range(0, read, pack):
-            products.read(min(pack, read - start))
+        for start in range(0, read, step):
+            products.read(min(step, read - start))
         for _ in range(int(new)):
             products.draw(int(count))
         return turn.figures(drawn, products.size.sampling_flops(read, drawn))

@@ -1,27 +1,30 @@
-"""A checkpoint's files as one tar, made while it is read.
+"""A checkpoint's files as one tar archive, generated while it is read.
 
-Nothing is written: the archive is a list of parts, some of them bytes made here and some of them
-stretches of files. Its size is known before, and the same checkpoint gives the same bytes each
-time, so that a download can be taken up where it broke off. It is not compressed, because weights
-do not get smaller.
+Nothing is written to disk: the archive is a list of parts, which are bytes made here or ranges of
+files. Its size is known in advance, and the same checkpoint always gives the same bytes, so an
+interrupted download can be resumed. It is not compressed, because weights do not compress well.
 
-Tools for Tinker's archives know the output layer by another name than `peft` does (`Layout`). The
-names stand in the header of the file of weights alone; it is written anew and the numbers are not
-touched.
+Tools for Tinker's archives use another name for the output layer than `peft` does (`Layout`). The
+names are only in the header of the weights file, which is rewritten; the tensors are unchanged.
+
+`give_peft_names` renames the weights out of an archive as `peft` and vLLM expect them. Archives
+have another name for the output layer (`Layout.TINKER`). `peft` silently skips tensors that it does
+not know, so the layer would be left untrained without an error.
 """
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from tinsmith.checkpoints.base import PIECE_BYTES, CheckpointStore, Reading
-from tinsmith.checkpoints.checks import check_version
 from tinsmith.checkpoints.disk import disk_errors
 from tinsmith.checkpoints.format import ADAPTER_MODEL, Layout, name_in
-from tinsmith.checkpoints.manifest import FileEntry
+from tinsmith.checkpoints.manifest import FileEntry, check_version
 from tinsmith.checkpoints.paths import CheckpointPath
 from tinsmith.checkpoints.safetensors_file import encode_header, read_header
 from tinsmith.errors import (
@@ -86,11 +89,10 @@ class Archive:
                 f"range is {start} to {stop}; the archive has {self.size_bytes} bytes"
             )
         reading = self._store.open(self._path)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(reading.close)
             check_version(self._path, reading.manifest, self.manifest.version)
-        except BaseException:
-            reading.close()
-            raise
+            undo.pop_all()
         return self._pieces(reading, start, stop)
 
     def _pieces(self, reading: Reading, start: int, stop: int) -> Iterator[bytes]:
@@ -144,7 +146,7 @@ def _of_part(folder: Path, part: _Part, start: int, stop: int) -> Iterator[bytes
             with disk_errors(f"{part.file} cannot be read"):
                 piece = file.read(min(left, PIECE_BYTES))
             if not piece:
-                raise CheckpointDamagedError(f"{part.file} is shorter than it was")
+                raise CheckpointDamagedError(f"{part.file} was truncated")
             left -= len(piece)
             yield piece
 
@@ -154,3 +156,32 @@ def _tar_header(name: str, size_bytes: int) -> bytes:
     entry.size = size_bytes
     entry.mode = 0o644
     return entry.tobuf(tarfile.GNU_FORMAT)  # which can tell sizes above 8 GiB
+
+
+_COPY_BYTES = 1 << 20
+
+
+def give_peft_names(folder: Path) -> None:
+    """Rename the tensors in a folder's file of weights, if it has one; the numbers stay.
+
+    Files of another form are left unchanged.
+
+    Raises:
+        OSError: It could not be read or written.
+    """
+    file = folder / ADAPTER_MODEL
+    if not file.is_file():
+        return
+    try:
+        header = read_header(file)
+    except CheckpointFormatError:
+        return
+    renamed = {name_in(Layout.PEFT, name): entry for name, entry in header.tensors.items()}
+    if renamed == header.tensors or len(renamed) < len(header.tensors):
+        return
+    new = file.with_name(f"{file.name}.new")
+    with file.open("rb") as content, new.open("wb") as out:
+        out.write(encode_header(renamed, header.metadata))
+        content.seek(header.data_start)
+        shutil.copyfileobj(content, out, _COPY_BYTES)
+    new.replace(file)

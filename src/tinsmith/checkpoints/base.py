@@ -1,4 +1,4 @@
-"""What every store of checkpoints promises. `tests/contract/test_checkpoints.py` holds each to it.
+"""The contract of checkpoint stores; `tests/contract/test_checkpoints.py` checks every store.
 
 A checkpoint is a flat folder of files under a `CheckpointPath`. The store never looks into them.
 
@@ -12,8 +12,8 @@ A checkpoint is a flat folder of files under a `CheckpointPath`. The store never
 True of every store:
 
 - **Whole or not at all.** A checkpoint is there when `commit` returned, and survives a power cut.
-  Whatever happens before, `kill -9` and a full disk included, leaves what was there before, and
-  rubbish that `sweep` removes.
+  A failure before that, including `kill -9` and a full disk, leaves the previous checkpoint, and
+  files that `sweep` removes.
 - **Immutable.** What is committed never changes. An overwriting commit puts another in its place in
   one step; whoever opened the old one reads it to its end.
 - **Twice is once.** A commit whose `origin` equals that of the checkpoint in place gives that one,
@@ -23,20 +23,20 @@ True of every store:
   that are not those that were written are a `CheckpointDamagedError`.
 
 All methods block, for as long as the disk or the network takes, and may be called from any thread.
-A coroutine calls them with `asyncio.to_thread`; there is no second, async face. Several processes
+A coroutine calls them with `asyncio.to_thread`; there is no async variant. Several processes
 may use one store at a time.
 """
 
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tinsmith.checkpoints.checks import check_digests
-from tinsmith.checkpoints.manifest import Manifest
+from tinsmith.checkpoints.manifest import Manifest, check_digests
 from tinsmith.checkpoints.paths import SNAPSHOTS, CheckpointPath
 from tinsmith.errors import CheckpointNotFoundError
 
@@ -60,8 +60,8 @@ class Staging(abc.ABC):
     def commit(self, *, overwrite: bool = False) -> Manifest:
         """Make the files the checkpoint; when it returns they are durable and can be opened.
 
-        Nobody may write to the folder any more. Afterwards, whether it went well or not, it is
-        gone: to try again, begin again.
+        Nothing may write to the folder any more. It is deleted in any case; to retry, call `begin`
+        again.
 
         Raises:
             CheckpointExistsError: The path is taken, by another origin, and `overwrite` is false.
@@ -97,7 +97,7 @@ class Reading(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Let go of it; the folder may vanish from now on. A second time does nothing."""
+        """Release it; the folder may be deleted from now on. Repeating it is harmless."""
 
     def __enter__(self) -> Self:
         return self
@@ -134,7 +134,7 @@ class CheckpointStore(abc.ABC):
 
     @abc.abstractmethod
     def open(self, path: CheckpointPath) -> Reading:
-        """The checkpoint as a local folder. From a URL it is fetched, and kept for the next time.
+        """The checkpoint as a local folder. From a URL it is fetched and cached.
 
         Sizes are compared with the manifest, and digests when files are fetched.
 
@@ -150,11 +150,10 @@ class CheckpointStore(abc.ABC):
             CheckpointDamagedError: A file is missing or differs.
         """
         reading = self.open(path)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(reading.close)
             check_digests(path, reading.folder, reading.manifest)
-        except BaseException:
-            reading.close()
-            raise
+            undo.pop_all()
         return reading
 
     @abc.abstractmethod
@@ -173,12 +172,31 @@ class CheckpointStore(abc.ABC):
         an overwrite meanwhile does not show.
 
         Args:
-            version: That of the manifest which the range was chosen by; None takes what is there.
+            version: That of the manifest which the range was chosen by; None accepts any.
 
         Raises:
             CheckpointNotFoundError: There is no such checkpoint, version, or file in it.
             ValidationError: The range is not inside the file.
         """
+
+    def signed_url(
+        self, path: CheckpointPath, file: str, *, version: str, lifetime_s: int
+    ) -> str | None:
+        """A URL at which anyone can GET a file from the store itself, for a while.
+
+        Whether there is such a file is not checked.
+
+        Args:
+            path: The checkpoint.
+            file: The file's name.
+            version: That of the checkpoint's manifest.
+            lifetime_s: How long the URL is valid.
+
+        Returns:
+            None if the store cannot be reached by URL.
+        """
+        del path, file, version, lifetime_s
+        return None
 
     @abc.abstractmethod
     def delete(self, path: CheckpointPath) -> bool:
@@ -199,7 +217,7 @@ class CheckpointStore(abc.ABC):
 
     @abc.abstractmethod
     def sweep(self) -> int:
-        """Remove what crashes left and what readers have let go of; returns how many remains.
+        """Remove leftovers of crashes and files that readers have released; returns their number.
 
         Call it at the start and now and then. It leaves alone what is being written or read, in
         this process or in another.
@@ -207,7 +225,7 @@ class CheckpointStore(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Let go of the store. What was begun is not discarded; the next `sweep` does that."""
+        """Release the store. Unfinished writes are not discarded; the next `sweep` removes them."""
 
     def check(self, *, writes: bool = False) -> None:  # noqa: B027 - memory needs none
         """Look whether the store can be used.
@@ -228,7 +246,7 @@ class CheckpointStore(abc.ABC):
         return True
 
     def free_bytes(self) -> int | None:
-        """The room that is left for more; None where nobody can say."""
+        """The free space; None if it is unknown."""
         return None
 
     def size(self, path: CheckpointPath) -> int:
@@ -239,14 +257,6 @@ class CheckpointStore(abc.ABC):
         """The snapshots of a model, by position."""
         found = [path for path in self.paths(model_id) if path.kind == SNAPSHOTS]
         return sorted(found, key=lambda path: path.position)
-
-    @abc.abstractmethod
-    def verify(self, path: CheckpointPath) -> Manifest:
-        """Read every byte and compare it with what was written.
-
-        Raises:
-            CheckpointDamagedError: A file is missing or differs.
-        """
 
     def __enter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
-"""Small steps on a local disk that a crash cannot break: durable names, locks, and errors as ours.
+"""Crash-safe operations on a local disk: durable names, locks, and errors as ours.
 
 Locks are `flock`s on folders: they end with the process, however it ends, and hold between
 processes as well as between two holders in one.
@@ -73,24 +73,23 @@ def check_locks(folder: Path) -> None:
     except OSError as exc:
         raise CheckpointUnavailableError(
             f"{folder} cannot be locked: {exc}",
-            remedy="choose a folder on a local disk, or an object store by its URL",
+            remedy="choose a folder on a local disk, or the URL of an object store",
         ) from exc
 
 
 def _locked(path: Path, *, is_shared: bool, waits: bool) -> FolderLock:
     descriptor = os.open(path, os.O_RDONLY)
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(os.close, descriptor)
         if fcntl is not None:
             mode = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
             fcntl.flock(descriptor, mode if waits else mode | fcntl.LOCK_NB)
-    except BaseException:
-        os.close(descriptor)
-        raise
+        undo.pop_all()
     return FolderLock(descriptor)
 
 
 def new_token() -> str:
-    """A name that nobody else has."""
+    """A unique name."""
     return secrets.token_hex(8)
 
 
@@ -128,12 +127,12 @@ def remove_empty(folder: Path, *, up_to: Path) -> None:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder with all that is in it; what cannot be removed stays for the next sweep."""
+    """Remove a folder and its content; what cannot be removed stays for the next sweep."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Give a file that never changes a second name, or copy it where that cannot be."""
+    """Hard-link a file that never changes, or copy it where links are not supported."""
     try:
         target.hardlink_to(source)
     except OSError:
@@ -151,7 +150,7 @@ def disk_errors(what: str) -> Iterator[None]:
 
 
 def disk_error(what: str, error: OSError) -> CheckpointUnavailableError:
-    """The error of ours that stands for one of the operating system."""
+    """Our error for one of the operating system."""
     fault = fault_of(error)
     kind = StorageFullError if error.errno in NO_ROOM else CheckpointUnavailableError
     return kind(f"{what}: {error}", reason=fault.reason, remedy=fault.remedy)

@@ -55,20 +55,20 @@ def encrypt_files(folder: Path, recipients: Sequence[str]) -> None:
 def _parsed(recipients: Sequence[str]) -> list[Any]:
     if not 1 <= len(recipients) <= RECIPIENTS_MAX:
         raise ValidationError(
-            f"{_FIELD} has {len(recipients)} keys; it may have 1 to {RECIPIENTS_MAX}"
+            f"{_FIELD} has {len(recipients)} keys; expected 1 to {RECIPIENTS_MAX}"
         )
     try:
         import pyrage
     except ImportError as exc:
         raise ValidationError(
-            f"{_FIELD} needs the package pyrage on the server",
-            remedy="pip install 'tinsmith[server]' there",
+            f"{_FIELD} requires the package pyrage on the server",
+            remedy="run `pip install 'tinsmith[server]'` there",
         ) from exc
     parsed: list[Any] = []
     for place, text in enumerate(recipients):
         if len(text) > RECIPIENT_MAX:
             raise ValidationError(
-                f"{_FIELD}[{place}] has {len(text)} characters; it may have {RECIPIENT_MAX}"
+                f"{_FIELD}[{place}] has {len(text)} characters; the maximum is {RECIPIENT_MAX}"
             )
         kind = pyrage.ssh if text.startswith("ssh-") else pyrage.x25519
         try:
@@ -76,7 +76,7 @@ def _parsed(recipients: Sequence[str]) -> list[Any]:
         except (pyrage.RecipientError, UnicodeError) as exc:
             # The text is not shown: somebody may have pasted the private key.
             raise ValidationError(
-                f"{_FIELD}[{place}] is not a public key that age knows: {exc}",
-                remedy="give keys that begin with age1, ssh-ed25519 or ssh-rsa",
+                f"{_FIELD}[{place}] is not a valid age public key: {exc}",
+                remedy="pass keys that start with age1, ssh-ed25519 or ssh-rsa",
             ) from exc
     return parsed

@@ -21,27 +21,20 @@ lock on the version that they read, so that no process deletes it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from tinsmith.checkpoints import manifest as manifests
 from tinsmith.checkpoints.base import CheckpointStore, Staging
-from tinsmith.checkpoints.checks import (
-    already_there,
-    check_digests,
-    check_sizes,
-    check_version,
-    checked_range,
-    not_found,
-)
 from tinsmith.checkpoints.disk import (
     FolderLock,
     check_locks,
     disk_errors,
     link_or_copy,
-    lock,
     make_folders,
     remove_empty,
     remove_tree,
@@ -49,10 +42,17 @@ from tinsmith.checkpoints.disk import (
     try_lock,
     write_durably,
 )
-from tinsmith.checkpoints.local_reading import LockedReading, Pieces
-from tinsmith.checkpoints.manifest import MANIFEST, Manifest
+from tinsmith.checkpoints.local_reading import LockedReading, Pieces, StagedFolder, StagingArea
+from tinsmith.checkpoints.manifest import (
+    MANIFEST,
+    Manifest,
+    already_there,
+    check_sizes,
+    check_version,
+    checked_range,
+    not_found,
+)
 from tinsmith.checkpoints.paths import CheckpointPath, places
-from tinsmith.checkpoints.staging_area import StagedFolder, StagingArea
 from tinsmith.errors import (
     CheckpointDamagedError,
     CheckpointError,
@@ -61,6 +61,9 @@ from tinsmith.errors import (
     ValidationError,
 )
 
+LOCK_WAIT_S = 30.0
+"""How long to wait for a process that is changing names in the store."""
+LOCK_POLL_S = 0.005
 _STAGING = "staging"
 _TARGET = "target"
 _FILES = "files"
@@ -76,12 +79,12 @@ class FolderStore(CheckpointStore):
     def __init__(self, root: Path, *, must_exist: bool = False) -> None:
         self.root = root.absolute()
         self._lock_file = self.root / "lock"
-        with disk_errors(f"checkpoints cannot be kept in {root}"):
+        with disk_errors(f"cannot store checkpoints in {root}"):
             if must_exist and not self._lock_file.exists():
                 raise CheckpointUnavailableError(
-                    f"{self.root} has no checkpoints, and some were kept before",
-                    remedy="see that its disk is mounted and that it is the right folder; if they "
-                    f"are meant to be gone, make an empty file {self._lock_file}",
+                    f"{self.root} has no checkpoints, but the ledger lists some",
+                    remedy="check that its disk is mounted and that it is the right folder; if you "
+                    f"deleted the checkpoints on purpose, create an empty file {self._lock_file}",
                 )
             self._staging = StagingArea(self.root / _STAGING)
             check_locks(self._staging.folder)
@@ -89,7 +92,7 @@ class FolderStore(CheckpointStore):
 
     def begin(self, path: CheckpointPath, *, origin: str = "") -> FolderStaging:
         """`CheckpointStore.begin`."""
-        with disk_errors(f"{path} cannot be begun"):
+        with disk_errors(f"cannot start saving {path}"):
             return FolderStaging(self, self._change(path), origin)
 
     def info(self, path: CheckpointPath) -> Manifest:
@@ -112,13 +115,12 @@ class FolderStore(CheckpointStore):
                 # Overwritten or deleted since the manifest was read; if not, it is damaged.
                 if not folder.exists() and self.manifest_at(path) == manifest:
                     raise CheckpointDamagedError(
-                        f"{path}: its files are missing", remedy="restore them from a backup"
+                        f"the files of {path} are missing", remedy="restore them from a backup"
                     )
-            try:
+            with contextlib.ExitStack() as undo:
+                undo.callback(reading.close)
                 check_sizes(path, folder, manifest)
-            except BaseException:
-                reading.close()
-                raise
+                undo.pop_all()
             return reading
 
     def read(
@@ -132,12 +134,11 @@ class FolderStore(CheckpointStore):
     ) -> Iterator[bytes]:
         """`CheckpointStore.read`."""
         reading = self.open(path)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(reading.close)
             check_version(path, reading.manifest, version)
             stop = checked_range(path, reading.manifest, file, start, stop)
-        except BaseException:
-            reading.close()
-            raise
+            undo.pop_all()
         return Pieces(reading, file, start, stop)
 
     def delete(self, path: CheckpointPath) -> bool:
@@ -166,12 +167,6 @@ class FolderStore(CheckpointStore):
                     link_or_copy(reading.folder / file.name, staging.folder / file.name)
             return staging.commit()
 
-    def verify(self, path: CheckpointPath) -> Manifest:
-        """`CheckpointStore.verify`."""
-        with self.open(path) as reading, disk_errors(f"{path} cannot be read"):
-            check_digests(path, reading.folder, reading.manifest)
-            return reading.manifest
-
     def paths(self, run_id: str | None = None) -> Iterator[CheckpointPath]:
         """`CheckpointStore.paths`."""
         with disk_errors("checkpoints cannot be listed"):
@@ -183,7 +178,7 @@ class FolderStore(CheckpointStore):
 
     def sweep(self) -> int:
         """`CheckpointStore.sweep`."""
-        with disk_errors(f"{self.root} cannot be swept"):
+        with disk_errors(f"cannot clean up {self.root}"):
             removed = 0
             for staged in self._staging.left_behind():
                 with _Change(self, staged, _target_of(staged)) as change:
@@ -201,7 +196,7 @@ class FolderStore(CheckpointStore):
 
     def free_bytes(self) -> int:
         """`CheckpointStore.free_bytes`."""
-        with disk_errors(f"{self.root} cannot be measured"):
+        with disk_errors(f"cannot measure the size of {self.root}"):
             return shutil.disk_usage(self.root).free
 
     def close(self) -> None:
@@ -212,7 +207,7 @@ class FolderStore(CheckpointStore):
         return self.root.joinpath(*path.parts)
 
     def manifest_at(self, path: CheckpointPath) -> Manifest | None:
-        """What is there now, if anything is; raises `OSError` if the disk is away."""
+        """The current manifest, if there is one; raises `OSError` if the disk is unavailable."""
         try:
             with (self.place(path) / MANIFEST).open("rb") as file:
                 content = file.read(manifests.MANIFEST_BYTES_MAX)
@@ -222,16 +217,29 @@ class FolderStore(CheckpointStore):
         return manifests.decode(content, path)
 
     def locked(self) -> FolderLock:
-        """Wait until nobody else changes names in this store."""
-        return lock(self._lock_file)
+        """Wait for the lock under which names in this store are changed.
+
+        Raises:
+            CheckpointUnavailableError: Another process has held it for `LOCK_WAIT_S`. It is held
+                for a few file operations, so that process is paused, or its disk hangs.
+        """
+        deadline = time.monotonic() + LOCK_WAIT_S
+        while (found := try_lock(self._lock_file)) is None:
+            if time.monotonic() > deadline:
+                raise CheckpointUnavailableError(
+                    f"another process has kept {self._lock_file} locked for {LOCK_WAIT_S:g} s",
+                    reason="another process keeps it locked",
+                    remedy="resume or end that process; `lslocks` names it",
+                )
+            time.sleep(LOCK_POLL_S)
+        return found
 
     def _change(self, path: CheckpointPath) -> _Change:
         staged = self._staging.make()
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(staged.remove)
             (staged.folder / _TARGET).write_text(str(path), encoding="utf-8")
-        except BaseException:
-            staged.remove()
-            raise
+            undo.pop_all()
         return _Change(self, staged, path)
 
     def _change_to_delete(self, path: CheckpointPath) -> _Change:
@@ -255,7 +263,7 @@ def _target_of(staged: StagedFolder) -> CheckpointPath | None:
 class _Change:
     """A change to one checkpoint, by a folder in `staging/` that names it.
 
-    A context manager: at the end the folder goes, unless a reader holds on to an old version.
+    A context manager: on exit the folder is deleted, unless a reader still uses an old version.
     """
 
     def __init__(
@@ -273,7 +281,7 @@ class _Change:
         return self._staged.folder
 
     def make_durable(self) -> None:
-        """From here on names of the target change: a sweep after a power cut must find this."""
+        """From here on names of the target change: a sweep after a power failure must find this."""
         with (self.folder / _TARGET).open("rb") as file:
             os.fsync(file.fileno())
         sync_folder(self.folder)
@@ -336,11 +344,10 @@ class FolderStaging(Staging):
         self._change = change
         self._origin = origin
         self._is_over = False
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(change.end)
             self.folder.mkdir(mode=0o700)
-        except BaseException:
-            change.end()
-            raise
+            undo.pop_all()
 
     def commit(self, *, overwrite: bool = False) -> Manifest:
         """`Staging.commit`."""
@@ -372,8 +379,8 @@ class FolderStaging(Staging):
             raise
         if current is None and (place / MANIFEST).exists():
             raise CheckpointExistsError(
-                f"{self.path}: there is one whose name differs in case only, "
-                "and this file system does not tell them apart",
+                f"{self.path}: another checkpoint's name differs only in case, "
+                "which this file system does not distinguish",
                 remedy="save under another name",
             )
         there = already_there(self.path, current, self._origin, overwrite=overwrite)
@@ -383,19 +390,16 @@ class FolderStaging(Staging):
 
     def _put_in_place(self, manifest: Manifest) -> None:
         place = self._store.place(self.path)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._change.clear)  # of the new version
             make_folders(place)
             self.folder.rename(place / manifest.version)
             sync_folder(place)
             (self._change.folder / MANIFEST).replace(place / MANIFEST)
-        except BaseException:
-            self._change.clear()  # of the new version
-            raise
-        try:
-            sync_folder(place)
-        except BaseException:
-            self._change.is_cleared = False  # a power cut may bring back the old one: keep both
-            raise
+            undo.pop_all()
+        self._change.is_cleared = False  # if this fails, a power cut may bring back the old one
+        sync_folder(place)
+        self._change.is_cleared = True
         self._change.clear()  # of the old version
 
     def discard(self) -> None:

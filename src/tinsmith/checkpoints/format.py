@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
@@ -67,7 +67,7 @@ class LoraPair(NamedTuple):
     """Outputs × rank."""
 
 
-class Adapter(msgspec.Struct, frozen=True, kw_only=True):
+class StoredAdapter(msgspec.Struct, frozen=True, kw_only=True):
     """LoRA weights with what is needed to use them."""
 
     base_model: str
@@ -79,13 +79,18 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
 
     def lora_config(self) -> LoraConfig:
         """Which layers it trains, in the words of the API, as far as their names tell."""
-        attention = {module for module in self.layers if _is_attention(module)}
-        return LoraConfig(
-            rank=self.rank,
-            train_unembed=OUTPUT_LAYER in self.layers,
-            train_attn=bool(attention),
-            train_mlp=bool(self.layers.keys() - attention - {OUTPUT_LAYER}),
-        )
+        return lora_config_of(self.rank, self.layers.keys())
+
+
+def lora_config_of(rank: int, modules: Collection[str]) -> LoraConfig:
+    """Which layers an adapter trains, in the words of the API, as far as their names tell."""
+    attention = {module for module in modules if _is_attention(module)}
+    return LoraConfig(
+        rank=rank,
+        train_unembed=OUTPUT_LAYER in modules,
+        train_attn=bool(attention),
+        train_mlp=bool(set(modules) - attention - {OUTPUT_LAYER}),
+    )
 
 
 def _is_attention(module: str) -> bool:
@@ -155,7 +160,7 @@ def name_in(layout: Layout, name: str) -> str:
 
 def write_adapter(
     folder: Path,
-    adapter: Adapter,
+    adapter: StoredAdapter,
     *,
     layout: Layout = Layout.PEFT,
     ties_embeddings: bool = False,
@@ -183,7 +188,7 @@ def write_adapter(
         (folder / ADAPTER_CONFIG).write_bytes(_pretty(_peft_config(adapter)))
 
 
-def read_adapter(folder: Path) -> Adapter:
+def read_adapter(folder: Path) -> StoredAdapter:
     """Read weights in either layout.
 
     Raises:
@@ -193,13 +198,13 @@ def read_adapter(folder: Path) -> Adapter:
     with disk_errors(f"weights cannot be read from {folder}"):
         config = read_json(folder / ADAPTER_CONFIG, PeftConfig)
         if not (folder / ADAPTER_MODEL).is_file():
-            raise CheckpointFormatError(f"there is no {ADAPTER_MODEL}")
+            raise CheckpointFormatError(f"{ADAPTER_MODEL} is missing")
         arrays = read_tensors(folder / ADAPTER_MODEL)
     if not 1 <= config.r <= RANK_MAX:
         raise CheckpointFormatError(
-            f"r is {config.r} in {ADAPTER_CONFIG}; it may be 1 to {RANK_MAX}"
+            f"r is {config.r} in {ADAPTER_CONFIG}; expected 1 to {RANK_MAX}"
         )
-    return Adapter(
+    return StoredAdapter(
         base_model=config.base_model_name_or_path or "",
         rank=config.r,
         alpha=config.lora_alpha,
@@ -215,7 +220,7 @@ class PeftConfig(msgspec.Struct, frozen=True):
     base_model_name_or_path: str | None = None
 
 
-def _peft_config(adapter: Adapter) -> dict[str, Any]:
+def _peft_config(adapter: StoredAdapter) -> dict[str, Any]:
     kinds = sorted({module.rpartition(".")[2] for module in adapter.layers})
     return {
         "base_model_name_or_path": adapter.base_model,
@@ -236,25 +241,33 @@ def _peft_config(adapter: Adapter) -> dict[str, Any]:
     }
 
 
+def is_extra(name: str) -> bool:
+    """Whether a tensor is none of the adapter's own.
+
+    These are frozen weights that `peft` saves along, and what the factors make of them.
+    """
+    return name.endswith(".base_layer.weight") or name == FULL_OUTPUT_LAYER
+
+
 def _pairs(arrays: dict[str, Array], rank: int) -> dict[str, LoraPair]:
     factors: dict[str, dict[Factor, Array]] = {}
     for name, array in arrays.items():
-        if name.endswith(".base_layer.weight") or name == FULL_OUTPUT_LAYER:
-            continue  # frozen weights that `peft` saves along, and what the factors make of them
+        if is_extra(name):
+            continue
         module, factor = layer_of(name)
         if array.dtype.kind != "f" or array.ndim != 2 or 0 in array.shape:
             raise CheckpointFormatError(
-                f"tensor {name} is {array.dtype}{list(array.shape)}; a matrix of floats is expected"
+                f"tensor {name} is {array.dtype}{list(array.shape)}; expected a matrix of floats"
             )
         if array.shape[0 if factor == "A" else 1] != rank:
             raise CheckpointFormatError(
-                f"tensor {name} has the shape {list(array.shape)}, and r is {rank}"
+                f"tensor {name} has shape {list(array.shape)}, which does not fit r = {rank}"
             )
         if factors.setdefault(module, {}).setdefault(factor, array) is not array:
-            raise CheckpointFormatError(f"layer {module} comes twice, under two names")
+            raise CheckpointFormatError(f"layer {module} appears twice, under two names")
     for module, found in factors.items():
         if len(found) != 2:
-            raise CheckpointFormatError(f"layer {module} has lora_{next(iter(found))} alone")
+            raise CheckpointFormatError(f"layer {module} has only lora_{next(iter(found))}")
     if not factors:
         raise CheckpointFormatError(f"{ADAPTER_MODEL} has no tensors")
     return {module: LoraPair(found["A"], found["B"]) for module, found in factors.items()}  # type: ignore[arg-type]  # checked above
@@ -267,7 +280,7 @@ def write_training(
     optimizer: Mapping[str, Array] | None = None,
     gradients: Mapping[str, Array] | None = None,
 ) -> None:
-    """Write what training goes on from, beside weights; parts that are None are left out.
+    """Write the state that training resumes from, beside weights; parts that are None are left out.
 
     Raises:
         StorageFullError: The disk is full.
@@ -293,7 +306,7 @@ def read_state(folder: Path) -> TrainingState | None:
         state = read_json(folder / STATE, TrainingState)
     if state.format_version != STATE_VERSION:
         raise CheckpointFormatError(
-            f"{STATE} has format {state.format_version}; this version of tinsmith knows "
+            f"{STATE} has format {state.format_version}; this version of tinsmith reads "
             f"{STATE_VERSION}",
             remedy="use the version of tinsmith that wrote it, or a newer one",
         )
@@ -319,7 +332,7 @@ def read_json(file: Path, kind: type[T]) -> T:
             raise CheckpointFormatError(f"{file.name} has more than {_JSON_BYTES_MAX} bytes")
         return msgspec.json.decode(text, type=kind)
     except FileNotFoundError as exc:
-        raise CheckpointFormatError(f"there is no {file.name}") from exc
+        raise CheckpointFormatError(f"{file.name} is missing") from exc
     except (msgspec.MsgspecError, RecursionError, UnicodeError) as exc:
         raise CheckpointFormatError(f"{file.name} cannot be read: {exc}") from exc
 

@@ -19,9 +19,13 @@ from tinsmith.checkpoints.format import (
     ADAPTER_CONFIG,
     ADAPTER_MODEL,
     OUTPUT_LAYER,
-    Adapter,
     Layout,
     LoraPair,
+    PeftConfig,
+    StoredAdapter,
+    is_extra,
+    layer_of,
+    lora_config_of,
     read_adapter,
     read_json,
     tensor_name,
@@ -29,6 +33,7 @@ from tinsmith.checkpoints.format import (
 )
 from tinsmith.checkpoints.safetensors_file import read_header
 from tinsmith.errors import CheckpointFormatError, shown
+from tinsmith.types.training import LoraConfig
 
 WEIGHTS_BYTES_MAX = 64 << 30
 _PICKLES = ("adapter_model.bin", "adapter_model.pt", "pytorch_model.bin")
@@ -46,7 +51,7 @@ def import_adapter(
     *,
     base_model: str | None = None,
     max_bytes: int = WEIGHTS_BYTES_MAX,
-) -> Adapter:
+) -> StoredAdapter:
     """Write an adapter that `peft` saved into a folder, such as that of a `Staging`.
 
     Args:
@@ -69,7 +74,7 @@ def import_adapter(
 
 def read_foreign(
     source: Path, *, base_model: str | None = None, max_bytes: int = WEIGHTS_BYTES_MAX
-) -> Adapter:
+) -> StoredAdapter:
     """Read an adapter that `peft` saved and check it; the same errors as `import_adapter`."""
     with disk_errors(f"{source} cannot be read"):
         _check_files(source, max_bytes)
@@ -81,7 +86,7 @@ def read_foreign(
     name = base_model or adapter.base_model
     if not name:
         raise CheckpointFormatError(
-            f"{ADAPTER_CONFIG} names no base model", remedy="say which one it was trained on"
+            f"{ADAPTER_CONFIG} names no base model", remedy="pass the one it was trained on"
         )
     # Rank-stabilized LoRA differs in the factor alone: alpha / sqrt(rank) instead of alpha / rank.
     scale = math.sqrt(adapter.rank) if config.get("use_rslora") else 1.0
@@ -93,6 +98,20 @@ def read_foreign(
     )
 
 
+def read_foreign_config(source: Path) -> tuple[str, LoraConfig]:
+    """The base model and the LoRA configuration of an adapter that `peft` saved.
+
+    Reads no weights, only their names. The base model is empty if the files name none. The same
+    errors as `import_adapter`.
+    """
+    with disk_errors(f"{source} cannot be read"):
+        _check_files(source, WEIGHTS_BYTES_MAX)
+        config = read_json(source / ADAPTER_CONFIG, PeftConfig)
+        names = [name for name in read_header(source / ADAPTER_MODEL).tensors if not is_extra(name)]
+    lora = lora_config_of(config.r, {layer_of(name)[0] for name in names})
+    return config.base_model_name_or_path or "", lora
+
+
 def _check_files(source: Path, max_bytes: int) -> None:
     if not source.is_dir():
         raise CheckpointFormatError(f"{source} is not a folder")
@@ -101,15 +120,15 @@ def _check_files(source: Path, max_bytes: int) -> None:
         pickled = next((name for name in _PICKLES if (source / name).exists()), None)
         if pickled is not None:
             raise CheckpointFormatError(
-                f"its weights are in {pickled}, which could run code when it is read",
-                remedy="load it with peft where you trust it, and save it again with "
+                f"its weights are in {pickled}, which could execute code when loaded",
+                remedy="if you trust it, load it with peft and save it again with "
                 "save_pretrained(…), which writes adapter_model.safetensors",
             )
-        raise CheckpointFormatError(f"there is no {ADAPTER_MODEL}")
+        raise CheckpointFormatError(f"{ADAPTER_MODEL} is missing")
     size_bytes = weights.stat().st_size
     if size_bytes > max_bytes:
         raise CheckpointFormatError(
-            f"{ADAPTER_MODEL} has {size_bytes} bytes; {max_bytes} are allowed"
+            f"{ADAPTER_MODEL} has {size_bytes} bytes; the maximum is {max_bytes}"
         )
 
 
@@ -133,7 +152,7 @@ def _check_settings(config: dict[str, Any]) -> None:
         if config.get(field):
             raise CheckpointFormatError(
                 f"{ADAPTER_CONFIG}: {field} is {shown(config[field])}, which is not supported",
-                remedy="merge the adapter into plain LoRA, or train it anew",
+                remedy="convert the adapter to plain LoRA, or train it again",
             )
 
 
@@ -143,5 +162,5 @@ def _as_float32(module: str, pair: LoraPair) -> LoraPair:
     with np.errstate(over="ignore"):  # what does not fit becomes infinite, and is refused
         a, b = pair.a.astype(np.float32), pair.b.astype(np.float32)
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
-        raise CheckpointFormatError(f"layer {module} has numbers that are not finite")
+        raise CheckpointFormatError(f"layer {module} contains NaN or infinity")
     return LoraPair(a, b)

@@ -5,7 +5,7 @@ has passed may be used with any store: it stays inside, means one place only, an
 system and every URL.
 
 What a scheduler writes under a name goes to a place of its own each time, its *edition*: the epoch
-of the scheduler's lease (`ledger/base.py`) and a number that nobody else has. So a scheduler that
+of the scheduler's lease (`ledger/base.py`) and a unique number. So a scheduler that
 was replaced by a newer one, and does not know it yet, replaces no files that the newer one's
 entries name. Clients know the name; the ledger says which edition it stands for.
 """
@@ -33,8 +33,10 @@ SNAPSHOTS = "snapshots"
 """States of models, which the scheduler keeps for itself. The position is the name."""
 SAMPLERS = "samplers"
 """Weights of samplers that were made without a name; the sampler stands in place of the run."""
+UPLOADS = "uploads"
+"""Files of uploads that are not finished; the upload stands in place of the run."""
 
-_INTERNAL = (SNAPSHOTS, SAMPLERS)
+_INTERNAL = (SNAPSHOTS, SAMPLERS, UPLOADS)
 _SCHEME = "tinker://"
 _LARGEST_POSITION = 2**63 - 1
 # Their meaning in a path, in a URL or in the encoding below would make two names of one.
@@ -44,6 +46,8 @@ _KEPT_AS_IT_IS = "._-:=@+,~"  # with letters and digits
 _EDITIONS = "editions"
 _MARK = "#"
 """Between a path and its edition; no name holds it."""
+_TOKEN = re.compile(r"[0-9a-f]{16}")
+"""What an uploaded file is called: each is another, also if it is sent again."""
 _EDITION = re.compile(r"([1-9][0-9]{0,18})-[0-9a-f]{16}")
 
 
@@ -51,8 +55,8 @@ class CheckpointPath(msgspec.Struct, frozen=True, order=True):
     """What a checkpoint is called: its run, its kind, its name. Checked when made.
 
     `str()` gives the form that `parse` reads: `tinker://<run>/<kind>/<name>`, and for what the
-    service keeps for itself `snapshots/<model>/<position>` and `samplers/<sampler>/weights`; with
-    an edition, `#<edition>` behind it.
+    service keeps for itself `snapshots/<model>/<position>`, `samplers/<sampler>/weights` and
+    `uploads/<upload>/<token>`; with an edition, `#<edition>` behind it.
     """
 
     run_id: str
@@ -66,6 +70,8 @@ class CheckpointPath(msgspec.Struct, frozen=True, order=True):
         _check("run id", self.run_id)
         if self.kind == SNAPSHOTS:
             _check_position(self.name)
+        elif self.kind == UPLOADS:
+            _check_token(self.name)
         elif self.kind in KINDS or (self.kind == SAMPLERS and self.name == KINDS[0]):
             _check("name", self.name)
         else:
@@ -93,8 +99,8 @@ class CheckpointPath(msgspec.Struct, frozen=True, order=True):
         is_named = before.startswith(_SCHEME) and len(parts) == 3 and parts[1] not in _INTERNAL
         if not is_named or bool(mark) != bool(edition):
             raise ValidationError(
-                f"path {shown(text, 200)} is not a checkpoint's",
-                remedy="it has the form tinker://<training run>/<kind>/<name>",
+                f"invalid checkpoint path {shown(text, 200)}",
+                remedy="expected tinker://<training run>/<kind>/<name>",
             )
         return cls(parts[0], parts[1], parts[2], edition)
 
@@ -112,6 +118,11 @@ class CheckpointPath(msgspec.Struct, frozen=True, order=True):
     def sampler(cls, sampler_id: str) -> Self:
         """The weights that a sampler was made with, if they have no name of their own."""
         return cls(sampler_id, SAMPLERS, KINDS[0])
+
+    @classmethod
+    def uploaded(cls, upload_id: str) -> Self:
+        """A new place for a file of an upload: nobody has written there."""
+        return cls(upload_id, UPLOADS, secrets.token_hex(8))
 
     def in_edition(self, edition: str) -> Self:
         """An edition of it."""
@@ -179,38 +190,50 @@ class CheckpointPath(msgspec.Struct, frozen=True, order=True):
 def places(run_id: str | None = None) -> tuple[str, ...]:
     """Where checkpoints are inside a store, of one run or of all, as patterns of folders."""
     run = "*" if run_id is None else glob.escape(_encoded(run_id))
-    named = (f"runs/{run}/*/*", f"{SNAPSHOTS}/{run}/*", f"{SAMPLERS}/{run}/*")
+    named = (f"runs/{run}/*/*", *(f"{kind}/{run}/*" for kind in _INTERNAL))
     return (*named, *(f"{_EDITIONS}/{place}/*" for place in named))
+
+
+def folders(run_id: str | None = None) -> tuple[str, ...]:
+    """The folders of a store below which all checkpoints are, of one run or of all."""
+    top = ("runs", *_INTERNAL)
+    if run_id is None:
+        return (*top, _EDITIONS)
+    of_run = tuple(f"{folder}/{_encoded(run_id)}" for folder in top)
+    return (*of_run, *(f"{_EDITIONS}/{folder}" for folder in of_run))
 
 
 def _check(field: str, text: str) -> None:
     if not 1 <= len(text) <= LONGEST_NAME:
-        raise ValidationError(
-            f"{field} has {len(text)} characters; it may have 1 to {LONGEST_NAME}"
-        )
+        raise ValidationError(f"{field} has {len(text)} characters; expected 1 to {LONGEST_NAME}")
     if not text.isprintable() or _FORBIDDEN & set(text):
         raise ValidationError(
-            f"{field} {shown(text)} has a character that is not allowed",
+            f"{field} {shown(text)} contains a character that is not allowed",
             remedy=f"use printable characters other than {' '.join(sorted(_FORBIDDEN))}",
         )
     if text != text.strip(". ") or _DEVICE.fullmatch(text):
         raise ValidationError(
-            f"{field} {shown(text)} has a meaning of its own in file systems",
-            remedy="it may not begin or end with a dot or a space, nor be called as a device is",
+            f"{field} {shown(text)} is reserved by file systems",
+            remedy="do not start or end it with a dot or a space, or use the name of a device",
         )
     if len(_encoded(text)) > LONGEST_ENCODED:
         raise ValidationError(
-            f"{field} takes {len(_encoded(text))} bytes as a file's name; "
-            f"it may take {LONGEST_ENCODED}",
+            f"{field} takes {len(_encoded(text))} bytes as a file name; "
+            f"the maximum is {LONGEST_ENCODED}",
             remedy="use fewer characters, or plain letters",
         )
 
 
 def _check_position(text: str) -> None:
     if not (text.isascii() and text.isdigit() and text == str(int(text[:20]))):
-        raise ValidationError(f"position is {shown(text)}; it is a number from 0 on")
+        raise ValidationError(f"position is {shown(text)}; expected a number of at least 0")
     if int(text) > _LARGEST_POSITION:
-        raise ValidationError(f"position is {text}; it may be {_LARGEST_POSITION} at most")
+        raise ValidationError(f"position is {text}; the maximum is {_LARGEST_POSITION}")
+
+
+def _check_token(text: str) -> None:
+    if not _TOKEN.fullmatch(text):
+        raise ValidationError(f"invalid token {shown(text)}: expected 16 hex digits")
 
 
 def _encoded(text: str) -> str:

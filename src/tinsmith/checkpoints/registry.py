@@ -33,7 +33,7 @@ def open_store(
         folder = Path(urllib.parse.unquote(urllib.parse.urlsplit(text).path))
         return FolderStore(folder, must_exist=must_exist)
     if work is None:
-        raise ValidationError(f"{text} needs a local folder, `work`, beside it")
+        raise ValidationError(f"{text} needs a local folder for temporary files: pass `work`")
     from tinsmith.checkpoints.url_store import UrlStore
 
     return UrlStore(text, work)

@@ -79,7 +79,7 @@ def read_header(file: Path) -> Header:
         prefix = content.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         if not 2 <= length <= min(HEADER_BYTES_MAX, size_bytes - 8):
-            raise _wrong(file, f"its header has {length} bytes of {size_bytes}")
+            raise _wrong(file, f"its header claims {length} bytes of a file of {size_bytes}")
         text = content.read(length)
     try:
         plain = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
@@ -97,7 +97,7 @@ def read_header(file: Path) -> Header:
 def _check(file: Path, header: Header, size_bytes: int) -> None:
     """Refuse tensors that overlap, leave holes, or are not what their shapes say."""
     if len(header.tensors) > TENSORS_MAX:
-        raise _wrong(file, f"it has {len(header.tensors)} tensors; {TENSORS_MAX} are allowed")
+        raise _wrong(file, f"it has {len(header.tensors)} tensors; the maximum is {TENSORS_MAX}")
     stop_before = 0
     for name, entry in sorted(header.tensors.items(), key=lambda item: item[1].data_offsets):
         start, stop = entry.data_offsets
@@ -105,15 +105,15 @@ def _check(file: Path, header: Header, size_bytes: int) -> None:
             raise _wrong(file, f"the name {shown(name)} is too long or not printable")
         if entry.dtype not in _ITEM_BYTES:
             raise _wrong(
-                file, f"{name} is of type {shown(entry.dtype)}; known are {', '.join(_ITEM_BYTES)}"
+                file, f"{name} has dtype {shown(entry.dtype)}; expected {', '.join(_ITEM_BYTES)}"
             )
         if not _is_possible(entry.shape):
-            raise _wrong(file, f"{name} has the shape {shown(entry.shape)}")
+            raise _wrong(file, f"{name} has the invalid shape {shown(entry.shape)}")
         if start != stop_before or stop - start != _size_bytes(entry):
-            raise _wrong(file, f"{name} is at {start} to {stop}, where it cannot be")
+            raise _wrong(file, f"{name} has the invalid range {start} to {stop}")
         stop_before = stop
     if header.data_start + stop_before != size_bytes:
-        raise _wrong(file, f"it has {size_bytes} bytes; its tensors end elsewhere")
+        raise _wrong(file, f"it has {size_bytes} bytes, which is not where its tensors end")
 
 
 def _is_possible(shape: Sequence[int]) -> bool:
@@ -152,7 +152,7 @@ def write_tensors(
     for name, array in ordered:
         kind = array.dtype.newbyteorder("<").str.lstrip("|").replace("b1", "?")
         if kind not in _FROM_NUMPY:
-            raise CheckpointFormatError(f"{name} is of type {array.dtype}, which cannot be saved")
+            raise CheckpointFormatError(f"{name} has dtype {array.dtype}, which cannot be saved")
         tensors[name] = TensorEntry(_FROM_NUMPY[kind], array.shape, (end, end + array.nbytes))
         end += array.nbytes
     with file.open("xb") as out:
@@ -185,7 +185,7 @@ def read_tensor(content: BinaryIO, header: Header, name: str) -> Array:
     if array.size:
         into = array.reshape(-1).view(np.uint8).data
         if content.readinto(into) != len(into):  # type: ignore[attr-defined]  # files have it
-            raise _wrong(Path(content.name), f"it ends within {name}")
+            raise _wrong(Path(content.name), f"it is truncated in {name}")
     return _widened(array) if entry.dtype == "BF16" else array
 
 
@@ -197,4 +197,4 @@ def _widened(array: Array) -> Array:
 
 
 def _wrong(file: Path, why: str) -> CheckpointFormatError:
-    return CheckpointFormatError(f"{file.name} is not a file of tensors as expected: {why}")
+    return CheckpointFormatError(f"{file.name} is not a valid safetensors file: {why}")

@@ -9,12 +9,15 @@
 Files are uploaded under a new version, then the manifest, whose arrival is the commit: object
 stores replace one object in one step. Three things differ from a folder:
 
-- Readers elsewhere cannot be seen, so a version that was overwritten or deleted goes by the first
+- Readers elsewhere cannot be seen, so an overwritten or deleted version is removed by the first
   `sweep` after `GRACE_S`. A reader that takes longer for one checkpoint may find it gone.
 - If two processes commit to one path at the same moment without `overwrite`, the later one stays
-  and neither is told. The service has one writer for each path.
-- What a crash left is known to the machine that made it. If its `work` folder is lost, some objects
-  that nothing names stay at the URL.
+  and neither notices. The service has one writer for each path.
+- Only the machine that crashed knows what it left behind. If its `work` folder is lost, some
+  unreferenced objects stay at the URL.
+
+On S3, large files are uploaded in parts. Parts of an upload that failed are deleted at once where
+that is possible, and by the `sweep` that removes its version otherwise. Buckets are never created.
 
 fsspec is loaded when a store is opened.
 """
@@ -23,18 +26,29 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import msgspec
 
 from tinsmith.checkpoints import manifest as manifests
 from tinsmith.checkpoints.base import PIECE_BYTES, CheckpointStore, Reading, Staging
-from tinsmith.checkpoints.checks import (
+from tinsmith.checkpoints.disk import (
+    make_folders,
+    remove_tree,
+    try_lock,
+)
+from tinsmith.checkpoints.local_reading import LockedReading, StagedFolder, StagingArea
+from tinsmith.checkpoints.manifest import (
+    MANIFEST,
+    FileEntry,
+    Manifest,
     already_there,
     check_digests,
     check_sizes,
@@ -42,28 +56,26 @@ from tinsmith.checkpoints.checks import (
     checked_range,
     not_found,
 )
-from tinsmith.checkpoints.disk import (
-    make_folders,
-    remove_tree,
-    try_lock,
-)
-from tinsmith.checkpoints.local_reading import LockedReading
-from tinsmith.checkpoints.manifest import MANIFEST, FileEntry, Manifest
-from tinsmith.checkpoints.paths import CheckpointPath, places
-from tinsmith.checkpoints.staging_area import StagedFolder, StagingArea
-from tinsmith.checkpoints.url_faults import unavailable
+from tinsmith.checkpoints.paths import CheckpointPath, folders
+from tinsmith.checkpoints.url_faults import is_missing_bucket, unavailable
 from tinsmith.errors import (
     CheckpointDamagedError,
     TinkerError,
     ValidationError,
 )
 
+_log = logging.getLogger(__name__)
+
 GRACE_S = 3600.0
 """How long a version that is no checkpoint's any more can still be read."""
 CACHE_BYTES = 50 << 30
-"""How much of what was fetched is kept, unless told otherwise. What is being read stays."""
+"""The default size of the cache of fetched files. Files that are being read stay."""
 CALL_S = 20.0
-"""How long an S3 endpoint has for an answer, its second try included."""
+"""How long an S3 endpoint has for an answer, retries included."""
+PART_BYTES = 16 << 20
+"""The size of a part of a file on S3; files below twice this size are uploaded in one request."""
+MOST_PARTS = 4
+"""How many parts of a file are in memory, and on their way to S3, at a time."""
 LISTING_S = 300.0
 """... for the names of all checkpoints."""
 SLOWEST_BYTES_S = 250_000.0
@@ -95,7 +107,7 @@ class UrlStore(CheckpointStore):
     Args:
         url: The folder at which it is, in fsspec's form.
         work: A local folder of its own, the same after a restart.
-        cache_bytes: How much of what was fetched is kept.
+        cache_bytes: The size of the cache of fetched files.
         grace_s: See `GRACE_S`.
     """
 
@@ -110,22 +122,25 @@ class UrlStore(CheckpointStore):
         self.url = url
         self._is_s3 = url.startswith(("s3://", "s3a://"))
         self._fs, self._root = _open_url(url, is_s3=self._is_s3)
+        self._in_parts: dict[str, Any] = {}
+        if self._is_s3:
+            self._in_parts = {"chunksize": PART_BYTES, "max_concurrency": MOST_PARTS}
         self._cache_bytes = cache_bytes
         self._grace_s = grace_s
         self._fetching: dict[str, threading.Lock] = {}
-        with _errors(f"{work} cannot be used"):
+        with self.errors(f"{work} cannot be used"):
             self._staging = StagingArea(work.absolute() / "staging")
             self._fetched = work.absolute() / "fetched"
             make_folders(self._fetched)
 
     def begin(self, path: CheckpointPath, *, origin: str = "") -> UrlStaging:
         """`CheckpointStore.begin`."""
-        with _errors(f"{path} cannot be begun"):
+        with self.errors(f"cannot start saving {path}"):
             return UrlStaging(self, path, origin, self._staging.make())
 
     def info(self, path: CheckpointPath) -> Manifest:
         """`CheckpointStore.info`."""
-        with _errors(f"{path} cannot be read"):
+        with self.errors(f"{path} cannot be read"):
             found = self.manifest_at(path)
         if found is None:
             raise not_found(path)
@@ -149,7 +164,7 @@ class UrlStore(CheckpointStore):
             return open_it(path)
 
     def _open(self, path: CheckpointPath) -> LockedReading:
-        with _errors(f"{path} cannot be opened"):
+        with self.errors(f"{path} cannot be opened"):
             manifest = self.info(path)
             folder = self._fetched / manifest.version
             while (reading := LockedReading.try_open(manifest, folder)) is None:
@@ -159,11 +174,10 @@ class UrlStore(CheckpointStore):
                         self._fetch(path, manifest, folder)
                 self._fetching.pop(manifest.version, None)
             os.utime(folder)  # the one unused for longest goes first
-            try:
+            with contextlib.ExitStack() as undo:
+                undo.callback(reading.close)
                 check_sizes(path, folder, manifest)
-            except BaseException:
-                reading.close()
-                raise
+                undo.pop_all()
             self._make_room()
             return reading
 
@@ -176,10 +190,14 @@ class UrlStore(CheckpointStore):
                 source = self.address(path, manifest.version, file.name)
                 try:
                     self._ask(
-                        "get_file", source, str(files / file.name), size_bytes=file.size_bytes
+                        "get_file",
+                        source,
+                        str(files / file.name),
+                        size_bytes=file.size_bytes,
+                        **self._in_parts,
                     )
                 except FileNotFoundError as exc:
-                    raise CheckpointDamagedError(f"{path}: there is no {source}") from exc
+                    raise CheckpointDamagedError(f"{path}: the file {source} is missing") from exc
             check_digests(path, files, manifest)
             try:
                 files.rename(folder)
@@ -207,17 +225,33 @@ class UrlStore(CheckpointStore):
 
     def _pieces(self, address: str, start: int, stop: int) -> Iterator[bytes]:
         while start < stop:
-            with _errors(f"{address} cannot be read"):
+            with self.errors(f"{address} cannot be read"):
                 content = self._part(address, start, min(start + _RANGE_BYTES, stop))
             if not content:
-                raise CheckpointDamagedError(f"{address} is shorter than it was")
+                raise CheckpointDamagedError(f"{address} was truncated")
             for place in range(0, len(content), PIECE_BYTES):
                 yield content[place : place + PIECE_BYTES]
             start += len(content)
 
+    def signed_url(
+        self, path: CheckpointPath, file: str, *, version: str, lifetime_s: int
+    ) -> str | None:
+        """`CheckpointStore.signed_url`, on S3. Signing is done here; S3 is not asked."""
+        if not self._is_s3:
+            return None
+        with self.errors(f"{path} cannot be signed"):
+            url: str = self._ask(
+                "url",
+                self.address(path, version, file),
+                expires=lifetime_s,
+                ResponseContentType="application/octet-stream",
+                ResponseContentDisposition=f"attachment; filename*=UTF-8''{quote(file, safe='')}",
+            )
+            return url
+
     def delete(self, path: CheckpointPath) -> bool:
         """`CheckpointStore.delete`."""
-        with _errors(f"{path} cannot be deleted"):
+        with self.errors(f"{path} cannot be deleted"):
             version = None
             with contextlib.suppress(CheckpointDamagedError):
                 manifest = self.manifest_at(path)
@@ -236,7 +270,7 @@ class UrlStore(CheckpointStore):
 
     def copy(self, source: CheckpointPath, target: CheckpointPath, *, origin: str = "") -> Manifest:
         """`CheckpointStore.copy`."""
-        with _errors(f"{source} cannot be copied to {target}"):
+        with self.errors(f"{source} cannot be copied to {target}"):
             from_ = self.info(source)
             staged = self._staging.make()
             with UrlStaging(self, target, origin, staged) as staging:
@@ -247,31 +281,22 @@ class UrlStore(CheckpointStore):
 
                 return staging.put(from_.files, upload, overwrite=False)
 
-    def verify(self, path: CheckpointPath) -> Manifest:
-        """`CheckpointStore.verify`."""
-        with _errors(f"{path} cannot be read"):
-            manifest = self.info(path)
-            self._forget(self._fetched / manifest.version)  # what is at the URL is to be looked at
-            with self.open(path) as reading:
-                check_digests(path, reading.folder, reading.manifest)
-                return reading.manifest
-
     def paths(self, run_id: str | None = None) -> Iterator[CheckpointPath]:
         """`CheckpointStore.paths`."""
-        with _errors("checkpoints cannot be listed"):
+        with self.errors("checkpoints cannot be listed"):
             self._fs.invalidate_cache()
-            for place in places(run_id):
-                for found in self._ask(
-                    "glob", f"{self._root}/{place}/{MANIFEST}", least_s=LISTING_S
-                ):
-                    parts = found.removeprefix(self._root).strip("/").split("/")[:-1]
-                    path = CheckpointPath.from_parts(tuple(parts))
+            for folder in folders(run_id):
+                # All objects below a folder: on S3 that is one request for a thousand of them,
+                # where a pattern would be one for each folder.
+                for found in self._ask("find", f"{self._root}/{folder}", least_s=LISTING_S):
+                    *parts, name = found.removeprefix(self._root).strip("/").split("/")
+                    path = CheckpointPath.from_parts(tuple(parts)) if name == MANIFEST else None
                     if path is not None:
                         yield path
 
     def sweep(self) -> int:
         """`CheckpointStore.sweep`."""
-        with _errors(f"{self.url} cannot be swept"):
+        with self.errors(f"cannot clean up {self.url}"):
             self._fs.invalidate_cache()
             removed = 0
             for staged in self._staging.left_behind():
@@ -293,25 +318,48 @@ class UrlStore(CheckpointStore):
         current = self.manifest_at(path)
         for version in target.versions:
             if current is None or version != current.version:
+                address = self.address(path, version)
+                self._abort_uploads(address)
                 with contextlib.suppress(FileNotFoundError):
-                    self._ask("rm", self.address(path, version), recursive=True)
+                    self._ask("rm", address, recursive=True)
+
+    def _abort_uploads(self, address: str) -> None:
+        """Delete the parts of uploads that were not completed, which no listing shows."""
+        if not self._is_s3:
+            return
+        bucket, key, _ = self._fs.split_path(address)
+        try:
+            found = self._ask("call_s3", "list_multipart_uploads", Bucket=bucket, Prefix=f"{key}/")
+            for upload in found.get("Uploads", ()):
+                named = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
+                with contextlib.suppress(FileNotFoundError):
+                    self._ask("call_s3", "abort_multipart_upload", Bucket=bucket, **named)
+        except OSError as exc:  # not permitted, or unknown to this server
+            _log.debug("parts of uploads to %s are left to the bucket's rules: %s", address, exc)
 
     def check(self, *, writes: bool = False) -> None:
         """`CheckpointStore.check`. Of what it writes, one small object stays at the URL."""
         place = f"{self._root}/{_PROBE}"
-        with _errors(f"{self._root} cannot be used"):
+        with self.errors(f"{self._root} cannot be used"):
             if not writes:
                 with contextlib.suppress(FileNotFoundError):  # somebody cleaned up
                     self._part(place, 0, 1)
                     return
-            try:
-                self._ask("pipe_file", place, _PROBE_TEXT)
-            except FileNotFoundError:
-                self.make_folder(self._root)  # as the first save would
-                self._ask("pipe_file", place, _PROBE_TEXT)
+            self.make_folder(self._root)  # as the first save would
+            self._ask("pipe_file", place, _PROBE_TEXT)
 
     def close(self) -> None:
         """`CheckpointStore.close`."""
+
+    @contextlib.contextmanager
+    def errors(self, what: str) -> Iterator[None]:
+        """Turn errors of the disk and of the other side into ours; `what` was being done."""
+        try:
+            yield
+        except TinkerError:
+            raise
+        except Exception as exc:  # each of fsspec's file systems has its own
+            raise unavailable(what, exc, bucket=self._root.partition("/")[0]) from exc
 
     def address(self, path: CheckpointPath, *more: str) -> str:
         """Where something of a checkpoint is, as the file system calls it."""
@@ -321,28 +369,32 @@ class UrlStore(CheckpointStore):
         """What is there now, if anything is."""
         try:
             content = self._part(self.address(path, MANIFEST), 0, manifests.MANIFEST_BYTES_MAX)
-        except FileNotFoundError:
+        except FileNotFoundError as exc:
+            if is_missing_bucket(exc):
+                raise  # nobody knows what was in it
             return None
         return manifests.decode(content, path)
 
     def make_folder(self, address: str) -> None:
-        """Make a folder where the other side has such a thing."""
-        self._ask("makedirs", address, exist_ok=True)
+        """Make a folder where the other side has such a thing. On S3 it would make a bucket."""
+        if not self._is_s3:
+            self._ask("makedirs", address, exist_ok=True)
 
     def _ask(
         self,
         method: str,
         *arguments: Any,
         size_bytes: int = 0,
-        least_s: float = CALL_S,
+        least_s: float | None = None,
         **named: Any,
     ) -> Any:
         """Call a method of the file system, for no longer than moving so many bytes may take.
 
-        The timeouts of S3's libraries do not count while a request is sent: an endpoint that takes
-        a connection and says nothing would never be given up.
+        The timeouts of S3's libraries do not count while a request is sent: an endpoint that
+        accepts a connection and never replies would block forever.
         """
         if self._is_s3:
+            least_s = CALL_S if least_s is None else least_s
             named["timeout"] = least_s + size_bytes / SLOWEST_BYTES_S
         return getattr(self._fs, method)(*arguments, **named)
 
@@ -355,7 +407,8 @@ class UrlStore(CheckpointStore):
 
     def put_file(self, local: Path, address: str) -> None:
         """Upload a file."""
-        self._ask("put_file", str(local), address, size_bytes=local.stat().st_size)
+        size_bytes = local.stat().st_size
+        self._ask("put_file", str(local), address, size_bytes=size_bytes, **self._in_parts)
 
     def put_manifest(self, manifest: Manifest, path: CheckpointPath) -> None:
         """Make it the one that is there, in one step."""
@@ -369,7 +422,7 @@ class UrlStore(CheckpointStore):
         return staged
 
     def _make_room(self) -> None:
-        """Forget what was fetched and not used for longest, down to the limit."""
+        """Evict the least recently used of the fetched files, down to the limit."""
         folders = []
         for folder in self._fetched.iterdir():
             with contextlib.suppress(FileNotFoundError):
@@ -405,11 +458,10 @@ class UrlStaging(Staging):
         self._origin = origin
         self._staged = staged
         self._is_over = False
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(staged.remove)
             self.folder.mkdir(mode=0o700)
-        except BaseException:
-            staged.remove()
-            raise
+            undo.pop_all()
 
     def commit(self, *, overwrite: bool = False) -> Manifest:
         """`Staging.commit`."""
@@ -419,7 +471,7 @@ class UrlStaging(Staging):
         def upload(file: FileEntry, address: str) -> None:
             self._store.put_file(self.folder / file.name, address)
 
-        with _errors(f"{self.path} cannot be saved"):
+        with self._store.errors(f"{self.path} cannot be saved"):
             try:
                 files = manifests.survey(self.folder, sync=False)
                 return self.put(files, upload, overwrite=overwrite)
@@ -477,37 +529,29 @@ def _open_url(url: str, *, is_s3: bool) -> tuple[Any, str]:
         import fsspec
     except ImportError as exc:
         raise ValidationError(
-            f"{url} needs the package fsspec", remedy="pip install 'tinsmith[s3]'"
+            f"{url} requires the package fsspec", remedy="run `pip install 'tinsmith[s3]'`"
         ) from exc
     try:
         fs, root = fsspec.core.url_to_fs(url, **(_S3_OPTIONS if is_s3 else {}))
     except (ImportError, ValueError) as exc:
         raise ValidationError(
             f"{url} cannot be used for checkpoints: {exc}",
-            remedy="install what fsspec asks for, or give a local folder",
+            remedy="install the package that fsspec asks for, or use a local folder",
         ) from exc
     if is_s3:
-        fs.retries = 1  # botocore has tried again already
+        fs.retries = 2  # for replies that break off, which botocore does not retry
     return fs, root.rstrip("/")
 
 
 _S3_OPTIONS = {
+    "skip_instance_cache": True,  # another store may have been opened with another environment
+    "use_listings_cache": False,  # other processes change what is there
     "config_kwargs": {
         "connect_timeout": 5,
         "read_timeout": 10,
-        "retries": {"total_max_attempts": 2, "mode": "standard"},
-    }
+        "retries": {"total_max_attempts": 3, "mode": "standard"},
+        "signature_version": "s3v4",  # of signed URLs too
+    },
 }
 """By default an endpoint that takes connections and does not answer is asked 25 times, for 15 s
 each. Whoever saves tries again for a while by itself."""
-
-
-@contextlib.contextmanager
-def _errors(what: str) -> Iterator[None]:
-    """Turn errors of the disk and of the other side into ours."""
-    try:
-        yield
-    except TinkerError:
-        raise
-    except Exception as exc:  # each of fsspec's file systems has its own
-        raise unavailable(what, exc) from exc

@@ -1,1 +1,1 @@
-"""The `tinsmith` command: one module for each noun."""
+"""The `tinsmith` command: one module per noun."""

@@ -1,7 +1,7 @@
-"""`tinsmith auth`: the key that commands and programs use when they are given none.
+"""`tinsmith auth`: the stored API key, which commands and programs use by default.
 
-A key is asked for without being shown, checked with the service, and kept by `credential_store`.
-It is never printed.
+The key is entered without echo, checked with the service, stored by `credential_store`, and never
+printed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import argparse
 
 from tinsmith.cli.parser import Parser
 
-TYPE_CHECKING = False  # loading `typing` takes longer than all of a help
+TYPE_CHECKING = False  # importing `typing` takes longer than printing help
 if TYPE_CHECKING:
     from typing import Any
 
@@ -18,43 +18,42 @@ if TYPE_CHECKING:
     from tinsmith.types.service import ApiKeyResponse
 
 KEYS_PAGE = "https://tinker.thinkingmachines.ai/keys"
-MOST_KEY_CHARACTERS = 16 * 1024
+MAX_KEY_CHARS = 16 * 1024
 
 
 def configure(parser: Parser) -> None:
     """Add the verbs of `tinsmith auth`."""
     parser.add_verb(
         "login",
-        "check an API key and keep it for later",
+        "check an API key and store it",
         login,
-        " The key is asked for, or read from stdin if that is not a terminal.",
+        " The key is read from the terminal without echo, or from stdin."
+        "\n\nexample: tinsmith auth login --base-url http://127.0.0.1:8000",
     )
-    parser.add_verb("logout", "forget the key that was kept", logout)
-    parser.add_verb("status", "say whether there is a credential, and whether it works", status)
-    parser.add_verb("whoami", "show whose credential is used", whoami)
+    parser.add_verb("logout", "delete the stored API key", logout)
+    parser.add_verb("status", "check whether credentials are found and accepted", status)
+    parser.add_verb("whoami", "show the user and organization of the API key", whoami)
 
 
 def login(arguments: argparse.Namespace) -> None:
-    """Ask for a key and keep it, if the service accepts it."""
-    from tinsmith.cli.failures import CommandError
+    """Read a key, and store it if the service accepts it."""
+    from tinsmith.cli.command_errors import CommandError
     from tinsmith.cli.output import plain_of, show
 
     store = _store()
     if store.default() is not None:
-        raise CommandError(
-            "you are signed in already", remedy="`tinsmith auth logout` forgets that key first"
-        )
+        raise CommandError("already logged in", remedy="run `tinsmith auth logout` first")
     url = _address(arguments)
-    key = _asked_for_key(url)
+    key = _read_key(url)
     owner: ApiKeyResponse = _call(arguments, "get_api_key", key)
     details = plain_of(owner.details)
     record = {"type": "manual", "key": key, "name": owner.name, "note": owner.note}
     store.add_default(str(owner.key_id), {**record, "details": details, "base_url": url})
-    email, organisation = details["user_details"]["email"], details["org_details"]["name"]
+    email, organization = details["user_details"]["email"], details["org_details"]["name"]
     show(
         arguments.format,
-        {"email": email, "organization": organisation, "key_name": owner.name},
-        f"Signed in as {email} ({organisation}). The key {owner.name!r} is kept as the default.",
+        {"email": email, "organization": organization, "key_name": owner.name},
+        f"Logged in as {email} ({organization}). Stored the key {owner.name!r} as the default.",
     )
 
 
@@ -65,46 +64,46 @@ def _address(arguments: argparse.Namespace) -> str:
 
 
 def _where_keys_are(url: str | None, key_id: str = "") -> str:
-    """Where whoever uses a service makes and deletes keys; the hosted one if it is not known."""
+    """Where to create and delete keys of a service; the hosted one if unknown."""
     from tinsmith.client.settings import HOSTED_URL
 
     if url in (None, HOSTED_URL):
         return f"at {KEYS_PAGE}/{key_id}".rstrip("/")
-    return "with `tinsmith key` where the service runs"
+    return "with `tinsmith key` on the machine of the service"
 
 
-def _asked_for_key(url: str) -> str:
-    """A key from the terminal, unseen, or from stdin.
+def _read_key(url: str) -> str:
+    """A key from the terminal, without echo, or from stdin.
 
     Raises:
-        UsageError: What was given is no key.
+        UsageError: The input is not a key.
     """
     import getpass
     import sys
 
-    from tinsmith.cli.failures import UsageError
+    from tinsmith.cli.command_errors import UsageError
 
     if sys.stdin.isatty():
-        print(f"{url}: you can make a key {_where_keys_are(url)}", file=sys.stderr)
+        print(f"Create a key for {url} {_where_keys_are(url)}.", file=sys.stderr)
         key = getpass.getpass("API key: ", stream=sys.stderr).strip()
     else:
-        key = sys.stdin.readline(MOST_KEY_CHARACTERS).strip()
+        key = sys.stdin.readline(MAX_KEY_CHARS).strip()
     if not key.startswith(("tml-", "eyJ")) or not key.isascii() or not key.isprintable():
-        raise UsageError("that is not an API key", remedy="a key begins with tml-")
+        raise UsageError("invalid API key: expected a key that starts with `tml-`")
     return key
 
 
 def logout(arguments: argparse.Namespace) -> None:
-    """Forget the default key; one that was made for this machine is deleted on the server too."""
-    from tinsmith.cli.failures import CommandError, in_short
+    """Delete the stored key; one generated for this machine is deleted on the server too."""
+    from tinsmith.cli.command_errors import CommandError, one_line
     from tinsmith.cli.output import show
     from tinsmith.errors import APIError
 
     store = _store()
-    kept = store.default()
-    if kept is None:
-        raise CommandError("no key is kept here", remedy="there is nothing to sign out of")
-    key_id, record = kept
+    stored = store.default()
+    if stored is None:
+        raise CommandError("not logged in: there is no stored API key")
+    key_id, record = stored
     keys = _where_keys_are(record.get("base_url"), key_id)
     name, is_generated = str(record.get("name")), record.get("type") == "generated"
     problem: APIError | None = None
@@ -116,22 +115,22 @@ def logout(arguments: argparse.Namespace) -> None:
     store.remove(key_id)
     if problem is not None:
         raise CommandError(
-            f"the key {name!r} is forgotten here, and could not be deleted on the server: "
-            f"{in_short(problem)}",
+            f"deleted the stored key {name!r}, but could not delete it on the server: "
+            f"{one_line(problem)}",
             remedy=f"delete it {keys}",
         )
-    left = "" if is_generated else f" It still works; you can delete it {keys}"
+    left = "" if is_generated else f" It is still valid; delete it {keys}."
     show(
         arguments.format,
         {"key_name": name, "deleted_on_server": is_generated},
-        f"The key {name!r} is forgotten.{left}",
+        f"Deleted the stored key {name!r}.{left}",
     )
 
 
 def status(arguments: argparse.Namespace) -> int:
-    """Say whether a credential is at hand and whether the service accepts it."""
+    """Check whether credentials are found and whether the service accepts them."""
+    from tinsmith.cli.command_errors import FAILURE, LOG_IN, report
     from tinsmith.cli.connect import limit_s, service_client, settings, use_record_only
-    from tinsmith.cli.failures import FAILED, SIGN_IN, report
     from tinsmith.cli.output import show
     from tinsmith.client.auth import NO_KEY, static_key
     from tinsmith.errors import TinkerError
@@ -155,13 +154,13 @@ def status(arguments: argparse.Namespace) -> int:
     if problem is None:
         return 0
     if not has_credential:
-        problem.remedy = SIGN_IN
+        problem.remedy = LOG_IN
     report(problem, arguments.format == "json")
-    return FAILED
+    return FAILURE
 
 
 def whoami(arguments: argparse.Namespace) -> None:
-    """Show the user and the organisation of the credential."""
+    """Show the user and the organization of the API key."""
     from tinsmith.cli.connect import rest_client, wait
     from tinsmith.cli.output import Properties, plain_of, show
     from tinsmith.cli.text import MISSING
@@ -172,7 +171,7 @@ def whoami(arguments: argparse.Namespace) -> None:
         ("User", owner.user_urn),
         ("Organization", owner.org_urn),
     ]
-    show(arguments.format, plain_of(owner), Properties("Signed in", pairs))
+    show(arguments.format, plain_of(owner), Properties("Logged in", pairs))
 
 
 def _yes(value: bool) -> str:
@@ -189,7 +188,7 @@ def _store() -> CredentialStore:
 
 
 def _call(arguments: argparse.Namespace, endpoint: str, key: str) -> Any:
-    """Make a call with this key, whatever others there are."""
+    """Make a call with this key instead of the stored one."""
     from tinsmith.cli.connect import settings, wait
     from tinsmith.client.background import background
     from tinsmith.client.lease import SessionLease

@@ -1,4 +1,4 @@
-"""`tinsmith billing`: what was used, and what checkpoints take."""
+"""`tinsmith billing`: usage and checkpoint storage."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import argparse
 from tinsmith.cli.parser import Parser
 from tinsmith.cli.text import counted, moment_from
 
-TYPE_CHECKING = False  # loading `typing` takes longer than all of a help
+TYPE_CHECKING = False  # importing `typing` takes longer than printing help
 if TYPE_CHECKING:
     from typing import Any
 
@@ -21,22 +21,23 @@ def configure(parser: Parser) -> None:
     """Add the verbs of `tinsmith billing`."""
     usage = parser.add_verb(
         "usage",
-        "show what your organisation used, by the hour",
+        "show your organization's usage by the hour",
         show_usage,
-        " Costs are estimates before credits, and no invoice.",
+        " Costs are estimates before credits, not an invoice."
+        "\n\nexample: tinsmith billing usage 2026-07-13T00:00:00Z 2026-07-14T00:00:00Z",
     )
     for name, summary in (
-        ("starting_on", "a full hour of UTC, such as 2026-07-13T00:00:00Z"),
-        ("ending_before", "a full hour, at most 14 days later"),
+        ("starting_on", "start: a full hour in UTC, such as 2026-07-13T00:00:00Z"),
+        ("ending_before", "end: a full hour, at most 14 days after the start"),
     ):
         usage.add_argument(name, type=moment_from, help=summary)
-    _add_csv(usage, "--csv", "write the rows there as CSV instead; - for stdout")
-    _add_csv(usage, "--sessions-csv", "write the sessions and their metadata there as CSV")
+    _add_csv(usage, "--csv", "write the rows to this CSV file; - for stdout")
+    _add_csv(usage, "--sessions-csv", "write the sessions and their metadata to this CSV file")
     storage = parser.add_verb(
-        "checkpoint-storage", "show what checkpoints take now, and what that costs", show_storage
+        "checkpoint-storage", "show the current checkpoint storage and its cost", show_storage
     )
-    storage.add_argument("--project-id", metavar="ID", help="only of this project")
-    _add_csv(storage, "--csv", "write the rows there as CSV instead; - for stdout")
+    storage.add_argument("--project-id", metavar="ID", help="only this project")
+    _add_csv(storage, "--csv", "write the rows to this CSV file; - for stdout")
 
 
 def _add_csv(verb: Parser, name: str, summary: str) -> None:
@@ -44,14 +45,14 @@ def _add_csv(verb: Parser, name: str, summary: str) -> None:
 
 
 def show_usage(arguments: argparse.Namespace) -> None:
-    """Show one row for each event."""
+    """Show one row per usage event."""
     from tinsmith.cli.connect import admin_client, wait
     from tinsmith.cli.output import Table, plain_of, show
 
-    asked = admin_client(arguments).get_billing_usage(
+    future = admin_client(arguments).get_billing_usage(
         arguments.starting_on, arguments.ending_before
     )
-    plain = plain_of(wait(asked, arguments))
+    plain = plain_of(wait(future, arguments))
     rows = [_flat(event) for event in plain["data"]]
     if arguments.sessions_csv:
         _write_csv(_session_rows(plain["sessions"]), arguments.sessions_csv)
@@ -59,28 +60,28 @@ def show_usage(arguments: argparse.Namespace) -> None:
         _write_csv(rows, arguments.csv)
     if arguments.csv or arguments.sessions_csv:
         return
-    title = f"{counted(len(rows), 'hourly usage row')}" if rows else "No usage in this time"
+    title = counted(len(rows), "hourly usage row") if rows else "No usage in this period"
     shown = [_with_nulls(row) for row in rows]
     show(arguments.format, plain, Table(title, *_filled(shown)))
 
 
 def show_storage(arguments: argparse.Namespace) -> None:
-    """Show one row for each project and owner."""
+    """Show one row per project and owner."""
     from tinsmith.cli.connect import admin_client, wait
     from tinsmith.cli.output import Table, plain_of, show
 
-    asked = admin_client(arguments).get_current_checkpoint_storage_usage(arguments.project_id)
-    plain = plain_of(wait(asked, arguments))
+    future = admin_client(arguments).get_current_checkpoint_storage_usage(arguments.project_id)
+    plain = plain_of(wait(future, arguments))
     rows = [{_STORAGE_RATE: plain[_STORAGE_RATE], **row} for row in plain["data"]]
     if arguments.csv:
         _write_csv(rows, arguments.csv)
         return
-    title = "Current checkpoint storage" if rows else "No checkpoints are stored"
+    title = "Current checkpoint storage" if rows else "No checkpoints stored"
     show(arguments.format, plain, Table(title, *_filled(rows)))
 
 
 def _flat(event: dict[str, Any]) -> dict[str, Any]:
-    """An event as one row: what it was about beside when and whose it was."""
+    """An event as one row, with the fields of `event_info` at the top level."""
     return {
         **{key: value for key, value in event.items() if key != "event_info"},
         **event["event_info"],
@@ -88,7 +89,7 @@ def _flat(event: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with `null` for costs that it has and nobody knows; others stay empty."""
+    """The row with `null` for unknown costs of a priced event; other empty cells stay empty."""
     kind = row["type"]
     priced = [_COST, _TOKEN_RATE] if kind in _TOKEN_EVENTS else []
     priced = [_COST, _STORAGE_RATE] if kind == "storage" else priced
@@ -114,7 +115,7 @@ def _columns(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _filled(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Columns and cells for people, without the columns that no row has anything in."""
+    """Columns and cells without empty columns."""
     columns = [name for name in _columns(rows) if any(row.get(name) is not None for row in rows)]
     return columns, _cells(rows, columns)
 

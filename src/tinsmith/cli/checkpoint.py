@@ -1,24 +1,26 @@
-"""`tinsmith checkpoint`: saved weights.
+"""`tinsmith checkpoint`: list, inspect, publish and expire checkpoints.
 
-The verbs that take more than a call or two have modules of their own, named after them.
+Verbs that move files or delete in bulk are in `checkpoint_*.py`, imported when they run.
 """
 
 from __future__ import annotations
 
 import argparse
 
-from tinsmith.cli.parser import Parser, checkpoint_path, positive
+from tinsmith.cli.parser import Parser, checkpoint_path, metadata_pair, positive
 from tinsmith.cli.run import add_limit, lora_text
 from tinsmith.cli.text import moment_from, time_text, yes_or_no
-from tinsmith.observe.sizes import size_text
+from tinsmith.observe.terminal import size_text
 
-TYPE_CHECKING = False  # loading `typing` takes longer than all of a help
+TYPE_CHECKING = False  # importing `typing` takes longer than printing help
 if TYPE_CHECKING:
     from typing import Any
 
+    from tinsmith.client.rest import RestClient
     from tinsmith.types.checkpoints import Checkpoint, CheckpointType
 
-# The names of types, and those that paths use for them.
+_LARGEST_SEARCH = 200
+# Checkpoint types, also by the names used in paths.
 TYPES: dict[str, CheckpointType] = {
     "training": "training",
     "sampler": "sampler",
@@ -32,252 +34,257 @@ TYPES: dict[str, CheckpointType] = {
 def configure(parser: Parser) -> None:
     """Add the verbs of `tinsmith checkpoint`."""
     listing = parser.add_verb("list", "list checkpoints, newest first", list_checkpoints)
-    listing.add_argument("--run-id", metavar="ID", help="all checkpoints of this run")
+    listing.add_argument(
+        "--run-id", metavar="ID", help="only checkpoints of this run (all of them)"
+    )
     add_limit(listing, "checkpoints")
+    _add_metadata(listing, "only checkpoints with this metadata (repeatable; all must match)")
+    listing.add_argument(
+        "--base-model",
+        action="append",
+        metavar="NAME",
+        help="only checkpoints of this base model (repeatable; any may match)",
+    )
+    listing.add_argument(
+        "--project",
+        action="append",
+        metavar="ID",
+        help="only checkpoints in this project (repeatable; any may match)",
+    )
+    listing.add_argument(
+        "--type", choices=list(TYPES), dest="checkpoint_type", help="only this type"
+    )
     for name, summary, run in (
-        ("info", "show a checkpoint", show_checkpoint),
-        ("publish", "let everybody read a checkpoint", publish),
-        ("unpublish", "let nobody else read a checkpoint any more", unpublish),
+        ("info", "show the details of a checkpoint", show_checkpoint),
+        ("publish", "make a checkpoint public", publish),
+        ("unpublish", "make a checkpoint private", unpublish),
     ):
         _add_path(parser.add_verb(name, summary, run))
-    ttl = parser.add_verb("set-ttl", "say when a checkpoint expires", set_ttl)
+    ttl = parser.add_verb("set-ttl", "set when a checkpoint expires", set_ttl)
     _add_path(ttl)
     when = ttl.add_mutually_exclusive_group(required=True)
     when.add_argument(
-        "--ttl", type=positive, metavar="SECONDS", help="from now; an hour to ten years"
+        "--ttl", type=positive, metavar="SECONDS", help="seconds from now: one hour to ten years"
     )
-    when.add_argument("--remove", action="store_true", help="never")
+    when.add_argument("--remove", action="store_true", help="never expire")
     _add_delete(parser)
     _add_download(parser)
     _add_merge(parser)
     _add_push(parser)
     _add_import(parser)
-    _add_upload(parser)
 
 
 def _add_path(verb: Parser) -> None:
     verb.add_argument(
         "checkpoint_path",
         type=checkpoint_path,
-        help="its path, such as tinker://<run>/weights/<name>",
+        help="path, such as tinker://RUN/weights/NAME",
     )
 
 
 def _add_delete(parser: Parser) -> None:
     delete = parser.add_verb(
         "delete",
-        "delete checkpoints for good",
-        run_delete,
-        " Name them, or choose among those of a run.\n\nShows what will be deleted and asks first.",
+        "delete checkpoints permanently",
+        "tinsmith.cli.checkpoint_delete:delete",
+        " Give their paths, or select them with --run-id. Lists them and asks for confirmation."
+        "\n\nexample: tinsmith checkpoint delete --run-id ID --before 2026-01-01 --dry-run",
     )
-    delete.add_argument("checkpoint_paths", nargs="*", type=checkpoint_path, help="their paths")
-    delete.add_argument("--run-id", metavar="ID", help="those of this run")
     delete.add_argument(
-        "--type", choices=list(TYPES), dest="checkpoint_type", help="only of this type"
+        "checkpoint_paths", nargs="*", type=checkpoint_path, help="paths of checkpoints"
+    )
+    delete.add_argument("--run-id", metavar="ID", help="select checkpoints of this run")
+    delete.add_argument(
+        "--type", choices=list(TYPES), dest="checkpoint_type", help="only this type"
     )
     for name in ("before", "after"):
         delete.add_argument(
             f"--{name}",
             type=moment_from,
             metavar="TIME",
-            help=f"only those saved {name} it (ISO 8601, in UTC unless it says otherwise)",
+            help=f"only checkpoints saved {name} this ISO 8601 time (UTC unless it has an offset)",
         )
-    delete.add_argument("-y", "--yes", action="store_true", help="do not ask")
-    delete.add_argument("--dry-run", action="store_true", help="only show what would be deleted")
+    delete.add_argument("-y", "--yes", action="store_true", help="do not ask for confirmation")
+    delete.add_argument(
+        "--dry-run", action="store_true", help="list what would be deleted, and exit"
+    )
 
 
 def _add_download(parser: Parser) -> None:
     download = parser.add_verb(
         "download",
-        "download the files of a checkpoint",
-        run_download,
-        " They go into a new folder named after it.\n\nA download that was broken off goes on"
-        " where it stopped when the command is run again.",
+        "download a checkpoint",
+        "tinsmith.cli.checkpoint_download:download_checkpoint",
+        " The files go into a new folder named after the checkpoint.\nRun the command again to"
+        " resume an interrupted download.",
     )
     _add_path(download)
-    download.add_argument("-o", "--output", metavar="DIR", help="where to make the folder")
+    download.add_argument(
+        "-o",
+        "--output",
+        metavar="DIR",
+        help="parent of the new folder (default: current directory)",
+    )
     download.add_argument("--force", action="store_true", help="replace the folder if it exists")
     download.add_argument(
-        "--no-resume", action="store_true", help="begin anew, and keep no part if it fails"
+        "--no-resume", action="store_true", help="start over, and keep nothing if it fails"
     )
     download.add_argument(
         "--connections",
         type=positive,
         default=8,
         metavar="N",
-        help="how many to use at once (default 8)",
+        help="number of parallel connections (default: 8)",
     )
-    _add_use(download)
+    _add_adapter_options(download)
 
 
-def _add_use(verb: Parser) -> None:
-    """What the files are for, and what they call the base model."""
+def _add_adapter_options(verb: Parser) -> None:
+    """Add the options that adapt an adapter to its user."""
     from tinsmith.cli.serve import add_settings
-    from tinsmith.serve.options import BY_NAME
+    from tinsmith.service.run.options import BY_NAME
 
     verb.add_argument(
         "--for",
         dest="use",
         choices=("peft", "vllm"),
         default="peft",
-        help="peft: can be loaded and merged by peft (default). vllm: an output layer tied to"
-        " the embedding stays LoRA, as vLLM needs it; peft must not merge that",
+        help="peft (default): peft can load and merge the adapter. vllm: LoRA weights of a tied"
+        " output layer stay LoRA, as vLLM requires; peft must not merge them",
     )
     verb.add_argument(
         "--base-model",
         metavar="NAME_OR_FOLDER",
-        help="what adapter_config.json names as the base model (default: its id on the hub, or the"
-        " folder that the service loaded it from)",
+        help="base model to name in adapter_config.json (default: its Hub id, or the folder that"
+        " the service loaded it from)",
     )
     add_settings(verb, (BY_NAME["data"],))
 
 
 def _add_merge(parser: Parser) -> None:
     from tinsmith.cli.serve import add_settings
-    from tinsmith.serve.options import BY_NAME
+    from tinsmith.service.run.options import BY_NAME
 
     merge = parser.add_verb(
         "merge",
-        "make a full model of a checkpoint and its base model",
-        run_merge,
-        " The adapter is folded into the base model's weights: what comes out is loaded without"
-        " LoRA.\nThe base model is fetched if it is not on this machine.",
+        "merge a checkpoint into its base model",
+        "tinsmith.cli.checkpoint_download:merge_checkpoint",
+        " The result is a full model that loads without LoRA.\nThe base model is downloaded if it"
+        " is not on this machine.\n\nexample: tinsmith checkpoint merge tinker://RUN/weights/NAME"
+        " -o merged",
     )
     merge.add_argument(
         "checkpoint",
         metavar="CHECKPOINT",
-        help="its path, such as tinker://<run>/weights/<name>, or a folder that peft saved",
+        help="path, such as tinker://RUN/weights/NAME, or a folder saved by peft",
     )
-    merge.add_argument("-o", "--output", metavar="DIR", required=True, help="the folder to make")
+    merge.add_argument("-o", "--output", metavar="DIR", required=True, help="folder to create")
     merge.add_argument(
         "--base-model",
         metavar="NAME_OR_FOLDER",
-        help="by default the one that the checkpoint was trained on, by its name",
+        help="base model (default: the one that the checkpoint was trained on)",
     )
     merge.add_argument("--force", action="store_true", help="replace the folder if it exists")
     add_settings(merge, (BY_NAME["data"],))
 
 
 def _add_push(parser: Parser) -> None:
-    push = parser.add_verb("push-hf", "upload a checkpoint to the Hugging Face Hub", run_push)
+    push = parser.add_verb(
+        "push-hf",
+        "upload a checkpoint to the Hugging Face Hub",
+        "tinsmith.cli.checkpoint_push:push",
+    )
     _add_path(push)
-    push.add_argument("-r", "--repo", metavar="ID", help="the repository; by default made up")
-    push.add_argument("--public", action="store_true", help="let everybody read it")
-    push.add_argument("--revision", metavar="NAME", help="the branch to upload to")
-    push.add_argument("--commit-message", metavar="TEXT", help="of the upload")
-    push.add_argument("--create-pr", action="store_true", help="as a pull request")
-    for name, summary in (("allow", "upload only files like this"), ("ignore", "leave them out")):
+    push.add_argument(
+        "-r", "--repo", metavar="ID", help="repository (default: derived from the checkpoint)"
+    )
+    push.add_argument("--public", action="store_true", help="create a public repository")
+    push.add_argument("--revision", metavar="NAME", help="branch to upload to")
+    push.add_argument("--commit-message", metavar="TEXT", help="message of the commit")
+    push.add_argument(
+        "--create-pr", action="store_true", help="open a pull request instead of committing"
+    )
+    for name, summary in (
+        ("allow", "upload only matching files"),
+        ("ignore", "skip matching files"),
+    ):
         push.add_argument(
             f"--{name}-pattern", action="append", default=[], metavar="GLOB", help=summary
         )
-    push.add_argument("--no-model-card", action="store_true", help="add no README.md")
-    _add_use(push)
+    push.add_argument("--no-model-card", action="store_true", help="do not add a README.md")
+    _add_adapter_options(push)
 
 
 def _add_import(parser: Parser) -> None:
-    from tinsmith.cli.serve import add_settings
-    from tinsmith.serve.options import BY_NAME
-
-    taken_in = parser.add_verb(
+    imported = parser.add_verb(
         "import",
-        "make a checkpoint of an adapter that peft saved",
-        run_import,
-        " Works on the store and the database of a service of your own, which may run.",
+        "import a peft adapter as a checkpoint",
+        "tinsmith.cli.checkpoint_import:import_adapter",
+        " The folder must contain adapter_config.json and adapter_model.safetensors. You can sample"
+        " from the checkpoint and continue training from it.\n\nexample: tinsmith checkpoint import"
+        " ./my-adapter --metadata task=chat",
     )
-    taken_in.add_argument("folder", help="where adapter_config.json and the weights are")
-    taken_in.add_argument("--name", help="what to call it; by default as the folder")
-    taken_in.add_argument(
-        "--base-model", metavar="NAME", help="what the service calls the model it was trained on"
-    )
-    taken_in.add_argument(
-        "--tenant", default="default", metavar="NAME", help="whose it is (default: default)"
-    )
-    names = ("data", "database", "checkpoints", "models")
-    add_settings(taken_in, tuple(BY_NAME[name] for name in names))
-
-
-def _add_upload(parser: Parser) -> None:
-    upload = parser.add_verb(
-        "upload",
-        "send an adapter that was made elsewhere, as a checkpoint",
-        run_upload,
-        " It is a folder that peft saved, with adapter_config.json and adapter_model.safetensors;"
-        "\ntraining can go on from it. Only tinsmith's own service takes adapters.",
-    )
-    upload.add_argument("folder", metavar="PEFT_FOLDER", help="the adapter's folder")
-    upload.add_argument("--name", default="imported", help="of the checkpoint; %(default)s")
-    upload.add_argument(
+    imported.add_argument("folder", metavar="PEFT_FOLDER", help="folder saved by peft")
+    imported.add_argument(
         "--base-model",
         metavar="NAME",
-        help="what the service calls it; by default as adapter_config.json says",
+        help="the service's name for the base model (default: as in adapter_config.json)",
     )
-    upload.add_argument("--project", metavar="ID", help="the project that it belongs to")
-    upload.add_argument(
-        "--ttl", type=positive, metavar="SECONDS", help="when it expires; by default never"
+    imported.add_argument("--project", metavar="ID", help="project of the checkpoint")
+    imported.add_argument(
+        "--ttl", type=positive, metavar="SECONDS", help="expire after this time (default: never)"
     )
+    _add_metadata(imported, "metadata of the checkpoint (repeatable)")
 
 
-def run_delete(arguments: argparse.Namespace) -> None:
-    """See `checkpoint_delete`."""
-    from tinsmith.cli import checkpoint_delete
-
-    checkpoint_delete.run(arguments)
-
-
-def run_upload(arguments: argparse.Namespace) -> None:
-    """See `checkpoint_upload`."""
-    from tinsmith.cli import checkpoint_upload
-
-    checkpoint_upload.run(arguments)
-
-
-def run_import(arguments: argparse.Namespace) -> None:
-    """See `checkpoint_import`."""
-    from tinsmith.cli import checkpoint_import
-
-    checkpoint_import.run(arguments)
-
-
-def run_download(arguments: argparse.Namespace) -> None:
-    """See `checkpoint_download`."""
-    from tinsmith.cli import checkpoint_download
-
-    checkpoint_download.run(arguments)
-
-
-def run_merge(arguments: argparse.Namespace) -> None:
-    """See `checkpoint_merge`."""
-    from tinsmith.cli import checkpoint_merge
-
-    checkpoint_merge.run(arguments)
-
-
-def run_push(arguments: argparse.Namespace) -> None:
-    """See `checkpoint_push`."""
-    from tinsmith.cli import checkpoint_push
-
-    checkpoint_push.run(arguments)
+def _add_metadata(verb: Parser, summary: str) -> None:
+    verb.add_argument(
+        "--metadata",
+        action="append",
+        default=[],
+        type=metadata_pair,
+        metavar="KEY=VALUE",
+        help=summary,
+    )
 
 
 def list_checkpoints(arguments: argparse.Namespace) -> None:
-    """Show a run's checkpoints, or the newest of all."""
+    """Show a run's checkpoints, those that match, or the newest of all."""
+    from tinsmith.cli.command_errors import UsageError
     from tinsmith.cli.connect import limit_s, rest_client, wait
-    from tinsmith.cli.listing import page_size, taken, title_of
-    from tinsmith.cli.output import Table, plain_of, show
+    from tinsmith.cli.output import (
+        Table,
+        fetch_items,
+        listing_title,
+        page_size,
+        plain_of,
+        show,
+    )
     from tinsmith.cli.run import whole_run_id
 
+    is_search = bool(
+        arguments.metadata or arguments.base_model or arguments.project or arguments.checkpoint_type
+    )
+    if is_search and arguments.run_id:
+        raise UsageError(
+            "--run-id cannot be combined with --metadata, --base-model, --project or --type"
+        )
     rest = rest_client(arguments)
     plain: dict[str, Any] = {}
     found: list[Checkpoint]
-    if arguments.run_id:
+    if is_search:
+        found, has_more = _search(rest, arguments)
+        more = " (there are more; use --limit to show them)" if has_more else ""
+        title = listing_title(len(found), None, "checkpoint") + more
+    elif arguments.run_id:
         run_id = whole_run_id(rest, arguments.run_id, arguments)
         plain["run_id"] = run_id
         found = wait(rest.list_checkpoints(run_id), arguments).checkpoints
-        title = f"{title_of(len(found), None, 'checkpoint')} for run {run_id}"
+        title = f"{listing_title(len(found), None, 'checkpoint')} for run {run_id}"
     else:
         pages = rest.iter_checkpoints(page_size(arguments.limit), timeout=limit_s(arguments))
-        found = taken(pages, arguments, "checkpoints")
-        title = title_of(len(found), pages.total_count, "checkpoint")
+        found = fetch_items(pages, arguments, "checkpoints")
+        title = listing_title(len(found), pages.total_count, "checkpoint")
     show(
         arguments.format,
         {**plain, "checkpoints": [plain_of(checkpoint) for checkpoint in found]},
@@ -287,6 +294,35 @@ def list_checkpoints(arguments: argparse.Namespace) -> None:
             [_row(checkpoint) for checkpoint in found],
         ),
     )
+
+
+def _search(rest: RestClient, arguments: argparse.Namespace) -> tuple[list[Checkpoint], bool]:
+    """The newest `--limit` checkpoints that match, and whether there are more."""
+    import warnings
+
+    from tinsmith.cli.connect import wait
+    from tinsmith.errors import ExperimentalWarning
+    from tinsmith.types.requests import CheckpointSearchRequest
+
+    found: list[Checkpoint] = []
+    cursor = None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        while True:
+            left = arguments.limit - len(found) if arguments.limit else _LARGEST_SEARCH
+            request = CheckpointSearchRequest(
+                project_ids=arguments.project,
+                user_metadata=dict(arguments.metadata),
+                checkpoint_type=TYPES.get(arguments.checkpoint_type),
+                base_models=arguments.base_model,
+                limit=min(left, _LARGEST_SEARCH),
+                cursor=cursor,
+            )
+            page = wait(rest.search_checkpoints(request), arguments)
+            found += page.checkpoints
+            cursor = page.next_cursor
+            if cursor is None or len(found) == arguments.limit:
+                return found, cursor is not None
 
 
 def _row(checkpoint: Checkpoint) -> list[str]:
@@ -306,9 +342,9 @@ def _expiry(checkpoint: Checkpoint) -> str:
 
 
 def show_checkpoint(arguments: argparse.Namespace) -> None:
-    """Show all that is known of a checkpoint, with the adapter of its run."""
+    """Show the details of a checkpoint, including the LoRA rank of its run."""
+    from tinsmith.cli.command_errors import CommandError
     from tinsmith.cli.connect import rest_client, wait
-    from tinsmith.cli.failures import CommandError
     from tinsmith.cli.output import Properties, plain_of, show
     from tinsmith.types.checkpoints import ParsedCheckpointTinkerPath
 
@@ -321,8 +357,8 @@ def show_checkpoint(arguments: argparse.Namespace) -> None:
     checkpoint = next(named, None)
     if checkpoint is None:
         raise CommandError(
-            f"the run {path.training_run_id} has no checkpoint {path.checkpoint_id}",
-            remedy=f"`tinsmith checkpoint list --run-id {path.training_run_id}` shows what it has",
+            f"run {path.training_run_id} has no checkpoint {path.checkpoint_id}",
+            remedy=f"run `tinsmith checkpoint list --run-id {path.training_run_id}` to see them",
         )
     pairs = [
         ("Checkpoint ID", checkpoint.checkpoint_id),
@@ -332,6 +368,7 @@ def show_checkpoint(arguments: argparse.Namespace) -> None:
         ("Public", yes_or_no(checkpoint.public)),
         ("Created", time_text(checkpoint.time)),
         ("Expires", _expiry(checkpoint)),
+        ("Base Model", checkpoint.base_model or run.base_model),
         ("Training Run ID", path.training_run_id),
         ("LoRA", lora_text(run.is_lora, run.lora_rank)),
         *((f"Metadata {name}", value) for name, value in (checkpoint.user_metadata or {}).items()),
@@ -361,16 +398,16 @@ def _set_public(arguments: argparse.Namespace, is_public: bool) -> None:
         else rest.unpublish_checkpoint_from_tinker_path
     )
     wait(change(path), arguments)
-    done = "is public now" if is_public else "is private now"
-    show(arguments.format, {"checkpoint_path": path, "public": is_public}, f"{path} {done}")
+    state = "is now public" if is_public else "is now private"
+    show(arguments.format, {"checkpoint_path": path, "public": is_public}, f"{path} {state}")
 
 
 def set_ttl(arguments: argparse.Namespace) -> None:
-    """Set or remove the time at which a checkpoint expires."""
+    """Set or remove the expiry time of a checkpoint."""
     from tinsmith.cli.connect import rest_client, wait
     from tinsmith.cli.output import show
 
     path, ttl_s = arguments.checkpoint_path, arguments.ttl
     wait(rest_client(arguments).set_checkpoint_ttl_from_tinker_path(path, ttl_s), arguments)
-    done = "never expires" if ttl_s is None else f"expires in {ttl_s} seconds"
-    show(arguments.format, {"checkpoint_path": path, "ttl_seconds": ttl_s}, f"{path} {done}")
+    state = "never expires" if ttl_s is None else f"expires in {ttl_s} seconds"
+    show(arguments.format, {"checkpoint_path": path, "ttl_seconds": ttl_s}, f"{path} {state}")

@@ -1,7 +1,6 @@
-"""`tinsmith checkpoint delete`: chooses, shows, asks, deletes, and says what became of each.
+"""`tinsmith checkpoint delete`: select, confirm, delete, and report the outcome of each.
 
-A few deletions are under way at a time. Whatever ends them early, failures or Ctrl-C, what is gone
-and what is not is told.
+A few deletions run concurrently. The report is printed even after failures or Ctrl-C.
 """
 
 from __future__ import annotations
@@ -13,23 +12,22 @@ import sys
 from typing import Any
 
 from tinsmith.cli.checkpoint import TYPES
+from tinsmith.cli.command_errors import CommandError, UsageError, one_line
 from tinsmith.cli.connect import rest_client, wait
-from tinsmith.cli.failures import CommandError, UsageError, in_short
 from tinsmith.cli.output import plain_of, show
 from tinsmith.cli.run import whole_run_id
 from tinsmith.cli.text import counted, printable, time_text
-from tinsmith.client.management.bulk_delete import CheckpointFilter
+from tinsmith.client.management.checkpoints import CheckpointFilter
 from tinsmith.client.rest import RestClient
 from tinsmith.errors import NotFoundError
-from tinsmith.observe.progress import Progress
-from tinsmith.observe.sizes import size_text
+from tinsmith.observe.terminal import Progress, size_text
 from tinsmith.types.checkpoints import Checkpoint
 
-AT_ONCE = 8
+CONCURRENCY = 8
 
 
-class Account:
-    """What became of each checkpoint that was to be deleted."""
+class DeletionTally:
+    """The outcome of each deletion."""
 
     def __init__(self, paths: list[str]) -> None:
         self.paths = paths
@@ -38,11 +36,11 @@ class Account:
 
     @property
     def unknown(self) -> list[str]:
-        """Those that we stopped waiting for."""
+        """Checkpoints whose deletion had not finished."""
         return [path for path in self.paths if path not in {*self.deleted, *self.failed}]
 
     def plain(self) -> dict[str, Any]:
-        """For programs."""
+        """The report as JSON."""
         return {
             "deleted_count": len(self.deleted),
             "failed": [{"tinker_path": path, "error": why} for path, why in self.failed.items()],
@@ -50,60 +48,60 @@ class Account:
         }
 
     def text(self) -> str:
-        """For people."""
+        """The report as text."""
         lines = [f"Deleted {counted(len(self.deleted), 'checkpoint')}"]
         if self.failed:
-            lines.append(f"Not deleted, because it failed: {len(self.failed)}")
+            lines.append(f"Failed to delete {counted(len(self.failed), 'checkpoint')}")
             lines += [f"  {path}: {printable(why)}" for path, why in self.failed.items()]
         if self.unknown:
-            lines.append(f"Not deleted, or not known: {len(self.unknown)}")
+            lines.append(f"Interrupted: {counted(len(self.unknown), 'checkpoint')} may still exist")
             lines += [f"  {path}" for path in self.unknown]
         return "\n".join(lines)
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Delete what was named or chosen.
+def delete(arguments: argparse.Namespace) -> None:
+    """Delete the given or selected checkpoints.
 
     Raises:
-        CommandError: Not all of it is deleted.
-        UsageError: The choice is not clear.
+        CommandError: Some could not be deleted.
+        UsageError: The selection is ambiguous or missing.
     """
     _check(arguments)
     rest = rest_client(arguments)
     paths = list(dict.fromkeys(arguments.checkpoint_paths))
-    found = None if paths else _chosen(rest, arguments)
+    found = None if paths else _select(rest, arguments)
     if found is not None:
         paths = [checkpoint.tinker_path for checkpoint in found]
     if arguments.dry_run:
         show(arguments.format, _dry(paths, found), _listing(paths, found, "Would delete"))
         return
     if not paths:
-        show(arguments.format, Account([]).plain(), "There is nothing to delete")
+        show(arguments.format, DeletionTally([]).plain(), "Nothing to delete")
         return
     if not arguments.yes:
         _ask(paths, found)
-    account = Account(paths)
+    tally = DeletionTally(paths)
     try:
-        _delete(rest, account, arguments, was_listed=found is not None)
+        _delete(rest, tally, arguments, was_listed=found is not None)
     finally:
-        show(arguments.format, account.plain(), account.text())
-    if account.failed:
+        show(arguments.format, tally.plain(), tally.text())
+    if tally.failed:
         raise CommandError(
-            f"{len(account.failed)} of {counted(len(paths), 'checkpoint')} could not be deleted"
+            f"failed to delete {len(tally.failed)} of {counted(len(paths), 'checkpoint')}"
         )
 
 
 def _check(arguments: argparse.Namespace) -> None:
     has_filter = arguments.checkpoint_type or arguments.before or arguments.after
     if arguments.checkpoint_paths and arguments.run_id:
-        raise UsageError("give the paths of checkpoints or --run-id, not both")
+        raise UsageError("give either checkpoint paths or --run-id, not both")
     if not arguments.checkpoint_paths and not arguments.run_id:
-        raise UsageError("give the paths of checkpoints, or --run-id")
+        raise UsageError("give checkpoint paths or --run-id")
     if has_filter and not arguments.run_id:
-        raise UsageError("--type, --before and --after choose among those of a run: give --run-id")
+        raise UsageError("--type, --before and --after require --run-id")
 
 
-def _chosen(rest: RestClient, arguments: argparse.Namespace) -> list[Checkpoint]:
+def _select(rest: RestClient, arguments: argparse.Namespace) -> list[Checkpoint]:
     wanted = CheckpointFilter(
         checkpoint_type=TYPES.get(arguments.checkpoint_type),
         before=arguments.before,
@@ -135,20 +133,20 @@ def _listing(paths: list[str], found: list[Checkpoint] | None, what: str) -> str
 def _ask(paths: list[str], found: list[Checkpoint] | None) -> None:
     # On stderr: stdout is for the result.
     print(_listing(paths, found, "This will delete"), file=sys.stderr)
-    print("They cannot be brought back. Delete them? [y/N] ", end="", file=sys.stderr, flush=True)
+    print("This cannot be undone. Continue? [y/N] ", end="", file=sys.stderr, flush=True)
     answer = sys.stdin.readline().strip().lower()
     if answer not in ("y", "yes"):
-        raise CommandError("nothing was deleted", remedy="answer y, or give --yes")
+        raise CommandError("nothing was deleted", remedy="answer y, or pass --yes")
 
 
 def _delete(
-    rest: RestClient, account: Account, arguments: argparse.Namespace, *, was_listed: bool
+    rest: RestClient, tally: DeletionTally, arguments: argparse.Namespace, *, was_listed: bool
 ) -> None:
-    waiting = iter(account.paths)
+    waiting = iter(tally.paths)
     pending: dict[concurrent.futures.Future[None], str] = {}
-    with Progress("Deleting", len(account.paths), format_=arguments.format) as bar:
+    with Progress("Deleting", len(tally.paths), format_=arguments.format) as bar:
         while True:
-            for path in itertools.islice(waiting, AT_ONCE - len(pending)):
+            for path in itertools.islice(waiting, CONCURRENCY - len(pending)):
                 pending[rest.delete_checkpoint_from_tinker_path(path)] = path
             if not pending:
                 return
@@ -157,10 +155,10 @@ def _delete(
             )
             for future in done:
                 path, error = pending.pop(future), future.exception()
-                # One that was listed and is not there now is gone: our first try may have done it,
-                # and its reply been lost. One that was named may never have been there.
+                # A listed checkpoint that is not found was deleted, perhaps by an attempt whose
+                # response was lost. One given by its path may never have existed.
                 if error is None or (was_listed and isinstance(error, NotFoundError)):
-                    account.deleted.append(path)
+                    tally.deleted.append(path)
                 else:
-                    account.failed[path] = in_short(error)
+                    tally.failed[path] = one_line(error)
                 bar.add(1)

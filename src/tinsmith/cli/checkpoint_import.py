@@ -1,182 +1,170 @@
-"""`tinsmith checkpoint import`: an adapter that `peft` saved, as a checkpoint of a service of ours.
+"""`tinsmith checkpoint import`: a peft adapter as a checkpoint of a service.
 
-Works on the service's own store and database, whether or not it runs, as `tinsmith key` does. The
-checkpoint is in a run of its own, which holds nothing else and cannot be trained itself: training
-goes on from the checkpoint, in a new run.
+Uses the API's own calls: an upload is started, each file is sent to its signed URL, and the upload
+is finished. The checkpoint gets its own run, which cannot be trained itself; training continues
+from the checkpoint in a new run.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import re
-import secrets
+import base64
+import hashlib
+import http.client
+import time
+import urllib.error
+import urllib.request
+import warnings
 from pathlib import Path
+from typing import IO, Any
 
 import msgspec
 
-from tinsmith.checkpoints.format import Adapter, write_adapter
-from tinsmith.checkpoints.imported import read_foreign
-from tinsmith.checkpoints.manifest import Manifest
-from tinsmith.checkpoints.paths import LONGEST_NAME, CheckpointPath
-from tinsmith.checkpoints.registry import open_store
-from tinsmith.cli.failures import UsageError
+from tinsmith.checkpoints.format import ADAPTER_CONFIG, ADAPTER_MODEL
+from tinsmith.checkpoints.imported import read_foreign_config
+from tinsmith.cli.command_errors import CommandError, UsageError
+from tinsmith.cli.connect import rest_client, wait
+from tinsmith.cli.fetch import MAX_ATTEMPTS, RETRY_S, SCHEME, TRANSIENT, opened
 from tinsmith.cli.output import Properties, show
-from tinsmith.cli.serve import loaded_settings
-from tinsmith.errors import ValidationError
-from tinsmith.ledger import audit
-from tinsmith.ledger.base import Ledger
-from tinsmith.ledger.model_config import write_config
-from tinsmith.ledger.records import CheckpointEntry, Model, SessionId, Tenant, TenantId
-from tinsmith.ledger.recovery import names_files
-from tinsmith.ledger.registry import open_ledger_beside
-from tinsmith.observe.sizes import size_text
-from tinsmith.serve.settings import ServiceSettings
-from tinsmith.server import keys
+from tinsmith.errors import ExperimentalWarning
+from tinsmith.observe.terminal import Progress, size_text
+from tinsmith.wire.failures import detail_in
 
-RUNS = "import"
-"""How ids of runs begin that hold one imported checkpoint."""
+FILES = (ADAPTER_CONFIG, ADAPTER_MODEL)
+FINISH_TIMEOUT_S = 1800.0
+SEND_TIMEOUT_S = 600.0
+"""The service stores a file before it answers, perhaps on another machine."""
+_PIECE_BYTES = 1 << 20
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Read an adapter, keep it, and say what it is called.
+def import_adapter(arguments: argparse.Namespace) -> None:
+    """Import an adapter and show its path.
 
     Raises:
-        UsageError: A name cannot be used, or there is no such tenant.
-        CheckpointFormatError: It is no adapter that can be trained on.
+        CommandError: A file could not be sent.
+        TinkerError: The folder has no adapter, or the service refused it.
     """
-    settings = loaded_settings(arguments).settings
-    source = Path(arguments.folder)
-    adapter = read_foreign(source, base_model=arguments.base_model)
-    adapter = _by_served_name(adapter, settings)
-    _check_served(adapter, settings)
-    name = arguments.name or _name_from(source)
-    try:
-        path = CheckpointPath(f"{RUNS}-{secrets.token_hex(8)}", "weights", name)
-        manifest = asyncio.run(_keep(settings, TenantId(arguments.tenant), path, adapter))
-    except ValidationError as exc:
-        raise UsageError(str(exc.args[0]), remedy=exc.remedy) from exc
-    _show(arguments, path, adapter, manifest)
-
-
-def _by_served_name(adapter: Adapter, settings: ServiceSettings) -> Adapter:
-    """The adapter, with the service's own name for a base model that it has from a path or id."""
-    names = {model.path: model.name for model in reversed(settings.served_models)}
-    name = names.get(adapter.base_model, adapter.base_model)
-    return msgspec.structs.replace(adapter, base_model=name)
-
-
-def _check_served(adapter: Adapter, settings: ServiceSettings) -> None:
-    """Refuse a base model that the service does not have, as far as the settings tell."""
-    names = [model.name for model in settings.served_models]
-    if settings.models and adapter.base_model not in names:
+    folder = Path(arguments.folder)
+    named, lora = read_foreign_config(folder)
+    base_model = arguments.base_model or named
+    if not base_model:
         raise UsageError(
-            f"the adapter is one of {adapter.base_model!r:.200}, which is not served",
-            remedy=f"--base-model says which it is: {', '.join(names)}",
+            f"{folder / ADAPTER_CONFIG} names no base model", remedy="name it with --base-model"
         )
-
-
-def _name_from(source: Path) -> str:
-    """The folder's name, without what a checkpoint's name may not have."""
-    plain = re.sub(r"[^\w.-]+", "-", source.absolute().name, flags=re.ASCII)
-    return plain.strip(".-")[:LONGEST_NAME].rstrip(".") or "imported"
-
-
-async def _keep(
-    settings: ServiceSettings, tenant_id: TenantId, path: CheckpointPath, adapter: Adapter
-) -> Manifest:
-    async with await open_ledger_beside(settings.database) as ledger:
-        await _check_tenant(ledger, tenant_id)
-        is_used = await names_files(ledger)
-        manifest = await asyncio.to_thread(_write, settings, path, adapter, is_used=is_used)
-        # Named when it is on the disk; a crash before that leaves files, which the service sweeps.
-        await _name(ledger, tenant_id, path, adapter, manifest)
-        return manifest
-
-
-async def _check_tenant(ledger: Ledger, tenant_id: TenantId) -> None:
-    if tenant_id == keys.DEFAULT_TENANT:
-        await keys.default_tenant(ledger)
-    elif await ledger.entries(Tenant).get(tenant_id) is None:
-        raise ValidationError(
-            f"there is no tenant {tenant_id!r:.80}",
-            remedy="`tinsmith key create --tenant` makes one",
-        )
-
-
-def _write(
-    settings: ServiceSettings, path: CheckpointPath, adapter: Adapter, *, is_used: bool
-) -> Manifest:
-    work = settings.data / "work"
+    rest = rest_client(arguments, is_record_only=False)
+    sizes = {name: (folder / name).stat().st_size for name in FILES}
     with (
-        open_store(settings.checkpoints, work=work, must_exist=is_used) as store,
-        store.begin(path, origin=path.run_id) as staging,
+        warnings.catch_warnings(),
+        Progress(
+            "Uploading", sum(sizes.values()), in_bytes=True, format_=arguments.format
+        ) as progress,
     ):
-        write_adapter(staging.folder, adapter)
-        return staging.commit()
-
-
-async def _name(
-    ledger: Ledger,
-    tenant_id: TenantId,
-    path: CheckpointPath,
-    adapter: Adapter,
-    manifest: Manifest,
-) -> None:
-    now = ledger.now()
-    config = write_config(adapter.lora_config(), None)
-    await ledger.entries(Model).add(
-        Model(
-            id=path.run_id,
-            tenant_id=tenant_id,
-            created_at=now,
-            session_id=SessionId(""),
-            base_model=adapter.base_model,
-            config=config,
-            released_at=now,  # no engine has it
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        started = wait(
+            rest.external_weights_upload_start(
+                base_model,
+                lora,
+                arguments.project,
+                user_metadata=dict(arguments.metadata) or None,
+            ),
+            arguments,
         )
-    )
-    await ledger.entries(CheckpointEntry).add(
-        CheckpointEntry(
-            id=str(path),
-            tenant_id=tenant_id,
-            created_at=now,
-            run_id=path.run_id,
-            checkpoint_id=path.checkpoint_id,
-            size_bytes=manifest.size_bytes,
-            details={
-                "version": manifest.version,
-                "base_model": adapter.base_model,
-                "has_optimizer": False,
-                **config,
-            },
-        )
-    )
-    await audit.note(
-        ledger,
-        tenant_id,
-        audit.CHECKPOINT_IMPORTED,
-        run_id=path.run_id,
-        tinker_path=str(path),
-        change=audit.change_id("import", str(path)),
-    )
-
-
-def _show(
-    arguments: argparse.Namespace, path: CheckpointPath, adapter: Adapter, manifest: Manifest
-) -> None:
+        for name, url in started.urls.items():
+            if name not in sizes:
+                raise CommandError(f"the service asks for {name!r:.80}, which {folder} has not")
+            _send(folder / name, url, progress)
+        finishing = rest.external_weights_upload_finish(started.upload_id)
+        path = wait(finishing, arguments, FINISH_TIMEOUT_S).tinker_path
+    if arguments.ttl is not None:
+        wait(rest.set_checkpoint_ttl_from_tinker_path(path, arguments.ttl), arguments)
+    size_bytes = sum(sizes.values())
     plain = {
-        "checkpoint_path": str(path),
-        "base_model": adapter.base_model,
-        "lora_rank": adapter.rank,
-        "size_bytes": manifest.size_bytes,
-        "tenant": arguments.tenant,
+        "checkpoint_path": path,
+        "base_model": base_model,
+        "lora_rank": lora.rank,
+        "size_bytes": size_bytes,
     }
     pairs = [
-        ("Checkpoint Path", str(path)),
-        ("Base Model", adapter.base_model),
-        ("LoRA Rank", str(adapter.rank)),
-        ("Layers", str(len(adapter.layers))),
-        ("Size", size_text(manifest.size_bytes)),
+        ("Checkpoint Path", path),
+        ("Base Model", base_model),
+        ("LoRA Rank", str(lora.rank)),
+        ("Size", size_text(size_bytes)),
     ]
     show(arguments.format, plain, Properties("Checkpoint imported", pairs))
+
+
+def _send(file: Path, url: str, progress: Progress) -> None:
+    """Send a file to its signed URL, again if the connection breaks."""
+    digest = base64.b64encode(_digest(file)).decode()
+    headers = {
+        "User-Agent": "tinsmith",
+        "Content-Type": "application/octet-stream",
+        "Content-Length": str(file.stat().st_size),
+        "Content-Digest": f"sha-256=:{digest}:",
+    }
+    for attempt in range(1, MAX_ATTEMPTS + 1):
+        with file.open("rb") as content:
+            body = _Counted(content, progress)
+            try:
+                _put(url, headers, body)
+            except urllib.error.HTTPError as exc:
+                body.take_back()
+                detail = _detail(exc)
+                if exc.code not in TRANSIENT or attempt == MAX_ATTEMPTS:
+                    raise CommandError(
+                        f"{file.name}: the server responded with status {exc.code}"
+                        + (f": {detail}" if detail else ""),
+                    ) from exc
+            except (OSError, http.client.HTTPException) as exc:
+                body.take_back()
+                if attempt == MAX_ATTEMPTS:
+                    raise CommandError(
+                        f"{file.name} could not be sent: {exc}", remedy="run the command again"
+                    ) from exc
+            else:
+                return
+        time.sleep(RETRY_S * 2 ** (attempt - 1))
+
+
+def _put(url: str, headers: dict[str, str], body: Any) -> None:
+    if url.startswith(f"{SCHEME}://"):
+        opened(url, headers, SEND_TIMEOUT_S, method="PUT", body=body).close()
+        return
+    if not url.startswith(("http://", "https://")):  # urllib would open files too
+        raise CommandError(f"unsupported URL scheme {url.partition(':')[0]!r:.40}")
+    request = urllib.request.Request(url, data=body, headers=headers, method="PUT")  # noqa: S310 - checked above
+    urllib.request.urlopen(request, timeout=SEND_TIMEOUT_S).close()  # noqa: S310 - checked above
+
+
+def _detail(refusal: urllib.error.HTTPError) -> str | None:
+    """What the server says, if it is JSON; signed URLs may be of other servers."""
+    with refusal:
+        try:
+            return detail_in(msgspec.json.decode(refusal.read(_PIECE_BYTES)))
+        except (OSError, http.client.HTTPException, msgspec.DecodeError, RecursionError):
+            return None
+
+
+def _digest(file: Path) -> bytes:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").digest()
+
+
+class _Counted:
+    """A file that shows how much of it was read."""
+
+    def __init__(self, content: IO[bytes], progress: Progress) -> None:
+        self._content = content
+        self._progress = progress
+        self._read = 0
+
+    def read(self, size: int = -1) -> bytes:
+        """The next bytes."""
+        piece = self._content.read(size if size >= 0 else _PIECE_BYTES)
+        self._read += len(piece)
+        self._progress.add(len(piece))
+        return piece
+
+    def take_back(self) -> None:
+        """Show it as not read."""
+        self._progress.add(-self._read)

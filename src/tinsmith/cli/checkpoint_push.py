@@ -1,6 +1,6 @@
-"""`tinsmith checkpoint push-hf`: a checkpoint's adapter as a repository of the Hugging Face Hub.
+"""`tinsmith checkpoint push-hf`: upload a checkpoint's adapter to the Hugging Face Hub.
 
-Needs the package `huggingface_hub`, which tinsmith does not bring, and a login made with it.
+Requires the package `huggingface_hub`, which is not a dependency of tinsmith, and a login with it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import tempfile
 from typing import Any
 
 from tinsmith.cli.checkpoint_download import download
+from tinsmith.cli.command_errors import CommandError
 from tinsmith.cli.connect import rest_client, wait
-from tinsmith.cli.failures import CommandError
 from tinsmith.cli.output import Properties, show
 from tinsmith.cli.text import yes_or_no
 from tinsmith.types.checkpoints import ParsedCheckpointTinkerPath
@@ -25,14 +25,15 @@ CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 CARD = "README.md"
 NOT_UPLOADED = "checkpoint_complete"
-"""A mark that services leave beside the files."""
+"""A marker that services leave beside the files."""
 
 
-def run(arguments: argparse.Namespace) -> None:
+def push(arguments: argparse.Namespace) -> None:
     """Download a checkpoint and upload it.
 
     Raises:
-        CommandError: It is no adapter, the hub cannot be used, or its repository holds another.
+        CommandError: It is not an adapter, the Hub cannot be used, or the repository has another
+            checkpoint.
     """
     path = arguments.checkpoint_path
     parsed = ParsedCheckpointTinkerPath.from_tinker_path(path)
@@ -49,7 +50,7 @@ def run(arguments: argparse.Namespace) -> None:
         revision = hub_name(parsed.checkpoint_id)
     with tempfile.TemporaryDirectory() as parent:
         folder = pathlib.Path(parent) / "adapter"
-        # The options of `download` that this command does not have.
+        # Options of `download` that this command does not have.
         arguments.force, arguments.connections = False, 8
         download(arguments, path, folder, resume=False)
         _check_adapter(folder)
@@ -77,27 +78,27 @@ def _hub() -> Any:
         hub = importlib.import_module("huggingface_hub")
     except ImportError as exc:
         raise CommandError(
-            "this needs the package huggingface_hub",
-            remedy="pip install huggingface_hub, then hf auth login",
+            "pushing to the Hub requires the package huggingface_hub",
+            remedy="run `pip install huggingface_hub`, then `hf auth login`",
         ) from exc
     try:
         hub.HfApi().whoami()
     except _hub_errors() as exc:
         raise CommandError(
-            f"the hub does not accept you: {_first_line(exc)}", remedy="hf auth login"
+            f"the Hub refused the login: {_first_line(exc)}", remedy="run `hf auth login`"
         ) from exc
     return hub
 
 
 def _hub_errors() -> tuple[type[Exception], ...]:
-    """What the hub's package raises: errors of its own, and of the HTTP library it stands on."""
+    """The errors that huggingface_hub raises: its own, and those of its HTTP library."""
     own: type[Exception] = importlib.import_module("huggingface_hub.errors").HfHubHTTPError
     family = [cls for cls in own.__mro__ if cls.__name__ == "HTTPError"]
     return (OSError, ValueError, own, *family)
 
 
 def _not_found_errors() -> tuple[type[Exception], ...]:
-    """What the hub's package raises for a file, a branch or a repository that is not there."""
+    """The errors that huggingface_hub raises for a missing file, branch or repository."""
     errors = importlib.import_module("huggingface_hub.errors")
     return (
         *(errors.EntryNotFoundError, errors.RevisionNotFoundError),
@@ -113,13 +114,13 @@ def _check_adapter(folder: pathlib.Path) -> None:
     has_weights = any((folder / name).exists() for name in WEIGHTS)
     if not (folder / CONFIG).exists() or not has_weights:
         raise CommandError(
-            f"the checkpoint holds no adapter: it needs {CONFIG} and {' or '.join(WEIGHTS)}",
-            remedy="weights that were encrypted for export cannot be uploaded",
+            f"the checkpoint has no adapter: expected {CONFIG} and {' or '.join(WEIGHTS)}",
+            remedy="weights exported with encryption cannot be uploaded",
         )
 
 
 def _name_base_model(config: pathlib.Path, base_model: str) -> None:
-    """Loaders need to know what the adapter is for; a folder of the service tells them nothing."""
+    """Replace a folder on the service's machine by the name of the base model."""
     fields = json.loads(config.read_text(encoding="utf-8"))
     named = fields.get("base_model_name_or_path")
     if not isinstance(named, str) or pathlib.PurePath(named).is_absolute():
@@ -154,43 +155,43 @@ def _upload(
             ignore_patterns=ignored or None,
         )
     except _hub_errors() as exc:
-        raise CommandError(f"the upload to the hub failed: {_first_line(exc)}") from exc
+        raise CommandError(f"the upload to the Hub failed: {_first_line(exc)}") from exc
     return repository, revision
 
 
 def _check_same(hub: Any, path: str, repository: str, revision: str | None) -> None:
-    """Refuse a repository that holds another checkpoint."""
+    """Refuse a repository that contains another checkpoint."""
     try:
         file = hub.hf_hub_download(repo_id=repository, filename=CARD, revision=revision)
     except _not_found_errors():
         return
     except _hub_errors() as exc:
         raise CommandError(
-            f"what {repository} holds could not be looked at: {_first_line(exc)}",
-            remedy="try again; nothing was uploaded",
+            f"could not read {repository}: {_first_line(exc)}",
+            remedy="nothing was uploaded; retry",
         ) from exc
     text = pathlib.Path(file).read_text(encoding="utf-8", errors="replace")
     named = re.search(r"tinker://[^\s`]+", text)
     if named is not None and named[0] != path:
         raise CommandError(
-            f"{repository} holds another checkpoint, {named[0]}",
+            f"{repository} contains another checkpoint, {named[0]}",
             remedy="choose another repository with --repo, or another branch with --revision",
         )
 
 
 def hub_name(text: str) -> str:
-    """The text as the hub takes names: letters, digits, and single `-`, `_` and `.`."""
+    """The text as a valid Hub name: letters, digits, and single `-`, `_` and `.`."""
     return re.sub(r"-{2,}", "-", re.sub(r"[^\w.-]", "-", text, flags=re.ASCII)).strip("-_.")
 
 
 def model_card(path: str, repository: str, info: WeightsInfoResponse) -> str:
-    """A page for the adapter's repository."""
+    """The README.md of the adapter's repository."""
     trained = {
         "attention": info.train_attn,
         "feed-forward": info.train_mlp,
         "output": info.train_unembed,
     }
-    layers = ", ".join(name for name, is_trained in trained.items() if is_trained) or "not known"
+    layers = ", ".join(name for name, is_trained in trained.items() if is_trained) or "unknown"
     return f"""\
 ---
 base_model: {info.base_model}
@@ -203,13 +204,13 @@ tags:
 tinker_path: {path}
 ---
 
-# A LoRA adapter of {info.base_model}
+# A LoRA adapter for {info.base_model}
 
-Trained through the Tinker API and uploaded from `{path}`.
+Trained with the Tinker API; uploaded from `{path}`.
 
 | | |
 |---|---|
-| rank | {info.lora_rank or "not known"} |
+| rank | {info.lora_rank or "unknown"} |
 | layers | {layers} |
 
 ```python

@@ -1,9 +1,9 @@
-"""Clients for commands, made from the command line and the environment.
+"""Clients for commands, configured by the command line and the environment.
 
-A command is less patient than a program: it gives up on a service that does not answer within a
-minute, and on one that was never reached within seconds. What the client logs goes to stderr.
+A command is less patient than a program: it gives up after a minute without an answer, and after a
+few seconds if the service cannot be reached at all. The client logs to stderr.
 
-Loads the client, and so is imported when a command runs.
+Imports the client, so nouns import it only when a command runs.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ FIRST_CONTACT_S = 5.0
 
 
 def rest_client(arguments: argparse.Namespace, *, is_record_only: bool = True) -> RestClient:
-    """A client for runs, checkpoints and sessions; it opens no session of its own.
+    """A client for runs, checkpoints and sessions. It opens no session.
 
     Args:
-        arguments: Of the command.
-        is_record_only: Whether the command ends soon, and needs no model of an embedded service.
+        arguments: The command's arguments.
+        is_record_only: Whether an embedded service needs only its records, and no model.
     """
     from tinsmith.client.rest import RestClient
 
@@ -56,53 +56,57 @@ def admin_client(arguments: argparse.Namespace) -> AdminClient:
 
 
 def service_client(arguments: argparse.Namespace) -> ServiceClient:
-    """A client that trains and samples; use it with `with`, so that its session is finished."""
+    """A client for training and sampling; use it in a `with` block, which ends its session."""
     from tinsmith.client.service import ServiceClient
 
-    return ServiceClient(base_url=settings(arguments).base_url, retry=_patience(arguments))
+    found = settings(arguments)
+    urls = [found.base_url, *found.further_urls]
+    return ServiceClient(base_url=urls, retry=_patience(arguments))
 
 
 def settings(arguments: argparse.Namespace, **fields: Any) -> ClientSettings:
-    """The settings of a command's client, which finds its service as `ServiceClient` does."""
+    """The settings of a command's client; the service is found as `ServiceClient` finds it."""
     from tinsmith.client.embedding import chosen_url
 
-    _listen_to_log(arguments)
+    _show_log(arguments)
     url = chosen_url(arguments.base_url, fields.get("api_key"))
     return settings_from(base_url=url, retry=_patience(arguments), **fields)
 
 
-def limit_s(arguments: argparse.Namespace, most_s: float = CALL_TIMEOUT_S) -> float:
-    """How long a call may take: what `--timeout` says, else `most_s`."""
-    chosen: float = arguments.timeout or most_s
+def limit_s(arguments: argparse.Namespace, default_s: float = CALL_TIMEOUT_S) -> float:
+    """The timeout of a call: `--timeout` if given, else `default_s`."""
+    chosen: float = arguments.timeout or default_s
     return chosen
 
 
-def wait(future: APIFuture[T], arguments: argparse.Namespace, most_s: float = CALL_TIMEOUT_S) -> T:
-    """The result of a call.
+def wait(
+    future: APIFuture[T], arguments: argparse.Namespace, default_s: float = CALL_TIMEOUT_S
+) -> T:
+    """Wait for the result of a call.
 
     Args:
-        future: What the client returned.
-        arguments: Of the command; its `--timeout` counts before `most_s`.
-        most_s: How long to wait where the user did not say.
+        future: The client's future.
+        arguments: The command's arguments; `--timeout` takes precedence over `default_s`.
+        default_s: The default timeout.
 
     Raises:
-        APITimeoutError: It did not come in time.
+        APITimeoutError: The result did not arrive in time.
     """
-    longest_s = limit_s(arguments, most_s)
+    timeout_s = limit_s(arguments, default_s)
     try:
-        return future.result(longest_s)
+        return future.result(timeout_s)
     except TimeoutError as exc:
         if future.done():
             raise
         future.cancel()
-        raise APITimeoutError(f"{future.what}: no answer within {longest_s:g} s") from exc
+        raise APITimeoutError(f"{future.what}: no result after {timeout_s:g} s") from exc
 
 
 def use_record_only(arguments: argparse.Namespace) -> None:
-    """Ask an embedded service for what is on record alone, so that it loads no model.
+    """Have an embedded service open its records only, so that it loads no model.
 
     Raises:
-        CommandError: Nothing says where the service is, and nothing was trained here.
+        CommandError: No service is configured, and nothing was trained on this machine.
     """
     from tinsmith.client.embedding import ask_for_record_only
 
@@ -111,25 +115,25 @@ def use_record_only(arguments: argparse.Namespace) -> None:
 
 
 def check_record(arguments: argparse.Namespace) -> None:
-    """Make no data folder for whoever has only forgotten to say where the service is.
+    """Fail instead of creating a data folder when the address of a service was forgotten.
 
     Raises:
-        CommandError: Nothing says where it is, and nothing was trained here.
+        CommandError: No service is configured, and nothing was trained on this machine.
     """
-    from tinsmith.cli.failures import SIGN_IN, CommandError
+    from tinsmith.cli.command_errors import LOG_IN, CommandError
     from tinsmith.client.embedding import chosen_url
     from tinsmith.client.settings import EMBEDDED
 
     is_named = EMBEDDED in (arguments.base_url, os.environ.get("TINKER_BASE_URL"))
     if is_named or chosen_url(arguments.base_url, None) != EMBEDDED:
         return
-    from tinsmith.serve.loading import load_settings
+    from tinsmith.service.run.settings_loading import load_settings
 
     data = load_settings().settings.data
     if not data.is_dir():
         raise CommandError(
-            f"no service is named, and nothing was trained here yet: there is no folder {data}",
-            remedy=SIGN_IN,
+            f"no service is configured, and nothing was trained on this machine: no folder {data}",
+            remedy=LOG_IN,
         )
 
 
@@ -142,13 +146,13 @@ def _lease(arguments: argparse.Namespace) -> SessionLease:
 
 def _patience(arguments: argparse.Namespace) -> RetryBudget:
     total_s = limit_s(arguments)
-    # Want of funds is told at once: nobody looks at a command that pauses for an hour.
+    # A billing problem is reported at once instead of pausing for an hour.
     return RetryBudget(
         total_s=total_s, first_contact_s=min(FIRST_CONTACT_S, total_s), billing_s=0.0
     )
 
 
-def _listen_to_log(arguments: argparse.Namespace) -> None:
+def _show_log(arguments: argparse.Namespace) -> None:
     log = logging.getLogger("tinsmith")
     if not log.handlers:
         handler = logging.StreamHandler(sys.stderr)
@@ -157,14 +161,14 @@ def _listen_to_log(arguments: argparse.Namespace) -> None:
 
 
 class _Lines(logging.Formatter):
-    """Log lines as people read them."""
+    """Log lines for people."""
 
     def format(self, record: logging.LogRecord) -> str:
         return f"tinsmith: {printable(record.getMessage())}"
 
 
 class _JsonLines(logging.Formatter):
-    """Log lines as programs read them, beside errors of the same form."""
+    """Log lines for programs, in the same form as errors."""
 
     def format(self, record: logging.LogRecord) -> str:
         return json.dumps({record.levelname.lower(): record.getMessage()})

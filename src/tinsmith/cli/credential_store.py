@@ -1,9 +1,8 @@
-"""The file that keeps keys between commands: `~/.tinker/credentials.json`.
+"""The file with stored API keys: `~/.tinker/credentials.json`.
 
-It has the form that the official SDK writes and reads, so that either finds what the other stored.
-It holds live keys: nobody but its owner may read it, and a change replaces it in one step.
-
-Only `tinsmith auth` writes it; clients read it with `tinsmith.client.auth`.
+It has the official SDK's format, so either program finds the keys that the other stored. Only its
+owner can read it, and it is replaced atomically. `tinsmith auth` writes it; clients read it with
+`tinsmith.client.auth`.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ import pathlib
 import tempfile
 from typing import Any
 
-from tinsmith.cli.failures import CommandError
+from tinsmith.cli.command_errors import CommandError
 
 VERSION = 1
 
 
 class CredentialStore:
-    """Keys by id, one of which may be the default."""
+    """Stored keys by id, one of which may be the default."""
 
     def __init__(self, path: pathlib.Path) -> None:
         self._path = path.expanduser()
@@ -34,13 +33,13 @@ class CredentialStore:
         return None if record is None else (key_id, record)
 
     def add_default(self, key_id: str, record: dict[str, Any]) -> None:
-        """Keep a key, and make it the default."""
+        """Store a key and make it the default."""
         stored = self._load()
         stored["keys"][key_id] = record
         self._save({**stored, "default": key_id})
 
     def remove(self, key_id: str) -> None:
-        """Forget a key; if it was the default, there is none now."""
+        """Delete a key; if it was the default, there is no default afterwards."""
         stored = self._load()
         del stored["keys"][key_id]
         default = None if stored["default"] == key_id else stored["default"]
@@ -56,14 +55,14 @@ class CredentialStore:
         is_known = isinstance(stored, dict) and stored.get("version", VERSION) == VERSION
         if not is_known or not isinstance(stored.get("keys", {}), dict):
             raise self._unreadable()
-        # Whatever else is in there stays there.
+        # Fields that we do not know are kept.
         return {"version": VERSION, "default": None, "keys": {}, **stored}
 
     def _unreadable(self) -> CommandError:
-        # Its text is not shown: it may be a key.
+        # Without the parser's message, which may quote a key.
         return CommandError(
-            f"{self._path} is not a file of credentials that this version can read",
-            remedy="move it away, and sign in again",
+            f"cannot read {self._path}: it is not a credentials file of a known version",
+            remedy="move the file away, then run `tinsmith auth login`",
         )
 
     def _save(self, stored: dict[str, Any]) -> None:

@@ -1,75 +1,75 @@
-"""`tinsmith demo`: a real model learns two things on this machine, and a crash loses nothing."""
+"""`tinsmith demo`: train a real model on this machine, and kill the service on the way."""
 
 from __future__ import annotations
 
 from tinsmith.cli.parser import Parser
 from tinsmith.cli.serve import add_settings
-from tinsmith.serve.options import BY_NAME
+from tinsmith.service.run.options import BY_NAME
 
-TYPE_CHECKING = False  # loading `typing` takes longer than all of a help
+TYPE_CHECKING = False  # importing `typing` takes longer than printing help
 if TYPE_CHECKING:
     import argparse
     from pathlib import Path
 
 EPILOG = """\
-It starts a service of its own on a free port, trains SmolLM2-135M-Instruct (fetched on first use,
-about 100 MB) in about five minutes on two cores, and leaves a page with the curves, and with
-matplotlib installed a picture of them. Two runs with one seed agree.
+The demo starts a service on a free port and trains SmolLM2-135M-Instruct, which it downloads on
+first use (about 100 MB). It takes about five minutes on two cores and writes an HTML report, and a
+PNG picture of the curves if matplotlib is installed. The same seed gives the same results.
+
+example: tinsmith demo --quick --out /tmp/demo
 """
 
 
 def configure(parser: Parser) -> None:
-    """Add the options."""
+    """Add the options of `tinsmith demo`."""
     parser.set_defaults(run=run)
     parser.epilog = EPILOG
-    parser.add_argument("--quick", action="store_true", help="fewer steps and questions")
-    parser.add_argument("--seed", type=int, default=0, help="the random seed (default: 0)")
+    parser.add_argument("--quick", action="store_true", help="run fewer steps")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
     parser.add_argument(
         "--out",
         default="tinsmith-demo",
         metavar="DIR",
-        help="where the page and the data go (default: tinsmith-demo)",
+        help="folder for the report and the service's data (default: tinsmith-demo)",
     )
-    parser.add_argument("--model", default=None, metavar="NAME_OR_DIR", help="another base model")
+    parser.add_argument(
+        "--model",
+        default=None,
+        metavar="NAME_OR_DIR",
+        help="base model (default: SmolLM2-135M-Instruct)",
+    )
     add_settings(parser, (BY_NAME["data"],))
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Run it."""
+    """Fetch the model if needed, and run the demo."""
     import shutil
     from pathlib import Path
 
-    from tinsmith.cli.local_models import model_cache, telling
-    from tinsmith.demo.program import DATA, DemoSettings, run_demo
-    from tinsmith.model_files.find import find_model
-    from tinsmith.model_files.sources import DEFAULT_MODEL
-    from tinsmith.observe.progress import Progress
+    from tinsmith.cli.model import model_cache, progress_callback
+    from tinsmith.demo.walkthrough import DATA, QUICK, DemoSettings, run_demo
+    from tinsmith.engine.files.find import find_model
+    from tinsmith.engine.files.sources import DEFAULT_MODEL
+    from tinsmith.observe.terminal import Progress
 
     _check_installed()
     out = Path(arguments.out).absolute()
     _check_writable(out)
     name = arguments.model or DEFAULT_MODEL
     with Progress(name, None, in_bytes=True, format_=arguments.format) as bar:
-        folder = find_model(name, model_cache(arguments), tell=telling(bar, name))
+        folder = find_model(name, model_cache(arguments), report=progress_callback(bar, name))
     if Path(name).is_dir():
-        name = folder.name  # a path cannot be what a service calls a model
-    shutil.rmtree(out / DATA, ignore_errors=True)  # of an earlier demo
-    run_demo(
-        DemoSettings(
-            model=name,
-            folder=folder,
-            out=out,
-            is_quick=arguments.quick,
-            seed=arguments.seed,
-        )
-    )
+        name = folder.name  # the service needs a name, not a path
+    shutil.rmtree(out / DATA, ignore_errors=True)  # left by an earlier demo
+    sizes = QUICK if arguments.quick else {}
+    run_demo(DemoSettings(model=name, folder=folder, out=out, seed=arguments.seed, **sizes))
 
 
 def _check_writable(out: Path) -> None:
-    """Before minutes of work whose results could not be kept."""
+    """Fail now rather than after minutes of training."""
     import tempfile
 
-    from tinsmith.cli.failures import CommandError
+    from tinsmith.cli.command_errors import CommandError
 
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -77,20 +77,20 @@ def _check_writable(out: Path) -> None:
             pass
     except OSError as exc:
         raise CommandError(
-            f"{out} cannot be written to: {exc.strerror or exc}",
-            remedy="name another folder with --out",
+            f"cannot write to {out}: {exc.strerror or exc}",
+            remedy="choose another folder with --out",
         ) from exc
 
 
 def _check_installed() -> None:
-    """Before a model is fetched that could not be used."""
+    """Fail before downloading a model that could not be used."""
     from importlib.util import find_spec
 
-    from tinsmith.cli.failures import CommandError
+    from tinsmith.cli.command_errors import CommandError
 
     for package in ("torch", "gguf"):
         if find_spec(package) is None:
             raise CommandError(
-                f"the demo needs {package}, which is not installed",
+                f"the demo requires {package}, which is not installed",
                 remedy="pip install 'tinsmith[demo]'",
             )

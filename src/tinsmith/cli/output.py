@@ -1,24 +1,33 @@
-"""Results on stdout: a table for people, JSON for programs.
+"""Results on stdout: tables for people, JSON for programs.
 
-In JSON every field is there, null where it has no value, and times are ISO 8601. In tables nothing
-is ever cut off: rows that are wider than the terminal are shown as one block each.
+JSON has every field, null if it has no value, and ISO 8601 times. Tables are never truncated: if
+they are wider than the terminal, each row is printed as a block of lines.
 """
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import json
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from tinsmith.cli.text import printable, width_of
+from tinsmith.cli.text import counted, printable, width_of
+from tinsmith.observe.terminal import Progress
 
+if TYPE_CHECKING:
+    from tinsmith.client.management.base import Pages
+
+T = TypeVar("T")
+
+MAX_PAGE_SIZE = 1000
 _GAP = "  "
 
 
 class Table:
-    """Rows under headings, with a line above that says what they are."""
+    """Rows with column headings and a title."""
 
     def __init__(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         self.title = title
@@ -27,7 +36,7 @@ class Table:
 
 
 class Properties:
-    """Named values of one thing."""
+    """Named values with a title."""
 
     def __init__(self, title: str, pairs: Iterable[tuple[str, str]]) -> None:
         self.title = title
@@ -35,12 +44,12 @@ class Properties:
 
 
 def show(format_: str, plain: Any, table: Table | Properties | str) -> None:
-    """Print a result in the format that was asked for.
+    """Print a result in the requested format.
 
     Args:
         format_: `table` or `json`.
-        plain: The result as dicts, lists and scalars.
-        table: The same for people.
+        plain: The result as JSON-compatible values.
+        table: The result for people.
     """
     if format_ == "json":
         print(json.dumps(plain, indent=2, allow_nan=False))
@@ -51,7 +60,7 @@ def show(format_: str, plain: Any, table: Table | Properties | str) -> None:
 
 
 def plain_of(record: Any) -> Any:
-    """A record of the API as dicts, lists and scalars; times in ISO 8601, null if missing."""
+    """A record of the API as JSON-compatible values."""
     return record.model_dump(mode="json")
 
 
@@ -59,8 +68,8 @@ def rendered(table: Table | Properties, width: int | None) -> str:
     """A table as text.
 
     Args:
-        table: What to show.
-        width: Of the terminal; None where there is none, and any width will do.
+        table: The table.
+        width: The width of the terminal; None for no limit.
     """
     title = printable(table.title)
     if isinstance(table, Properties):
@@ -89,3 +98,29 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 def _terminal_width() -> int | None:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def page_size(limit: int) -> int:
+    """How many items to request per page."""
+    return min(limit, MAX_PAGE_SIZE) or MAX_PAGE_SIZE
+
+
+def fetch_items(pages: Pages[T], arguments: argparse.Namespace, what: str) -> list[T]:
+    """The first `--limit` items of a listing, with a progress bar."""
+    found: list[T] = []
+    with Progress(f"Fetching {what}", None, format_=arguments.format) as bar:
+        for item in itertools.islice(pages, min(arguments.limit, sys.maxsize) or None):
+            found.append(item)
+            if pages.total_count is not None:
+                bar.total = min(pages.total_count, arguments.limit or pages.total_count)
+            bar.add(1)
+    return found
+
+
+def listing_title(shown: int, total: int | None, what: str) -> str:
+    """How many items are shown, and how many more there are."""
+    if not shown:
+        return f"No {what}s found"
+    hidden = (total or shown) - shown
+    more = f" ({hidden} more; use --limit to show them)" if hidden > 0 else ""
+    return counted(shown, what) + more

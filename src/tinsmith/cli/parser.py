@@ -1,11 +1,11 @@
-"""The parser of the command line: nouns that load when they are chosen, options that go anywhere.
+"""The command-line parser: `tinsmith <noun> <verb> …`, with nouns loaded on demand.
 
-`tinsmith <noun> <verb> …`. A noun's module is `tinsmith.cli.<noun>`; its `configure(parser)` adds
-verbs or arguments and says which function runs them. Such a module loads nothing of the client
-before it runs, so that every `--help` stays instant.
+A noun's module is `tinsmith.cli.<noun>`. Its `configure(parser)` adds verbs or arguments and sets
+the function that runs them. These modules import the client only when a command runs, so that
+`--help` is instant.
 
-`--format`, `--base-url` and `--timeout` are options of every parser of the tree, and so may stand
-anywhere on the line.
+Every parser of the tree takes `--format`, `--base-url` and `--timeout`, so they may stand anywhere
+on the line.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ import importlib
 import os
 from collections.abc import Callable
 
-TYPE_CHECKING = False  # loading `typing` takes longer than all of a help
+TYPE_CHECKING = False  # importing `typing` takes longer than printing help
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from typing import Any
 
 Run = Callable[[argparse.Namespace], int | None]
-"""Runs a command; None means that it went well."""
+"""Runs a command and returns its exit code; None means 0."""
 
 FORMATS = ("table", "json")
 _KINDS = ("weights", "sampler_weights", "external_weights")
 
 EXIT_CODES = """\
-exit codes: 0 done, 1 failed, 2 wrong usage, 130 stopped by Ctrl-C, 141 the reader of a pipe left
+exit codes: 0 success, 1 failure, 2 invalid usage, 130 interrupted (Ctrl-C), 141 broken pipe
 """
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises on mistakes, and takes the options that every command has.
+    """A parser with the common options that raises `UsageError` for an invalid line.
 
     Args:
-        noun: The noun whose module is to add its arguments, when they are first needed.
+        noun: The noun whose module adds the arguments, when they are first needed.
     """
 
     def __init__(self, *args: Any, noun: str | None = None, **kwargs: Any) -> None:
@@ -43,33 +43,44 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **{**kwargs, "allow_abbrev": False})
         self._noun = noun
         self._verbs: Any = None
-        # The last one that is entered wins: what `main` shows help of where no verb was given.
+        # The innermost parser wins; `main` prints its help if the verb is missing.
         self.set_defaults(parser=self)
         self._add_common_options()
 
     def _add_common_options(self) -> None:
-        common = self.add_argument_group("options of every command")
-        # Not set unless given: a verb must not put its default over what its noun was given.
+        common = self.add_argument_group("common options")
+        # No default here: a verb's default would overwrite what was given before the verb.
         not_given = argparse.SUPPRESS
         common.add_argument(
-            "-f", "--format", choices=FORMATS, default=not_given, help="table (default) or json"
+            "-f",
+            "--format",
+            choices=FORMATS,
+            default=not_given,
+            help="output format (default: table)",
         )
         common.add_argument(
             "--base-url",
             metavar="URL",
             default=not_given,
-            help="where the service is, instead of TINKER_BASE_URL",
+            help="address of the service (default: TINKER_BASE_URL)",
         )
         common.add_argument(
             "--timeout",
             metavar="SECONDS",
             type=seconds,
             default=not_given,
-            help="how long to wait for the service before giving up",
+            help="give up if the service has not answered by then",
         )
 
-    def add_verb(self, name: str, summary: str, run: Run, description: str = "") -> Parser:
-        """Add a verb of this noun; returns its parser, for its arguments."""
+    def add_verb(self, name: str, summary: str, run: Run | str, description: str = "") -> Parser:
+        """Add a verb to this noun and return its parser.
+
+        Args:
+            name: The verb.
+            summary: Its line in the help.
+            run: The function that runs it, or `module:function` to import it only then.
+            description: Further sentences for its own help.
+        """
         if self._verbs is None:
             self._verbs = self.add_subparsers(
                 dest="verb", metavar="command", title="commands", parser_class=Parser
@@ -77,11 +88,11 @@ class Parser(argparse.ArgumentParser):
         verb: Parser = self._verbs.add_parser(
             name, help=summary, description=_sentence(summary) + description
         )
-        verb.set_defaults(run=run)
+        verb.set_defaults(run=_imported_later(run) if isinstance(run, str) else run)
         return verb
 
     def fill(self) -> None:
-        """Let the noun's module add its verbs and arguments, if it has not yet."""
+        """Have the noun's module add its verbs and arguments, once."""
         if self._noun is not None:
             noun, self._noun = self._noun, None
             importlib.import_module(f"tinsmith.cli.{noun}").configure(self)
@@ -89,57 +100,77 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # the overloads all come here
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """As the library's; called for a noun when it is chosen."""
+        """Override: fill in a noun when it is chosen, and suggest the nearest flag."""
         self.fill()
         found, left = super().parse_known_args(args, namespace)
         flag = next((word for word in left if word.startswith("--")), "").partition("=")[0]
         near = _nearest(flag, self._option_string_actions) if flag else ""
-        if near:  # else whoever called us says what is left
+        if near:  # else the parser above reports it
             self.error(f"unrecognized arguments: {' '.join(left)}{near}")
         return found, left
 
     def parse_args(  # type: ignore[override]  # the overloads all come here
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> Any:
-        """As the library's; what nobody takes is refused by the parser of the command."""
+        """Override: report unrecognized arguments with the usage of the chosen command."""
         found, left = self.parse_known_args(args, namespace)
         if left:
             found.parser.error(f"unrecognized arguments: {' '.join(left)}")
         return found
 
     def error(self, message: str) -> Any:
-        """Say what is wrong with the line.
+        """Override: raise instead of exiting.
 
         Raises:
             UsageError: Always.
         """
         import re
 
-        from tinsmith.cli.failures import UsageError
+        from tinsmith.cli.command_errors import UsageError
 
         chosen = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)$", message)
         if chosen is not None:
             message += _nearest(chosen[1], re.findall(r"[\w-]+", chosen[2]))
-        raise UsageError(message, remedy=f"see `{self.prog} --help`")
+        raise UsageError(message, remedy=f"run `{self.prog} --help` for usage")
+
+
+def _imported_later(name: str) -> Run:
+    module, _, function = name.partition(":")
+
+    def run(arguments: argparse.Namespace) -> int | None:
+        status: int | None = getattr(importlib.import_module(module), function)(arguments)
+        return status
+
+    return run
 
 
 def _nearest(word: str, known: Iterable[str]) -> str:
-    """A question for who has mistyped a word; empty if none is like it."""
-    import difflib  # no help needs it
+    """A suggestion for a mistyped word; empty if none is similar."""
+    import difflib  # not needed for --help
 
     near = difflib.get_close_matches(word, list(known), 1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
-class _Help(argparse.RawDescriptionHelpFormatter):
-    """Help as wide as the terminal; the library would load archives to learn how wide that is."""
+class _Help(argparse.HelpFormatter):
+    """Help as wide as the terminal; argparse itself would import shutil to find the width.
+
+    Paragraphs are wrapped, except those with indented lines, such as lists.
+    """
 
     def __init__(self, prog: str, **options: Any) -> None:
         super().__init__(prog, **{"width": _width() - 2, **options})
 
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = text.strip("\n").split("\n\n")
+        return "\n\n".join(
+            part if "\n  " in f"\n{part}" else super(_Help, self)._fill_text(part, width, indent)
+            for part in paragraphs
+        )
+
 
 def _width() -> int:
-    """How wide the terminal is; 80 columns if there is none, or one that does not know."""
+    """The width of the terminal; 80 columns if unknown."""
     try:
         columns = int(os.environ.get("COLUMNS", "0"))
         columns = columns or os.get_terminal_size(1).columns
@@ -149,7 +180,7 @@ def _width() -> int:
 
 
 def new_parser(nouns: dict[str, str], **kwargs: Any) -> Parser:
-    """The root of the tree.
+    """The root parser.
 
     Args:
         nouns: Each noun and its line in the help.
@@ -166,45 +197,53 @@ def new_parser(nouns: dict[str, str], **kwargs: Any) -> Parser:
 
 
 def seconds(text: str) -> float:
-    """A time to wait, for `type=` of an argument."""
+    """An argument `type=`: a positive number of seconds."""
     value = float(text)
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
+        raise argparse.ArgumentTypeError(f"expected a positive number of seconds, got {text}")
     return value
 
 
 def count(text: str) -> int:
-    """A whole number of 0 or more, for `type=` of an argument."""
+    """An argument `type=`: an integer of at least 0."""
     value = int(text)
     if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is below 0")
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text}")
     return value
 
 
 def positive(text: str) -> int:
-    """A whole number of 1 or more, for `type=` of an argument."""
+    """An argument `type=`: an integer of at least 1."""
     value = int(text)
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text}")
     return value
 
 
+def metadata_pair(text: str) -> tuple[str, str]:
+    """An argument `type=`: metadata as KEY=VALUE."""
+    key, mark, value = text.partition("=")
+    if not key or not mark:
+        raise argparse.ArgumentTypeError(f"expected KEY=VALUE, got {text!r:.200}")
+    return key, value
+
+
 def checkpoint_path(text: str) -> str:
-    """The path of a saved checkpoint, for `type=` of an argument."""
+    """An argument `type=`: the path of a checkpoint."""
     parts = model_path(text).removeprefix("tinker://").split("/")
     if len(parts) != 3 or not all(parts) or parts[1] not in _KINDS:
         raise argparse.ArgumentTypeError(
-            f"{text!r:.200} is not a checkpoint; one looks like tinker://<run>/<kind>/<name>, "
-            f"and the kinds are {', '.join(_KINDS)}"
+            f"invalid checkpoint path {text!r:.200}: expected tinker://RUN/KIND/NAME, KIND being "
+            f"one of {', '.join(_KINDS)}"
         )
     return text
 
 
 def model_path(text: str) -> str:
-    """What can be sampled from, for `type=` of an argument; the service knows what there is."""
+    """An argument `type=`: the path of a checkpoint or sampler; the service checks the rest."""
     if not text.startswith("tinker://"):
         raise argparse.ArgumentTypeError(
-            f"{text!r:.200} is not a checkpoint; one begins with tinker://"
+            f"invalid checkpoint path {text!r:.200}: expected a path that starts with tinker://"
         )
     return text
 

@@ -1,4 +1,4 @@
-"""`tinsmith run`: training runs, listed and one by one."""
+"""`tinsmith run`: list and inspect training runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from tinsmith.cli.parser import Parser, count
 from tinsmith.cli.text import MISSING, time_text
 
-TYPE_CHECKING = False  # loading `typing` takes longer than all of a help
+TYPE_CHECKING = False  # importing `typing` takes longer than printing help
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from tinsmith.types.checkpoints import Checkpoint
     from tinsmith.types.runs import TrainingRun
 
-# Each column: its heading, what it shows, and its line in the help.
+# Each column: its heading, its value, and its line in the help.
 COLUMNS: dict[str, tuple[str, Callable[[TrainingRun], str], str]] = {
-    "id": ("Run ID", lambda run: run.training_run_id, "the run's id"),
+    "id": ("Run ID", lambda run: run.training_run_id, "id of the run"),
     "name": (
         "Name",
         lambda run: name_of(run) or MISSING,
-        "`name` in its metadata, or its session's",
+        "name in the metadata, or the session's",
     ),
-    "model": ("Base Model", lambda run: run.base_model, "what it was trained from"),
-    "owner": ("Owner", lambda run: run.model_owner, "whose it is"),
-    "lora": ("LoRA", lambda run: lora_text(run.is_lora, run.lora_rank), "the adapter's rank"),
+    "model": ("Base Model", lambda run: run.base_model, "base model"),
+    "owner": ("Owner", lambda run: run.model_owner, "owner"),
+    "lora": ("LoRA", lambda run: lora_text(run.is_lora, run.lora_rank), "LoRA rank"),
     "steps": (
         "Step",
         lambda run: _number(run.steps),
@@ -36,28 +36,32 @@ COLUMNS: dict[str, tuple[str, Callable[[TrainingRun], str], str]] = {
     "loss": (
         "Loss/Token",
         lambda run: _number(run.loss_per_token),
-        "loss per token of its last pass",
+        "last loss per token, if reported",
     ),
-    "updated": ("Last Update", lambda run: time_text(run.last_request_time), "last request"),
+    "updated": (
+        "Last Update",
+        lambda run: time_text(run.last_request_time),
+        "time of the last request",
+    ),
     "status": ("Status", lambda run: "Failed" if run.corrupted else "OK", "OK or Failed"),
     "checkpoint": (
         "Last Checkpoint",
         lambda run: run.last_checkpoint.checkpoint_id if run.last_checkpoint else "None",
-        "its newest training checkpoint",
+        "newest training checkpoint",
     ),
     "checkpoint_time": (
         "Checkpoint Time",
         lambda run: time_text(run.last_checkpoint.time) if run.last_checkpoint else MISSING,
-        "when that was saved",
+        "time of that checkpoint",
     ),
 }
 DEFAULT_COLUMNS = ["id", "name", "model", "lora", "steps", "loss", "updated", "status"]
-_SOMETIMES: dict[str, Callable[[TrainingRun], object]] = {
+_OPTIONAL: dict[str, Callable[[TrainingRun], object]] = {
     "name": lambda run: name_of(run) or None,
     "steps": lambda run: run.steps,
     "loss": lambda run: run.loss_per_token,
 }
-"""Columns that are shown by default if a run has something in them."""
+"""Default columns that are omitted if they are empty for all runs."""
 _WHOLE_ID = re.compile(r"session-[0-9a-f]{32}:|[0-9a-f]{8}-[0-9a-f]{4}-")
 
 
@@ -73,21 +77,21 @@ def configure(parser: Parser) -> None:
         type=_columns,
         default=None,
         metavar="NAMES",
-        help=f"the columns to show, separated by commas (default {','.join(DEFAULT_COLUMNS)}; "
-        "with short ids)",
+        help="columns to show, separated by commas; ids are shortened unless this is given "
+        f"(default: {','.join(DEFAULT_COLUMNS)})",
     )
-    info = parser.add_verb("info", "show a training run", show_run)
-    info.add_argument("run_id", help="the run's id, or the short one that `run list` shows")
+    info = parser.add_verb("info", "show the details of a training run", show_run)
+    info.add_argument("run_id", help="id of the run, or its short form in `tinsmith run list`")
 
 
 def add_limit(parser: Parser, what: str) -> None:
-    """Add the option that says how much of a listing to show."""
+    """Add the option `--limit` to a listing."""
     parser.add_argument(
         "--limit",
         type=count,
         default=20,
         metavar="N",
-        help=f"show at most so many {what} (default 20; 0 for all)",
+        help=f"maximum number of {what} to show; 0 for all (default: 20)",
     )
 
 
@@ -96,7 +100,7 @@ def _columns(text: str) -> list[str]:
     unknown = [name for name in names if name not in COLUMNS]
     if unknown:
         raise argparse.ArgumentTypeError(
-            f"there is no column {', '.join(map(repr, unknown))}; there are {', '.join(COLUMNS)}"
+            f"unknown column {', '.join(map(repr, unknown))}: expected {', '.join(COLUMNS)}"
         )
     return names
 
@@ -104,17 +108,16 @@ def _columns(text: str) -> list[str]:
 def list_runs(arguments: argparse.Namespace) -> None:
     """Show the newest runs."""
     from tinsmith.cli.connect import limit_s, rest_client
-    from tinsmith.cli.listing import page_size, taken, title_of
-    from tinsmith.cli.output import Table, show
+    from tinsmith.cli.output import Table, fetch_items, listing_title, page_size, show
 
     pages = rest_client(arguments).iter_training_runs(
         page_size=page_size(arguments.limit), timeout=limit_s(arguments)
     )
-    runs: list[TrainingRun] = taken(pages, arguments, "runs")
+    runs: list[TrainingRun] = fetch_items(pages, arguments, "runs")
     columns = dict(COLUMNS)
     names = arguments.columns
     if names is None:
-        is_empty = {name: not any(map(has, runs)) for name, has in _SOMETIMES.items()}
+        is_empty = {name: not any(map(has, runs)) for name, has in _OPTIONAL.items()}
         names = [name for name in DEFAULT_COLUMNS if not is_empty.get(name)]
         short = _short_ids(runs)
         columns["id"] = ("Run ID", lambda run: short[run.training_run_id], "")
@@ -123,7 +126,7 @@ def list_runs(arguments: argparse.Namespace) -> None:
         arguments.format,
         {"runs": [_plain(run) for run in runs]},
         Table(
-            title_of(len(runs), pages.total_count, "training run"),
+            listing_title(len(runs), pages.total_count, "training run"),
             [heading for heading, _, _ in chosen],
             [[cell(run) for _, cell, _ in chosen] for run in runs],
         ),
@@ -131,7 +134,7 @@ def list_runs(arguments: argparse.Namespace) -> None:
 
 
 def show_run(arguments: argparse.Namespace) -> None:
-    """Show all that is known of a run."""
+    """Show the details of a run."""
     from tinsmith.cli.connect import rest_client, wait
     from tinsmith.cli.output import Properties, show
 
@@ -156,16 +159,16 @@ def show_run(arguments: argparse.Namespace) -> None:
 
 
 def whole_run_id(rest: RestClient, given: str, arguments: argparse.Namespace) -> str:
-    """The id of a run that was named by a part of it, as `run list` shows them.
+    """Expand the short id of a run, as shown by `run list`.
 
-    Looks through all runs, unless it is a whole id. What no run has is returned as it is, for the
-    service to refuse.
+    Lists all runs, unless the id is complete. An id that matches no run is returned unchanged; the
+    service will refuse it.
 
     Raises:
-        CommandError: Several runs begin so.
+        CommandError: Several runs match.
     """
+    from tinsmith.cli.command_errors import CommandError
     from tinsmith.cli.connect import limit_s
-    from tinsmith.cli.failures import CommandError
     from tinsmith.types.runs import is_short_for
 
     if _WHOLE_ID.match(given):
@@ -177,19 +180,19 @@ def whole_run_id(rest: RestClient, given: str, arguments: argparse.Namespace) ->
         return given
     if len(found) > 1:
         raise CommandError(
-            f"{len(found)} runs begin with {given!r}: {', '.join(found[:5])}",
-            remedy="give more of the id",
+            f"{given!r} matches {len(found)} runs: {', '.join(found[:5])}",
+            remedy="give more characters of the id",
         )
     return found[0]
 
 
 def name_of(run: TrainingRun) -> str:
-    """What its owner calls a run; empty if nothing."""
+    """The name its owner gave to a run; empty if none."""
     return (run.user_metadata or {}).get("name") or run.display_name or ""
 
 
 def _short_ids(runs: list[TrainingRun]) -> dict[str, str]:
-    """Each id with a short form that no other of these has."""
+    """The short form of each id, or the whole id if the short form is ambiguous."""
     from collections import Counter
 
     from tinsmith.types.runs import short_run_id
@@ -205,7 +208,7 @@ def _plain(run: TrainingRun) -> Any:
     plain = plain_of(run)
     for name in ("display_name", "steps", "loss_per_token"):
         if plain[name] is None:
-            del plain[name]  # only services of ours know of them
+            del plain[name]  # only tinsmith services report them
     return plain
 
 
@@ -224,5 +227,5 @@ def _checkpoint_pairs(name: str, checkpoint: Checkpoint | None) -> list[tuple[st
 
 
 def lora_text(is_lora: bool, rank: int | None) -> str:
-    """Whether it is an adapter, and of which rank."""
+    """The LoRA rank, if it is a LoRA adapter."""
     return f"Rank {rank}" if is_lora and rank else "Yes" if is_lora else "No"

@@ -1,7 +1,7 @@
-"""`tinsmith sample`: text in, text out.
+"""`tinsmith sample`: generate text.
 
-The text is continued as it is, or with `--chat` taken for what a user says and put into the
-model's own template.
+The prompt is continued as it is, or with `--chat` formatted as a user's message with the model's
+chat template.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from tinsmith.cli.parser import Parser, model_path, positive
 from tinsmith.cli.text import harmless
 
-TYPE_CHECKING = False  # loading `typing` takes longer than all of a help
+TYPE_CHECKING = False  # importing `typing` takes longer than printing help
 if TYPE_CHECKING:
     from typing import Any
 
@@ -21,49 +21,77 @@ if TYPE_CHECKING:
 
 SAMPLE_TIMEOUT_S = 600.0
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""What a tokenizer gives for bytes that are not a whole character yet."""
+"""What a tokenizer returns for an incomplete UTF-8 character."""
+
+
+EPILOG = """\
+example: tinsmith sample --base-model NAME --chat "What is the capital of France?"
+"""
 
 
 def configure(parser: Parser) -> None:
     """Add the arguments of `tinsmith sample`."""
     parser.set_defaults(run=run)
-    parser.add_argument("text", nargs="?", default="-", help="the text; - or nothing for stdin")
+    parser.epilog = EPILOG
+    parser.add_argument(
+        "text", nargs="?", default="-", help="prompt; read from stdin if missing or -"
+    )
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--base-model", metavar="NAME", help="sample from this model")
+    source.add_argument("--base-model", metavar="NAME", help="name of a base model")
     source.add_argument(
-        "--model-path", metavar="PATH", type=model_path, help="sample from this checkpoint"
-    )
-    parser.add_argument("--chat", action="store_true", help="use the model's chat template")
-    parser.add_argument("--system", metavar="TEXT", help="a system message; implies --chat")
-    parser.add_argument("--max-tokens", type=positive, default=256, metavar="N", help="default 256")
-    parser.add_argument("--temperature", type=float, default=1.0, help="default 1.0")
-    parser.add_argument("--top-p", type=float, default=1.0, help="default 1.0, all tokens")
-    parser.add_argument("--top-k", type=int, default=-1, help="default -1, all tokens")
-    parser.add_argument("--seed", type=int, help="draw the same each time")
-    parser.add_argument(
-        "--stop", action="append", metavar="TEXT", help="stop there; may be given several times"
+        "--model-path", metavar="PATH", type=model_path, help="path of a checkpoint, tinker://…"
     )
     parser.add_argument(
-        "-n", "--num-samples", type=positive, default=1, metavar="N", help="default 1"
+        "--chat", action="store_true", help="format the text with the model's chat template"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="system message; implies --chat")
+    parser.add_argument(
+        "--max-tokens",
+        type=positive,
+        default=256,
+        metavar="N",
+        help="maximum length of the answer (default: 256)",
     )
     parser.add_argument(
-        "--stream", action="store_true", help="show tokens as they are drawn, if the service can"
+        "--temperature", type=float, default=1.0, help="0 for greedy decoding (default: 1.0)"
     )
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, help="nucleus sampling (default: 1.0, off)"
+    )
+    parser.add_argument(
+        "--top-k",
+        type=int,
+        default=-1,
+        help="sample from the K likeliest tokens (default: -1, off)",
+    )
+    parser.add_argument("--seed", type=int, help="random seed")
+    parser.add_argument(
+        "--stop", action="append", metavar="TEXT", help="stop at this text; may be repeated"
+    )
+    parser.add_argument(
+        "-n",
+        "--num-samples",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="number of samples (default: 1)",
+    )
+    parser.add_argument("--stream", action="store_true", help="print tokens as they are generated")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Sample, and print what was drawn."""
-    from tinsmith.cli.failures import UsageError
+    """Generate text and print it."""
+    from tinsmith.cli.command_errors import UsageError
 
     if arguments.stream and arguments.num_samples > 1:
-        raise UsageError("--stream shows one sample; leave out -n")
+        raise UsageError("--stream supports one sample only: drop -n or --stream")
     try:
         text = _stdin() if arguments.text == "-" else arguments.text
         text.encode()
     except UnicodeError as exc:
-        raise UsageError("the text is not UTF-8") from exc
+        raise UsageError("the prompt is not valid UTF-8") from exc
     if not text:
-        raise UsageError("there is no text to sample from")
+        raise UsageError("the prompt is empty")
     from tinsmith.cli.connect import limit_s, service_client
 
     with service_client(arguments) as client:
@@ -82,7 +110,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _stdin() -> str:
     if sys.stdin.isatty():
-        print("Type the text, then Ctrl-D.", file=sys.stderr)
+        print("Type the prompt, then press Ctrl-D.", file=sys.stderr)
     return sys.stdin.read()
 
 
@@ -95,8 +123,8 @@ def _prompt(tokenizer: Any, text: str, arguments: argparse.Namespace) -> list[in
     return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
 
 
-def _asked(prompt: list[int], arguments: argparse.Namespace) -> tuple[Any, int, Any]:
-    """What a sampling client is asked for, in its order."""
+def _request(prompt: list[int], arguments: argparse.Namespace) -> tuple[Any, int, Any]:
+    """The arguments of `SamplingClient.sample`."""
     from tinsmith.types.inputs import ModelInput
     from tinsmith.types.sampling import SamplingParams
 
@@ -117,7 +145,7 @@ def _sample(
     from tinsmith.cli.connect import wait
     from tinsmith.cli.output import show
 
-    future = sampler.sample(*_asked(prompt, arguments))
+    future = sampler.sample(*_request(prompt, arguments))
     response: SampleResponse = wait(future, arguments, SAMPLE_TIMEOUT_S)
     texts = [_text(tokenizer, list(sequence.tokens)) for sequence in response.sequences]
     if arguments.format == "json":
@@ -131,7 +159,7 @@ def _sample(
 
 
 def _plain(prompt: list[int], response: SampleResponse, texts: list[str]) -> dict[str, Any]:
-    """The whole answer for programs, with the text of each sequence."""
+    """The response as JSON, with the text of each sequence."""
     import math
 
     return {
@@ -143,7 +171,7 @@ def _plain(prompt: list[int], response: SampleResponse, texts: list[str]) -> dic
                 "text": text,
                 "stop_reason": sequence.stop_reason,
                 "tokens": list(sequence.tokens),
-                # JSON knows neither infinities nor NaN.
+                # JSON has neither infinities nor NaN.
                 "logprobs": None
                 if sequence.logprobs is None
                 else [p if math.isfinite(p) else None for p in sequence.logprobs],
@@ -156,17 +184,17 @@ def _plain(prompt: list[int], response: SampleResponse, texts: list[str]) -> dic
 def _stream(
     sampler: SamplingClient, tokenizer: Any, prompt: list[int], arguments: argparse.Namespace
 ) -> None:
-    """Print the text as it grows; a character whose bytes have not all come is held back.
+    """Print the text as it grows, holding back incomplete characters.
 
-    A token's text may depend on the one before it, so what is new is what a piece of the tokens
-    says beyond its beginning, which was printed before.
+    The text of a token may depend on the one before it. So tokens are decoded together with those
+    printed last, and only what follows their text is new.
     """
     from tinsmith.cli.connect import limit_s
 
     tokens: list[int] = []
     begin, printed = 0, 0
-    longest_s = limit_s(arguments, SAMPLE_TIMEOUT_S)
-    with sampler.sample_stream(*_asked(prompt, arguments), timeout=longest_s) as events:
+    timeout_s = limit_s(arguments, SAMPLE_TIMEOUT_S)
+    with sampler.sample_stream(*_request(prompt, arguments), timeout=timeout_s) as events:
         for event in events:
             tokens += event.tokens
             new = _new_text(tokenizer, tokens, begin, printed)
@@ -177,7 +205,7 @@ def _stream(
 
 
 def _new_text(tokenizer: Any, tokens: list[int], begin: int, printed: int) -> str:
-    """What the tokens from `printed` on add to the text of those from `begin` to there."""
+    """The text that `tokens[printed:]` add to that of `tokens[begin:printed]`."""
     return _text(tokenizer, tokens[begin:])[len(_text(tokenizer, tokens[begin:printed])) :]
 
 
@@ -187,5 +215,5 @@ def _text(tokenizer: Any, tokens: list[int]) -> str:
 
 
 def _shown(text: str) -> str:
-    """Text for stdout: a file gets it as it is, a terminal without what it would obey."""
+    """Text for stdout; control characters are escaped on a terminal."""
     return harmless(text) if sys.stdout.isatty() else text

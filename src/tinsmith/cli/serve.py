@@ -1,7 +1,7 @@
-"""`tinsmith serve`: runs the service, or checks its settings.
+"""`tinsmith serve`: run the service, or check its settings.
 
-Each setting of `serve/options.py` is a flag here. What is set and where is `serve/loading.py`'s
-matter; running is `serve/lifecycle.py`'s.
+Each setting of `service/run/options.py` is a flag here. `service/run/` loads the settings and runs
+the service.
 """
 
 from __future__ import annotations
@@ -9,18 +9,20 @@ from __future__ import annotations
 import argparse
 
 from tinsmith.cli.parser import Parser
-from tinsmith.serve.options import CONFIG_VARIABLE, OPTIONS, Option
+from tinsmith.service.run.options import CONFIG_VARIABLE, OPTIONS, Option
 
-TYPE_CHECKING = False  # loading `typing` takes longer than all of a help
+TYPE_CHECKING = False  # importing `typing` takes longer than printing help
 if TYPE_CHECKING:
     from typing import Any
 
-    from tinsmith.serve.loading import Loaded
+    from tinsmith.service.run.settings_loading import LoadedSettings
 
 EPILOG = f"""\
-A setting is taken from its flag, else from its variable, else from the file, else by default. The
-variable of --log-level is TINSMITH_SERVE_LOG_LEVEL; in the file it is level below [log].
-The file may be named by {CONFIG_VARIABLE} too.
+A flag takes precedence over the environment variable of the setting, and that over the --config
+file. For example, --log-level is TINSMITH_SERVE_LOG_LEVEL in the environment, and `level` in the
+section [log] of the file. {CONFIG_VARIABLE} can name the file too.
+
+example: tinsmith serve --model my-model=./path/to/model --port 8001
 """
 
 
@@ -31,17 +33,17 @@ def configure(parser: Parser) -> None:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="check the settings, print them with where each comes from, and end",
+        help="print the settings and the source of each, then exit",
     )
     add_settings(parser, OPTIONS)
 
 
 def add_settings(parser: Parser, options: tuple[Option, ...]) -> None:
-    """Add flags for these settings, and one for the file."""
+    """Add flags for these settings, and `--config`."""
     group = parser.add_argument_group("settings")
-    group.add_argument("--config", metavar="FILE", help="a TOML file with settings")
+    group.add_argument("--config", metavar="FILE", help="TOML file with settings")
     for option in options:
-        # Checked when they are loaded, so that a mistake is told alike wherever it was made.
+        # Values are checked when loaded, like those of the file and the environment.
         kwargs: dict[str, Any] = {"dest": _destination(option), "default": None}
         kwargs["help"] = f"{option.help} (default: {option.default})".replace("%", "%%")
         if not option.value:
@@ -53,15 +55,15 @@ def add_settings(parser: Parser, options: tuple[Option, ...]) -> None:
         group.add_argument(option.flag, **kwargs)
 
 
-def loaded_settings(arguments: argparse.Namespace) -> Loaded:
-    """The settings of a command line that was given flags by `add_settings`.
+def loaded_settings(arguments: argparse.Namespace) -> LoadedSettings:
+    """The settings of a command line whose parser has the flags of `add_settings`.
 
     Raises:
-        UsageError: They are wrong.
+        UsageError: A setting is invalid.
     """
-    from tinsmith.cli.failures import UsageError
+    from tinsmith.cli.command_errors import UsageError
     from tinsmith.errors import ValidationError
-    from tinsmith.serve.loading import load_settings
+    from tinsmith.service.run.settings_loading import load_settings
 
     flags = {option.name: getattr(arguments, _destination(option), None) for option in OPTIONS}
     try:
@@ -71,10 +73,10 @@ def loaded_settings(arguments: argparse.Namespace) -> Loaded:
 
 
 def run(arguments: argparse.Namespace) -> int | None:
-    """Serve until told to end; with `--check`, print the settings instead."""
-    from tinsmith.cli.failures import UsageError
+    """Run the service until it is stopped; with `--check`, print the settings instead."""
+    from tinsmith.cli.command_errors import UsageError
     from tinsmith.errors import ValidationError
-    from tinsmith.serve.loading import as_toml, check_start
+    from tinsmith.service.run.settings_loading import as_toml, check_start
 
     loaded = loaded_settings(arguments)
     try:
@@ -84,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int | None:
     if not arguments.check:
         return _serve(loaded)
     from tinsmith.cli.output import show
-    from tinsmith.serve.settings import flat_settings
+    from tinsmith.service.run.service_settings import flat_settings
 
     flat = flat_settings(loaded.settings, is_masked=True)
     show(
@@ -95,14 +97,14 @@ def run(arguments: argparse.Namespace) -> int | None:
     return None
 
 
-def _serve(loaded: Loaded) -> int:
-    from tinsmith.cli.failures import CommandError
+def _serve(loaded: LoadedSettings) -> int:
+    from tinsmith.cli.command_errors import CommandError
 
     try:
-        from tinsmith.serve.lifecycle import serve
+        from tinsmith.service.run.lifecycle import serve
     except ModuleNotFoundError as exc:
         raise CommandError(
-            f"the service needs {exc.name}, which is not installed",
+            f"the service requires {exc.name}, which is not installed",
             remedy="pip install 'tinsmith[server]'",
         ) from exc
     return serve(loaded.settings)

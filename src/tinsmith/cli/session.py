@@ -1,4 +1,4 @@
-"""`tinsmith session`: what happened in a session."""
+"""`tinsmith session`: list sessions and export their timelines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 
 from tinsmith.cli.parser import Parser
 
-TYPE_CHECKING = False  # loading `typing` takes longer than all of a help
+TYPE_CHECKING = False  # importing `typing` takes longer than printing help
 if TYPE_CHECKING:
     import pathlib
 
@@ -23,29 +23,35 @@ def configure(parser: Parser) -> None:
         "export-trace",
         "export a session's timeline as a Perfetto trace",
         export_trace,
-        " Open it at https://ui.perfetto.dev.",
+        " Open the file at https://ui.perfetto.dev.",
     )
-    export.add_argument("session_id", help="the session's id")
+    export.add_argument("session_id", help="id of the session")
     export.add_argument(
-        "-o", "--output", metavar="FILE", help="where to write it (default ./<id>.pftrace)"
+        "-o", "--output", metavar="FILE", help="output file (default: SESSION_ID.pftrace)"
     )
     export.add_argument(
-        "--url-only", action="store_true", help="print its address instead of downloading it"
+        "--url-only", action="store_true", help="print the URL instead of downloading"
     )
 
 
 def list_sessions(arguments: argparse.Namespace) -> None:
-    """Show the newest sessions, with what each holds."""
+    """Show the newest sessions, with the number of runs and samplers of each."""
     from tinsmith.cli.connect import limit_s, rest_client, wait
-    from tinsmith.cli.listing import page_size, taken, title_of
-    from tinsmith.cli.output import Table, plain_of, show
+    from tinsmith.cli.output import (
+        Table,
+        fetch_items,
+        listing_title,
+        page_size,
+        plain_of,
+        show,
+    )
     from tinsmith.cli.text import MISSING
 
     rest = rest_client(arguments)
     pages = rest.iter_sessions(page_size=page_size(arguments.limit), timeout=limit_s(arguments))
-    ids: list[str] = taken(pages, arguments, "sessions")
-    asked = [rest.get_session(session_id) for session_id in ids]  # all at once
-    found = [wait(one, arguments) for one in asked]
+    ids: list[str] = fetch_items(pages, arguments, "sessions")
+    futures = [rest.get_session(session_id) for session_id in ids]  # concurrently
+    found = [wait(future, arguments) for future in futures]
     show(
         arguments.format,
         {
@@ -55,7 +61,7 @@ def list_sessions(arguments: argparse.Namespace) -> None:
             ]
         },
         Table(
-            title_of(len(ids), pages.total_count, "session"),
+            listing_title(len(ids), pages.total_count, "session"),
             ["Session ID", "Name", "Training Runs", "Samplers"],
             [
                 [
@@ -71,14 +77,13 @@ def list_sessions(arguments: argparse.Namespace) -> None:
 
 
 def export_trace(arguments: argparse.Namespace) -> None:
-    """Have the service make a trace, and fetch it."""
+    """Have the service export a trace, and download it."""
     import pathlib
 
     from tinsmith.cli.connect import rest_client, wait
     from tinsmith.cli.output import Properties, show
-    from tinsmith.cli.staging import safe_parts
-    from tinsmith.observe.progress import Progress
-    from tinsmith.observe.sizes import size_text
+    from tinsmith.cli.partial_download import safe_parts
+    from tinsmith.observe.terminal import Progress, size_text
 
     session_id: str = arguments.session_id
     name = f"{'_'.join(safe_parts(session_id))}.pftrace"
@@ -107,15 +112,15 @@ def export_trace(arguments: argparse.Namespace) -> None:
 
 
 def _fetch(arguments: argparse.Namespace, url: str, target: pathlib.Path) -> int:
-    from tinsmith.cli.fetch import Addresses, Fetch
-    from tinsmith.cli.staging import Staging
-    from tinsmith.observe.progress import Progress
+    from tinsmith.cli.fetch import Fetch, SignedUrls
+    from tinsmith.cli.partial_download import PartialDownload
+    from tinsmith.observe.terminal import Progress
 
-    # Each export is a trace of its own: parts of an older one are of no use.
+    # Every export is a new trace, so there is nothing to resume.
     with (
-        Staging(target, resume=False) as staging,
+        PartialDownload(target, resume=False) as staging,
         Progress("Downloading", None, in_bytes=True, format_=arguments.format) as bar,
     ):
-        size = Fetch(Addresses(lambda: ({"trace": url}, None)), staging, bar).run()
+        size = Fetch(SignedUrls(lambda: ({"trace": url}, None)), staging, bar).run()
         staging.place(staging.files / "trace")
         return size

@@ -1,21 +1,21 @@
-"""Values as people read them: sizes, times, and text that cannot play tricks on a terminal."""
+"""Values formatted for people: times, counts, and text that is safe to print on a terminal."""
 
 from __future__ import annotations
 
-from tinsmith.observe import sizes
+from tinsmith.observe import terminal
 
-TYPE_CHECKING = False  # loading `typing` takes longer than all of a help
+TYPE_CHECKING = False  # importing `typing` takes longer than printing help
 if TYPE_CHECKING:
     import datetime
 
-MISSING = sizes.MISSING
+MISSING = terminal.MISSING
 _DAY_S = 24 * 3600.0
 
 
 def printable(text: str) -> str:
-    """The text on one line, with control characters spelt out.
+    """The text on one line, with control characters escaped.
 
-    Names and messages come from elsewhere, and a terminal obeys what it is sent.
+    Names and messages from a service could otherwise send control sequences to the terminal.
     """
     if text.isprintable():
         return text
@@ -23,12 +23,12 @@ def printable(text: str) -> str:
 
 
 def harmless(text: str) -> str:
-    """The text with its lines and tabs, and other control characters spelt out."""
+    """The text with control characters escaped, except newlines and tabs."""
     return "".join(c if c in "\n\t" or c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def width_of(text: str) -> int:
-    """How many columns a terminal gives to a text."""
+    """The width of a text in terminal columns."""
     if text.isascii():
         return len(text)
     import unicodedata
@@ -40,7 +40,7 @@ def width_of(text: str) -> int:
 
 
 def time_text(moment: datetime.datetime | None, *, now: datetime.datetime | None = None) -> str:
-    """How long ago, or in how long; the day itself beyond 30 days."""
+    """A time relative to now, such as `2 hours ago`; the date beyond 30 days."""
     if moment is None:
         return MISSING
     import datetime
@@ -60,7 +60,7 @@ def time_text(moment: datetime.datetime | None, *, now: datetime.datetime | None
 
 
 def yes_or_no(value: bool | None) -> str:
-    """`Yes`, `No`, or that it is not known."""
+    """`Yes`, `No`, or `N/A` if unknown."""
     return MISSING if value is None else "Yes" if value else "No"
 
 
@@ -70,10 +70,10 @@ def counted(number: int, noun: str) -> str:
 
 
 def moment_from(text: str) -> datetime.datetime:
-    """A moment from ISO 8601, in UTC where it names no zone; for `type=` of an argument.
+    """An argument `type=`: an ISO 8601 time, in UTC unless it has an offset.
 
     Raises:
-        ValueError: It is not of that form.
+        ValueError: The text is not a time.
     """
     import datetime
 
@@ -81,4 +81,4 @@ def moment_from(text: str) -> datetime.datetime:
     return moment if moment.tzinfo is not None else moment.replace(tzinfo=datetime.UTC)
 
 
-moment_from.__name__ = "ISO 8601 time"  # what argparse calls a value that is none
+moment_from.__name__ = "ISO 8601 time"  # argparse's name for it in error messages

@@ -1,6 +1,6 @@
-"""`tinsmith version`: what is installed here, for people and for bug reports.
+"""`tinsmith version`: the versions of tinsmith and its dependencies, for bug reports.
 
-Reads the metadata of installed packages and imports none of them.
+Reads package metadata and imports none of the packages.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import argparse
 from tinsmith._version import __version__
 from tinsmith.cli.parser import Parser
 
-# What changes how tinsmith behaves; those that are not installed are shown as such.
+# Packages that affect how tinsmith behaves.
 PACKAGES = ("msgspec", "aiohttp", "backports.zstd", "numpy", "orjson", "tokenizers", "torch")
 
 
 def configure(parser: Parser) -> None:
-    """Let `tinsmith version` run without arguments of its own."""
+    """Set the function of `tinsmith version`, which has no arguments."""
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the versions in the chosen format."""
+    """Print the versions."""
     import platform
 
     from tinsmith.cli.output import show

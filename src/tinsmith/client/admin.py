@@ -120,6 +120,6 @@ def _time(name: str, given: datetime.datetime | str) -> datetime.datetime:
         )
     except (TypeError, ValueError) as exc:
         raise ValidationError(
-            f"{name} is {given!r:.100}, which is no time", remedy="give one like 2026-07-13T00:00Z"
+            f"{name} is {given!r:.100}, not a time", remedy="pass one like 2026-07-13T00:00Z"
         ) from exc
     return time if time.tzinfo is not None else time.replace(tzinfo=datetime.UTC)

@@ -1,13 +1,13 @@
-"""Credentials: where they come from, and the short-lived ones that a service may ask for.
+"""The credentials of a client, and the short-lived tokens that a service may exchange them for.
 
-In order: the `api_key` argument, `TINKER_API_KEY`, the command in `TINKER_CREDENTIAL_CMD`, the
-default key of `~/.tinker/credentials.json`. A key begins with `tml-`, or with `eyJ` if it is a
-JWT; what the command prints is taken as it is. The service in this process needs none. A service on
-this machine is asked without one where none is found: it may have no keys.
+They come from, in this order: the `api_key` argument, `TINKER_API_KEY`, the command in
+`TINKER_CREDENTIAL_CMD`, the default key of `~/.tinker/credentials.json`. A key starts with `tml-`,
+or with `eyJ` if it is a JWT; the output of the command is used as it is. The embedded service needs
+none. If none is found, a service on this machine is called without one.
 
-Where the service says so (`pjwt_auth_enabled`) the credential is exchanged for a JWT, which is
-renewed well before it expires, and once when the service refuses it all the same; a renewal that
-fails leaves the old one in use.
+Where the service asks for it (`pjwt_auth_enabled`) the credential is exchanged for a JWT, which is
+renewed well before it expires, and once if the service refuses it nevertheless. If a renewal fails,
+the old token stays in use.
 """
 
 from __future__ import annotations
@@ -44,31 +44,31 @@ CREDENTIALS_FILE = "~/.tinker/credentials.json"
 
 
 class NoIdentityError(TinkerError, RuntimeError):
-    """The credential is good, and does not say whose it is.
+    """The credential is valid, but does not identify an account.
 
-    Ask with another one; a service without keys knows nobody.
+    Use another one; a service without keys has no accounts.
     """
 
 
 RUN_HERE = (
-    "or run the service in this process: pip install 'tinsmith[server]', then base_url='embedded', "
-    "for a command --base-url embedded"
+    "or run the service in this process: `pip install 'tinsmith[server]'`, then "
+    "base_url='embedded', or --base-url embedded for a command"
 )
 
 NO_KEY = Secret("")
-"""What is sent where there is no key: to an embedded service, and to one on this machine."""
+"""Sent without a key: to an embedded service, and to one on this machine."""
 
 Exchange = Callable[[Secret], Awaitable[str]]
-"""Trades a credential for a JWT."""
+"""Exchanges a credential for a JWT."""
 
 
 def static_key(
     settings: ClientSettings, file: str | os.PathLike[str] = CREDENTIALS_FILE
 ) -> Secret | None:
-    """The key that is at hand without running a command, if there is one.
+    """The key that can be found without running a command, if there is one.
 
     Raises:
-        TinkerError: There is one, and it is not of the form of a key.
+        TinkerError: The key is malformed.
     """
     if settings.base_url == EMBEDDED and settings.api_key is None:
         return NO_KEY
@@ -83,24 +83,24 @@ def static_key(
 
 
 class StoredLogin(msgspec.Struct, frozen=True):
-    """A key that was kept, and the service that took it."""
+    """A stored key, and the service that accepted it."""
 
     key: Secret
     base_url: str | None
-    """None where that is not known: the official command line does not note it."""
+    """None if unknown: the official command line does not store it."""
 
     def is_for(self, base_url: str) -> bool:
-        """Whether the key may be sent there."""
+        """Whether the key may be sent to this address."""
         return self.base_url in (None, base_url)
 
 
 def stored_login(file: str | os.PathLike[str] = CREDENTIALS_FILE) -> StoredLogin | None:
-    """The default key of the credentials file, if there is one that can be read.
+    """The default key of the credentials file, if there is a readable one.
 
     Raises:
-        TinkerError: There is one, and it is not of the form of a key.
+        TinkerError: The key is malformed.
     """
-    # Loaded here: a program that names its key has no use for them.
+    # Imported here: a program that passes its key does not need them.
     import json
     import pathlib
 
@@ -115,17 +115,17 @@ def stored_login(file: str | os.PathLike[str] = CREDENTIALS_FILE) -> StoredLogin
 
 
 def has_credential(environment: Mapping[str, str]) -> bool:
-    """Whether a client would find a credential here that was not given as an argument."""
+    """Whether a client would find a credential without an argument."""
     if _names_credential(environment):
         return True
     try:
         return stored_login() is not None
-    except TinkerError:  # there is something, which is told when it is used
+    except TinkerError:  # there is one; using it raises the error
         return True
 
 
 def address_of_login(environment: Mapping[str, str]) -> str | None:
-    """Where `tinsmith auth login` was done, for who names neither an address nor a credential."""
+    """The address of the last `tinsmith auth login`, for clients without address and credential."""
     if environment.get("TINKER_BASE_URL") or _names_credential(environment):
         return None
     try:
@@ -140,7 +140,7 @@ def _names_credential(environment: Mapping[str, str]) -> bool:
 
 
 def _key_of_keyless(settings: ClientSettings) -> Secret | None:
-    """No key at all for a service on this machine, which says so if it wants one."""
+    """No key for a service on this machine, which says so if it needs one."""
     if settings.credential_command is not None:
         return None
     is_local = settings.unix_socket is not None or is_loopback(settings.base_url)
@@ -154,34 +154,34 @@ def _is_key(key: Secret) -> bool:
 def _checked(key: Secret, where: str) -> Secret:
     if not _is_key(key):
         raise TinkerError(
-            "the API key is not one",
-            remedy=f"a key begins with tml-, or with eyJ if it is a JWT; {where}",
+            "invalid API key",
+            remedy=f"expected a key that starts with tml-, or with eyJ if it is a JWT; {where}",
         )
     return key
 
 
 async def command_output(command: Secret, timeout_s: float = COMMAND_TIMEOUT_S) -> Secret:
-    """What the user's credential command prints.
+    """The output of the user's credential command.
 
     Raises:
-        TinkerError: It failed, printed nothing, or did not end in time.
+        TinkerError: It failed, printed nothing, or timed out.
     """
     try:
         process = await asyncio.create_subprocess_shell(
             command.reveal(),
             stdout=asyncio.subprocess.PIPE,
             stdin=asyncio.subprocess.DEVNULL,
-            start_new_session=True,  # so that it can be ended with all that it started
+            start_new_session=True,  # so that its children can be killed too
         )
     except OSError as exc:
         raise TinkerError("the command in TINKER_CREDENTIAL_CMD could not be run") from exc
-    say("the command in TINKER_CREDENTIAL_CMD runs")
+    say("waiting for the command in TINKER_CREDENTIAL_CMD")
     try:
         async with asyncio.timeout(timeout_s):
             output, _ = await process.communicate()
     except TimeoutError as exc:
         raise TinkerError(
-            f"the command in TINKER_CREDENTIAL_CMD did not end within {timeout_s:g} s"
+            f"the command in TINKER_CREDENTIAL_CMD did not finish within {timeout_s:g} s"
         ) from exc
     finally:
         if process.returncode is None:
@@ -190,9 +190,10 @@ async def command_output(command: Secret, timeout_s: float = COMMAND_TIMEOUT_S) 
     text = output.decode("utf-8", "replace").strip()
     if process.returncode or not text:
         raise TinkerError(
-            f"the command in TINKER_CREDENTIAL_CMD ended with {process.returncode} and printed "
+            f"the command in TINKER_CREDENTIAL_CMD exited with status {process.returncode} "
+            "and printed "
             f"{'something' if text else 'nothing'}",
-            remedy="it should print the credential and end with 0",
+            remedy="it must print the credential and exit with status 0",
         )
     return Secret(text)
 
@@ -205,13 +206,13 @@ def _kill(process: asyncio.subprocess.Process) -> None:
             process.kill()
 
 
-class Credentials:
+class ClientCredentials:
     """The credential that a client sends with each request.
 
     Args:
         settings: Where the credential comes from.
-        clock: The time of day, in which tokens say when they expire.
-        pause_clock: For the time since a failed renewal. No jump of the time of day draws it out.
+        clock: Wall-clock time, in which tokens say when they expire.
+        pause_clock: A monotonic clock, for the time since a failed renewal.
     """
 
     def __init__(
@@ -233,7 +234,7 @@ class Credentials:
         self._renewal: asyncio.Lock | None = None
         self._failed_at = float("-inf")
         if self._static is None and settings.credential_command is None:
-            # With the service's packages a client that is told nothing would have taken that.
+            # With the service's packages, a client without settings would have used that.
             without = f"; {RUN_HERE}" if settings.base_url == HOSTED_URL else ""
             raise AuthenticationError(
                 "no credential was found",
@@ -241,26 +242,26 @@ class Credentials:
             )
 
     def current(self) -> str:
-        """What to send now: the JWT if there is one, else the credential that `open` found."""
+        """What to send: the JWT if there is one, else the credential that `open` found."""
         if self.token is not None:
             return self.token
         return "" if self._raw is None else self._raw.reveal()
 
     def is_stale(self) -> bool:
-        """Whether the JWT may expire on the way, and should be renewed before it is sent."""
+        """Whether the JWT is about to expire, and should be renewed before it is sent."""
         if self.token is None:
             return False
         return self._clock() >= self._usable_until and not self._must_pause()
 
     async def open(self) -> Secret:
-        """Find the credential to introduce ourselves with, by running the command if need be."""
+        """Find the credential for the first call, running the command if needed."""
         if self._raw is None:
             self._raw = await self.underlying()
         return self._raw
 
     @property
     def has_key(self) -> bool:
-        """Whether there is a key, which works for services that exchange none."""
+        """Whether there is a key, as needed for services without tokens."""
         return self._static is not None
 
     async def underlying(self, default_source: str = "api_key") -> Secret:
@@ -271,8 +272,8 @@ class Credentials:
             return self._static
         if self._settings.credential_command is None:
             raise AuthenticationError(
-                "the service wants the credential of a command",
-                remedy="set TINKER_CREDENTIAL_CMD to one that prints it",
+                "the service requires a credential from a command",
+                remedy="set TINKER_CREDENTIAL_CMD to a command that prints it",
             )
         return await command_output(self._settings.credential_command)
 
@@ -281,13 +282,13 @@ class Credentials:
     ) -> None:
         """Get a JWT if there is none, if it is about to expire, or if it is the one `refused`.
 
-        The first exchange must succeed; when a later one fails the old token stays in use.
+        The first exchange must succeed; if a later one fails, the old token stays in use.
         """
         replaced = self.token if refused is None else refused
         if self._renewal is None:
             self._renewal = asyncio.Lock()
         async with self._renewal:
-            # Who waited while another was exchanged has that one, however short its life.
+            # A call that waited for another exchange uses its token, however short-lived.
             if self.token != replaced or not self._should_renew(refused):
                 return
             patience_s = None if self.token is None else RENEWAL_TIMEOUT_S
@@ -298,13 +299,13 @@ class Credentials:
                 if self.token is None:
                     raise
                 self._failed_at = self._pause_clock()
-                _log.warning("the token stays in use, since its renewal failed: %r", error)
+                _log.warning("could not renew the token; still using the old one: %r", error)
 
     def _keep(self, token: str) -> None:
         now = self._clock()
         expires_at = claims_of(token).get("exp")
         if not isinstance(expires_at, int | float) or expires_at <= now:
-            # It does not say, or one of the two clocks is wrong: asked for again, but not at once.
+            # It does not say, or one of the two clocks is wrong: renew it later, not immediately.
             expires_at = now + 2 * USABLE_BEFORE_S
         self.token, self._expires_at = token, expires_at
         # A token that lives for a minute or less would else be renewed for each request.
@@ -325,11 +326,11 @@ class Credentials:
         return self._expires_at - self._clock()
 
     def next_renewal_s(self) -> float:
-        """How long the token can be left alone; at least a minute, whatever its lifetime."""
+        """Seconds until the next renewal; at least a minute, whatever its lifetime."""
         return max(USABLE_BEFORE_S, self._remaining_s() - RENEW_BEFORE_S)
 
     def whoami(self) -> WhoamiResponse:
-        """Who the credential belongs to, as its JWT says.
+        """The account that the credential belongs to, according to its JWT.
 
         Raises:
             NoIdentityError: The credential is a plain key, or a JWT of another kind.
@@ -337,11 +338,11 @@ class Credentials:
         claims = claims_of(self.current())
         is_given_by_service = self.token is not None
         if not is_given_by_service and not str(claims.get("iss", "")).startswith("passport-"):
-            claims = {}  # whatever it says, it says of somebody else's users
+            claims = {}  # it describes another service's users
         if not {"sub", "org_id"} <= claims.keys():
             raise NoIdentityError(
-                "the credential does not say who it belongs to",
-                remedy="services that exchange keys for tokens can tell",
+                "the credential does not identify an account",
+                remedy="use a service that exchanges keys for tokens",
             )
         return WhoamiResponse(
             user_urn=str(claims["sub"]),
@@ -351,7 +352,7 @@ class Credentials:
 
 
 def claims_of(token: str) -> dict[str, Any]:
-    """What a JWT says, without checking its signature; empty if it is none."""
+    """The claims of a JWT, without checking its signature; empty if it is not a JWT."""
     parts = token.split(".")
     if len(parts) != 3:
         return {}

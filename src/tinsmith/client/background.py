@@ -1,11 +1,11 @@
-"""The thread on which all of the client's I/O happens, and the way over to it.
+"""The background thread that does all of the client's I/O.
 
-One thread per process runs one event loop from the first call on: on Linux one that keeps the
-interpreter's lock while it has something to do (`held_gil.py`), elsewhere uvloop or asyncio's own.
-`start` hands a coroutine over from any thread or event loop and returns a future at once:
-coroutines wait in one queue, and a burst of them wakes the loop once.
+One thread per process runs one event loop from the first call on: on Linux one that keeps the GIL
+while it has something to do (`held_gil.py`), elsewhere uvloop's or asyncio's own. `start` submits a
+coroutine from any thread or event loop and returns a future immediately; a burst of them wakes the
+loop once.
 
-A forked child begins with a thread of its own.
+A forked child starts a thread of its own.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Coroutine
+from types import TracebackType
 from typing import Any, TypeVar
 
 from tinsmith.client.forking import in_child
 from tinsmith.client.futures import APIFuture, seconds, settle_on, within
-from tinsmith.client.waits import FUTURES, Waits
-from tinsmith.errors import ValidationError
+from tinsmith.client.waits import FUTURES, WaitReporter
+from tinsmith.errors import ClosedError, ValidationError
 
 T = TypeVar("T")
 
@@ -44,8 +45,8 @@ class Background:
             tuple[Coroutine[Any, Any, Any], APIFuture[Any], float | None]
         ] = collections.deque()
         self._is_woken = False
-        self.waits = Waits(FUTURES, clock=self.loop.time, later=self.loop.call_later)
-        """What users wait for here."""
+        self.waits = WaitReporter(FUTURES, clock=self.loop.time, later=self.loop.call_later)
+        """Logs what users wait for."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._stopping: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._run, name="tinsmith-loop", daemon=True)
@@ -58,18 +59,18 @@ class Background:
     def start(
         self, work: Coroutine[Any, Any, T], what: str = "call", timeout: float | None = None
     ) -> APIFuture[T]:
-        """Run a coroutine on the loop; returns at once.
+        """Run a coroutine on the loop; returns immediately.
 
-        Coroutines of one thread begin in the order in which they are handed over. Cancelling the
-        future cancels the coroutine, and so does the end of its time.
+        Coroutines of one thread start in the order in which they are submitted. Cancelling the
+        future cancels the coroutine.
 
         Args:
-            work: What to run.
-            what: What it is, for messages.
-            timeout: Seconds after which it is given up with `APITimeoutError`; None for never.
+            work: The coroutine.
+            what: Its name, for messages.
+            timeout: Seconds after which it fails with `APITimeoutError`; None for never.
 
         Raises:
-            ValidationError: `timeout` is no number of seconds.
+            ValidationError: `timeout` is not a number of seconds.
         """
         try:
             limit_s = seconds(timeout, what)
@@ -94,7 +95,10 @@ class Background:
         """
         if threading.current_thread() is self._thread:
             work.close()
-            raise RuntimeError(f"{what}: a blocking call on tinsmith's own thread would never end")
+            raise RuntimeError(
+                f"{what}: a blocking call on tinsmith's own event loop would wait for itself; "
+                "await its _async variant there, or call it on another thread"
+            )
         return self.start(work, what, timeout).result()
 
     def call_soon(self, fn: Callable[..., object], *args: Any) -> None:
@@ -114,7 +118,7 @@ class Background:
             future.stop_work_with(lambda task=task: self.call_soon(task.cancel))  # type: ignore[misc]
 
     def stop(self) -> None:
-        """End the loop and its thread. Work under way is cancelled, and its futures with it."""
+        """Stop the loop and its thread; pending coroutines and their futures are cancelled."""
         self.call_soon(self._begin_to_stop)
         self._thread.join(STOP_TIMEOUT_S)
         if not self._thread.is_alive():
@@ -128,24 +132,19 @@ class Background:
         self._stopping = self.loop.create_task(self._wind_down())
 
     async def _wind_down(self) -> None:
-        """Cancel all tasks, give them a moment to end in order, and stop the loop."""
+        """Cancel all tasks, give them a moment to end, and stop the loop."""
         ends_at = self.loop.time() + WIND_DOWN_S
-        # In rounds: one that ends may have started another.
+        # In rounds: a task that ends may have started another.
         while (tasks := asyncio.all_tasks() - {self._stopping}) and self.loop.time() < ends_at:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks, timeout=max(0.0, ends_at - self.loop.time()))
-        await asyncio.sleep(0)  # whoever waits for what was settled is woken
+        await asyncio.sleep(0)  # wakes the waiters of what was settled
         self.loop.stop()
-
-    @property
-    def task_count(self) -> int:
-        """How many handed-over coroutines are under way."""
-        return len(self._tasks)
 
 
 async def _settle(
-    work: Coroutine[Any, Any, T], future: APIFuture[T], timeout_s: float | None, waits: Waits
+    work: Coroutine[Any, Any, T], future: APIFuture[T], timeout_s: float | None, waits: WaitReporter
 ) -> None:
     wait = waits.begin_here(future.what)
     try:
@@ -153,12 +152,81 @@ async def _settle(
     except asyncio.CancelledError:
         if not future.cancel():
             raise
-    except (Exception, concurrent.futures.CancelledError) as error:  # noqa: BLE001 - handed on whole
+    except (Exception, concurrent.futures.CancelledError) as error:  # noqa: BLE001 - the future raises it
         future.fail(error)
     else:
         future.settle(value)
     finally:
         waits.end(wait)
+
+
+class Work:
+    """The tasks of one client, so that closing it ends everything at once. For one event loop.
+
+    Whatever a call waits for (a pause, a retry, its place in the queue, a result, a loss function),
+    it waits inside `under_way()`. `end` then cancels the wait, and the call fails with
+    `ClosedError` instead of staying pending until its wait is over.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._ended: set[asyncio.Task[Any]] = set()
+
+    def under_way(self) -> _UnderWay:
+        """A block that `end` ends with `ClosedError`."""
+        return _UnderWay(self)
+
+    def end(self) -> None:
+        """End all blocks that have been entered; later ones are not affected."""
+        tasks, self._tasks = self._tasks, set()
+        tasks.discard(asyncio.current_task())
+        self._ended |= tasks
+        for task in tasks:
+            task.cancel()
+
+    def _begin(self, task: asyncio.Task[Any]) -> bool:
+        if task in self._tasks:
+            return False  # it is inside an outer block
+        self._tasks.add(task)
+        return True
+
+    def _was_ended(self, task: asyncio.Task[Any]) -> bool:
+        self._tasks.discard(task)
+        if task not in self._ended:
+            return False
+        self._ended.discard(task)
+        return True
+
+
+class _UnderWay:
+    __slots__ = ("_task", "_work")
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._task: asyncio.Task[Any] | None = None
+
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        if task is not None and self._work._begin(task):
+            self._task = task
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        task = self._task
+        if task is None or not self._work._was_ended(task):
+            return
+        # One of the task's cancellations was ours; if there is another, it is the user's.
+        if task.uncancel() == 0 and kind is asyncio.CancelledError:
+            raise closed_error() from None
+
+
+def closed_error() -> ClosedError:
+    """The error of a call on a closed client."""
+    return ClosedError("the client is closed", remedy="create a new one")
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
@@ -177,14 +245,14 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 
 
 async def _addresses_of(host: Any, port: Any, **wanted: int) -> Any:
-    """`getaddrinfo`, on a thread that nobody waits for: a name server may be silent for a minute.
+    """`getaddrinfo` on a daemon thread: a name server may not answer for a minute.
 
-    The interpreter's exit waits for the threads of executors, and libuv at its end for its own, of
-    which a forked child has none.
+    The interpreter's exit would wait for an executor's thread, and libuv's exit for its own, which
+    a forked child does not have.
     """
     numeric = {**wanted, "flags": wanted.get("flags", 0) | socket.AI_NUMERICHOST}
     try:
-        return socket.getaddrinfo(host, port, **numeric)  # asks nobody
+        return socket.getaddrinfo(host, port, **numeric)  # an address, not a name
     except socket.gaierror:
         found: concurrent.futures.Future[Any] = concurrent.futures.Future()
         find = functools.partial(socket.getaddrinfo, host, port, **wanted)
@@ -195,7 +263,7 @@ async def _addresses_of(host: Any, port: Any, **wanted: int) -> Any:
 
 
 def _find(find: Callable[[], Any], found: concurrent.futures.Future[Any]) -> None:
-    if not found.set_running_or_notify_cancel():  # from here on nobody else settles it
+    if not found.set_running_or_notify_cancel():  # cancelled
         return
     try:
         found.set_result(find())
@@ -212,9 +280,9 @@ class _Holder:
         self.lock = threading.Lock()
 
     def forget(self) -> None:
-        """Begin anew: a child has none of its parent's threads, and one may have held the lock."""
+        """Reset in a forked child, which has no threads, and whose lock may be held."""
         if self.current is not None:
-            # Kept: to free a loop closes what it listens on, which the parent still listens on.
+            # Kept: freeing a loop closes its descriptors, which the parent still uses.
             self.of_parents.append(self.current)
         self.current = None
         self.lock = threading.Lock()

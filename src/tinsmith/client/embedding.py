@@ -1,12 +1,15 @@
-"""The service in this process, for clients that name no other: when it is taken, and where it is.
+"""The embedded service, for clients that name no other: when it is used, and where it runs.
 
-It is put together by `serve`, which stands above the client and is never imported by it: it is
-loaded by its name when the first call is made, as a plug-in would be, and what the two say to each
-other is this page. So the client stays what it is without the libraries of a service, and whoever
-has them needs no second program.
+`service.run` assembles it. The client never imports that package, but loads it by name at the first
+call, like a plug-in; this module is the whole interface between the two. So the client works
+without the libraries of the service, and with them needs no second program.
 
-One process of a data folder runs the service; others find it at a Unix socket. Which of the two it
-is, the client learns as a `Place`. At the interpreter's exit it is closed, with everything saved.
+One process per data folder runs the service; others reach it through a Unix socket. `Place` says
+which. At the interpreter's exit the service is closed, with everything saved.
+
+**Autosaves.** The service saves every trained model of a session whose program ended with an error
+or by Ctrl-C, as `weights/autosave`. Sessions record what was saved; `tell` prints it on stderr,
+after Python's traceback, with the call that resumes from it.
 """
 
 from __future__ import annotations
@@ -19,12 +22,11 @@ import importlib.util
 import os
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import msgspec
 
-from tinsmith.client import autosaves
 from tinsmith.client.auth import address_of_login, has_credential
 from tinsmith.client.settings import EMBEDDED
 from tinsmith.errors import ClosedError, ValidationError
@@ -32,24 +34,96 @@ from tinsmith.errors import ClosedError, ValidationError
 if TYPE_CHECKING:
     from tinsmith.client.transports.in_process import Application
 
-PROVIDER = "tinsmith.serve.embedded"
-"""The module that has `place`, as `Provider` describes it."""
+
+from tinsmith.types.checkpoints import Checkpoint
+
+CHECKPOINT_ID = "weights/autosave"
+MOST_NAMED = 3
+"""How many models are listed by name."""
+
+
+class _Noted:
+    def __init__(self) -> None:
+        self.saved: list[Checkpoint] = []
+        self.unsaved: list[str] = []
+        """Models that were not saved in time."""
+
+
+_noted = _Noted()
+
+
+def note_saved(checkpoints: Iterable[Checkpoint]) -> None:
+    """Record the autosaves among these checkpoints. From any thread."""
+    _noted.saved += [one for one in checkpoints if one.checkpoint_id == CHECKPOINT_ID]
+
+
+def note_unsaved(model_ids: Iterable[str]) -> None:
+    """Record models that may be saved only after this program has ended. From any thread."""
+    _noted.unsaved += model_ids
+
+
+def tell() -> None:
+    """Print what was recorded, once."""
+    saved, unsaved = _noted.saved, _noted.unsaved
+    _noted.saved, _noted.unsaved = [], []
+    if saved:
+        _print(_saved_text(saved))
+    if unsaved:
+        _print(_unsaved_text(unsaved))
+
+
+def tell_slow() -> None:
+    """Print why the program does not end immediately."""
+    _print("saving the trained models; press Ctrl-C again to skip")
+
+
+def _saved_text(saved: list[Checkpoint]) -> str:
+    first = saved[0]
+    until = "" if first.expires_at is None else f", kept until {first.expires_at:%Y-%m-%d}"
+    if len(saved) == 1:
+        how = f'create_training_client_from_state_with_optimizer("{first.tinker_path}")'
+        return f"saved {first.tinker_path}{until}; resume with {how}"
+    return (
+        f"saved {len(saved)} models{until}: {_named([one.tinker_path for one in saved])}; resume "
+        "with create_training_client_from_state_with_optimizer(path)"
+    )
+
+
+def _unsaved_text(model_ids: list[str]) -> str:
+    paths = [f"tinker://{model_id}/{CHECKPOINT_ID}" for model_id in model_ids]
+    # Commands that only list things do not run the engine, and so save nothing.
+    return f"not saved yet: {_named(paths)}; the next program that trains or samples here saves it"
+
+
+def _named(paths: list[str]) -> str:
+    more = len(paths) - MOST_NAMED
+    return ", ".join(paths[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _print(text: str) -> None:
+    if sys.stderr is not None:
+        sys.stderr.write(f"tinsmith: {text}\n")
+        sys.stderr.flush()
+
+
+PROVIDER = "tinsmith.service.run.embedded_service"
+"""The module that implements `Provider`."""
 NEEDED = ("numpy", "pyrage")
-"""Packages of the `server` extra without which there is no service."""
+"""Packages of the `server` extra that the service needs."""
 NEEDED_UNASKED = (*NEEDED, "torch")
-"""Those of the engine too: whoever has not all of them has more likely forgotten a key."""
+"""Those of the engine too: without all of them, a missing API key is the likelier mistake."""
 INSTALL = "pip install 'tinsmith[server]'"
 
 
 class HerePlace(msgspec.Struct, frozen=True):
-    """It runs in this process, on an event loop of its own."""
+    """The service runs in this process, on its own event loop."""
 
     application: Application
     loop: asyncio.AbstractEventLoop
 
 
 class SocketPlace(msgspec.Struct, frozen=True):
-    """Another process runs it."""
+    """Another process runs the service."""
 
     unix_socket: str
     pid: int
@@ -59,7 +133,7 @@ Place: TypeAlias = HerePlace | SocketPlace
 
 
 class Provider(Protocol):
-    """What `PROVIDER` has."""
+    """The functions of the module `PROVIDER`."""
 
     def place(
         self,
@@ -68,18 +142,18 @@ class Provider(Protocol):
         is_asked_for: bool = True,
         is_record_only: bool = False,
     ) -> concurrent.futures.Future[Any]:
-        """The `Place` of the service, which is started if nobody runs it. Returns at once.
+        """The `Place` of the service, which is started if needed. Returns immediately.
 
         Args:
-            lost: Where it was, if it does not answer there any more.
-            is_asked_for: Whether the user named it; else the log says so more loudly.
-            is_record_only: Whether what is on record is all that is asked for: then no model is
-                loaded, and other processes wait until this one ends.
+            lost: Where it was, if it no longer answers there.
+            is_asked_for: Whether the user named it; otherwise a log line announces it.
+            is_record_only: Whether only stored records are needed: then no model is loaded, and
+                other processes wait until this one ends.
         """
         ...
 
     def at_exit(self) -> None:
-        """End the sessions of this process, then the service if it is here; blocks."""
+        """Finish the sessions of this process, then stop the service if it runs here; blocks."""
         ...
 
 
@@ -88,37 +162,39 @@ class _Choices:
 
     is_taken = False
     is_implied = False
-    """Whether it was taken without being named."""
+    """Whether it was chosen by default."""
     is_record_only = False
-    """Whether this process asks only for what is on record."""
+    """Whether this process only needs stored records."""
 
 
 _choices = _Choices()
 
 
 def chosen_url(
-    base_url: str | None, api_key: str | None, environment: Mapping[str, str] | None = None
-) -> str | None:
+    base_url: str | Sequence[str] | None,
+    api_key: str | None,
+    environment: Mapping[str, str] | None = None,
+) -> str | Sequence[str] | None:
     """The base URL to use: `embedded` where no address and no credential are set.
 
     Args:
-        base_url: The argument of that name; what is given is kept.
-        api_key: Likewise; whoever has a key means a service that asks for one.
-        environment: What stands for the environment; the process's own by default.
+        base_url: The argument of that name; it is returned if given.
+        api_key: The argument of that name; a key implies a service that asks for one.
+        environment: Replaces the process's environment.
 
     Returns:
-        The address of a login where nothing is set but that. None where something is set, or where
-        the service is not installed: then what was always said of a missing credential holds.
+        The address of the login if nothing else is set. None if something is set, or if the service
+        is not installed, which leads to the error about a missing credential.
 
     Raises:
-        ValidationError: It is named, and not installed.
-        ClosedError: The interpreter is about to end, and a service could not be.
+        ValidationError: It is named, but not installed.
+        ClosedError: The interpreter is shutting down.
     """
     env = os.environ if environment is None else environment
     named = base_url or env.get("TINKER_BASE_URL")
     if named == EMBEDDED:
         if not is_installed(NEEDED):
-            raise ValidationError("the service in this process is not installed", remedy=INSTALL)
+            raise ValidationError("the embedded service is not installed", remedy=INSTALL)
         _end_with_interpreter()
     if named or api_key:
         return base_url
@@ -132,33 +208,33 @@ def chosen_url(
 
 
 def ask_for_record_only() -> None:
-    """Say that this process asks only for what is on record: it loads no model.
+    """Declare that this process only needs stored records: no model is loaded.
 
-    For commands, which end soon. A service that another process runs is used as ever.
+    For short-lived commands. A service that another process runs is used as usual.
     """
     _choices.is_record_only = True
 
 
 def is_installed(packages: Iterable[str]) -> bool:
-    """Whether packages are there; loads none of them."""
+    """Whether packages are installed; imports none of them."""
     return all(importlib.util.find_spec(name) is not None for name in packages)
 
 
 async def find_place(lost: Place | None = None) -> Place:
-    """Where the service is, started if need be; may take as long as fetching a model does.
+    """Where the service runs, started if needed; may take as long as downloading a model.
 
     Raises:
-        ValidationError: The packages of a service are not installed.
+        ValidationError: The packages of the service are not installed.
         TinkerError: It cannot be started; the message says why.
     """
-    _end_with_interpreter()  # also for a command, which has named the service and not chosen it
+    _end_with_interpreter()  # also for a command, which names the service
     provider: Provider = await asyncio.to_thread(_load)
     found = provider.place(
         lost=lost,
         is_asked_for=not _choices.is_implied,
         is_record_only=_choices.is_record_only,
     )
-    # Shielded: others wait for it too, and one that gives up must not end it for them.
+    # Shielded: other calls wait for it too, and one that is cancelled must not end it.
     finding = asyncio.wrap_future(found)
     finding.add_done_callback(_look_at)
     place: Place = await asyncio.shield(finding)
@@ -166,26 +242,26 @@ async def find_place(lost: Place | None = None) -> Place:
 
 
 def _look_at(finding: asyncio.Future[Any]) -> None:
-    """Take note of an error that nobody waits for any more: asyncio would complain of it."""
+    """Retrieve an error that no call waits for any more: asyncio would log it."""
     if not finding.cancelled():
         finding.exception()
 
 
 def _end_with_interpreter() -> None:
-    """Have the service closed at the exit.
+    """Close the service at the interpreter's exit.
 
-    Not by `atexit`: by then no executor takes work any more, and closing a service needs some.
-    Python has no public name for the moment before; its own executors use this one.
+    Not by `atexit`: by then executors accept no more work, and closing a service needs them. Python
+    has no public hook for the moment before; its own executors use this one.
     """
     if _choices.is_taken:
         return
     try:
-        importlib.import_module("concurrent.futures.thread")  # what is registered first runs last
+        importlib.import_module("concurrent.futures.thread")  # hooks run in reverse order
         threading._register_atexit(_at_exit)  # type: ignore[attr-defined]
     except RuntimeError as exc:
         raise ClosedError(
-            "the interpreter is about to end, as its main thread has",
-            remedy="wait there for the threads that use a service in this process",
+            "the interpreter is shutting down: its main thread has ended",
+            remedy="join the threads that use the embedded service in the main thread",
         ) from exc
     _choices.is_taken = True
 
@@ -194,15 +270,15 @@ def _at_exit() -> None:
     _wait_for_threads()
     provider: Provider | None = sys.modules.get(PROVIDER)
     if provider is not None:
-        with contextlib.suppress(KeyboardInterrupt):  # another one: the next start does the rest
+        with contextlib.suppress(KeyboardInterrupt):  # the next start does the rest
             provider.at_exit()
-    autosaves.tell()
+    tell()
 
 
 def _wait_for_threads() -> None:
-    """Let the user's threads end, which may still train: Python waits for them too, but later.
+    """Wait for the user's threads, which may still train; Python waits for them too, but later.
 
-    Not for those of executors: they wait to be told of the exit, which comes after this.
+    Not for those of executors, which are stopped after this.
     """
     executors = set(sys.modules["concurrent.futures.thread"]._threads_queues)
     for thread in threading.enumerate():
@@ -218,5 +294,5 @@ def _load() -> Any:
         if (exc.name or "").startswith("tinsmith"):
             raise
         raise ValidationError(
-            f"the service in this process needs {exc.name}, which is not installed", remedy=INSTALL
+            f"the embedded service needs {exc.name}, which is not installed", remedy=INSTALL
         ) from exc

@@ -1,11 +1,11 @@
-"""What the client does, told as it happens to whoever listens in this process.
+"""Events: what the client does, reported to listeners in this process.
 
-`on_event` registers a function. It is called with one small frozen record for each thing that
-happens: a call, a second try, a pause, a result. From these logs, counters and spans can be made;
-`docs/observability.md` shows how. Nothing is sent anywhere.
+`on_event` registers a function. It is called with one small frozen record for each event: a call, a
+retry, a pause, a result. Use them for logs, counters and spans; `docs/observability.md` shows how.
+Nothing is sent anywhere.
 
-Where nobody listens the cost is one look at `listeners`. Events carry names, ids, sizes, times and
-the service's own words for why it pauses, never a credential, a prompt, a token or a body.
+Without listeners the cost is one check of `listeners`. Events carry names, ids, sizes, times and
+the service's reason for a pause, never a credential, a prompt, a token or a body.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ _log = logging.getLogger(__name__)
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that happened."""
+    """The base class of all events."""
 
     at: float = msgspec.field(default_factory=time.time)
-    """When, in seconds of `time.time()`."""
+    """When it happened, in seconds of `time.time()`."""
 
 
 class CallSent(Event, frozen=True, kw_only=True):
-    """A request goes out."""
+    """A request is sent."""
 
     endpoint: str
     attempt: int
-    """From 0; the further tries of one call count up."""
+    """From 0; retries count up."""
     body_bytes: int
 
 
 class CallAnswered(Event, frozen=True, kw_only=True):
-    """A reply came, perhaps one that refuses."""
+    """A reply arrived, which may be a refusal."""
 
     endpoint: str
     attempt: int
     status: int
     duration_s: float
     body_bytes: int
-    """Of the reply, decompressed; 0 for a stream, which is told when its head has come."""
+    """Of the decompressed reply; 0 for a stream, which is reported when its headers arrive."""
 
 
 class CallFailed(Event, frozen=True, kw_only=True):
-    """No reply came, or nobody waits for it any more."""
+    """No reply arrived, or the call was cancelled."""
 
     endpoint: str
     attempt: int
@@ -67,34 +67,34 @@ class CallFailed(Event, frozen=True, kw_only=True):
 
 
 class RetryPlanned(Event, frozen=True, kw_only=True):
-    """A call failed and will be made again."""
+    """A call failed and will be retried."""
 
     endpoint: str
     attempt: int
-    """The one that failed, from 0."""
+    """The attempt that failed, from 0."""
     delay_s: float
     reason: str
     """The error's class, and its status if it has one."""
 
 
 class PauseBegun(Event, frozen=True, kw_only=True):
-    """New samples of a key are held back."""
+    """New samples of a key are paused."""
 
     state: Literal["rate_limited", "queue_paused"]
     for_s: float
-    """As known now; it may grow."""
+    """As known now; it may become longer."""
     reason: str
 
 
 class PauseEnded(Event, frozen=True, kw_only=True):
-    """The first sample leaves after a pause."""
+    """The first sample is sent after a pause."""
 
 
 class ResultAwaited(Event, frozen=True, kw_only=True):
-    """A result has been waited for, for more than ten seconds; told again every minute."""
+    """A result has been pending for more than ten seconds; repeated every minute."""
 
     kind: str
-    """What was asked for, such as `ForwardBackward` or `Sample`."""
+    """The kind of the result, such as `ForwardBackward` or `Sample`."""
     request_id: str
     waited_s: float
     queue_state: str
@@ -102,7 +102,7 @@ class ResultAwaited(Event, frozen=True, kw_only=True):
 
 
 class ResultSettled(Event, frozen=True, kw_only=True):
-    """A result came, or it is known that none will."""
+    """A result arrived, or the call failed."""
 
     kind: str
     request_id: str
@@ -113,14 +113,14 @@ class ResultSettled(Event, frozen=True, kw_only=True):
 
 
 class SessionOpened(Event, frozen=True, kw_only=True):
-    """The service gave us a session."""
+    """A session was opened."""
 
     session_id: str
     base_url: str
 
 
 class SessionClosed(Event, frozen=True, kw_only=True):
-    """The client of a session was closed; `session_id` is None if there had been no need of one."""
+    """A session was closed; `session_id` is None if it had never been opened."""
 
     session_id: str | None
     reason: str
@@ -131,14 +131,14 @@ class HeartbeatFailed(Event, frozen=True, kw_only=True):
 
     session_id: str
     silent_s: float
-    """How long ago the last one was."""
+    """How long ago the last one was answered."""
     error: str
 
 
 Listener: TypeAlias = Callable[[Event], object]
 
 listeners: tuple[Listener, ...] = ()
-"""Who listens. Look here before you make an event."""
+"""The registered listeners. Check it before creating an event."""
 
 _lock = threading.Lock()
 _faulty: set[int] = set()
@@ -153,19 +153,18 @@ in_child(_renew_lock)
 
 
 def on_event(listener: Listener) -> Callable[[], None]:
-    """Have a function called with every event of every client in this process.
+    """Call a function with every event of every client in this process.
 
-    It is called on the thread that carries the client's traffic: it should be quick, and hand over
-    to a thread of its own what takes time. If it raises, that is logged the first time, and the
-    call that was under way goes on.
+    It is called on the client's I/O thread: it should return quickly, and use a thread of its own
+    for slow work. If it raises, that is logged the first time, and the call continues.
 
     Args:
-        listener: Takes one `Event`; tell them apart by their class.
+        listener: Receives one `Event`; distinguish them by their class.
 
     Returns:
-        A function that ends it. Calling it again does nothing.
+        A function that removes the listener. Calling it again has no effect.
     """
-    global listeners  # noqa: PLW0603 - one attribute, so that a look at it is all the cost
+    global listeners  # noqa: PLW0603 - one attribute, so that checking it is all the cost
     entry: Listener = lambda event: listener(event)  # noqa: E731, PLW0108 - removable by identity
     with _lock:
         listeners = (*listeners, entry)
@@ -180,20 +179,20 @@ def on_event(listener: Listener) -> Callable[[], None]:
 
 
 def tell(event: Event) -> None:
-    """Tell everybody who listens."""
+    """Pass an event to all listeners."""
     for listener in listeners:
         try:
             listener(event)
         except Exception:  # noqa: BLE001 - user code; its errors must not reach a call
             if id(listener) not in _faulty:
                 _faulty.add(id(listener))
-                _log.exception("a listener of on_event raised an error; further ones are not told")
+                _log.exception("an on_event listener failed; its further errors are not logged")
 
 
 async def told_exchange(
     endpoint: str, attempt: int, body_bytes: int, exchange: Awaitable[ExchangeReply]
 ) -> ExchangeReply:
-    """Make an exchange, and tell of its beginning and end."""
+    """Make an exchange, and report its start and end."""
     began = time.monotonic()
     tell(CallSent(endpoint=endpoint, attempt=attempt, body_bytes=body_bytes))
     try:
@@ -224,7 +223,7 @@ async def told_exchange(
 async def told_stream(
     endpoint: str, body_bytes: int, stream: AbstractAsyncContextManager[StreamReply]
 ) -> AsyncIterator[StreamReply]:
-    """Open a stream, and tell of its beginning and of the reply's head."""
+    """Open a stream, and report its start and the arrival of its headers."""
     began = time.monotonic()
     tell(CallSent(endpoint=endpoint, attempt=0, body_bytes=body_bytes))
     is_answered = False
@@ -251,6 +250,6 @@ async def told_stream(
 
 
 def named(error: BaseException) -> str:
-    """An error for an event: its class and status, and none of its words."""
+    """An error for an event: its class and status, without its message."""
     status = f" {error.status_code}" if isinstance(error, APIStatusError) else ""
     return f"{type(error).__name__}{status}"

@@ -1,8 +1,7 @@
-"""What a child made by `fork` must begin anew: it has its parent's memory and none of its threads.
+"""Resets process-wide state in a forked child, which has its parent's memory but not its threads.
 
-A lock that another thread held at that moment is never released in the child, and an event loop
-that ran there is run by nobody. Each module that keeps such things for the whole process says here
-how to begin anew.
+A lock that another thread held during the fork is never released in the child, and an event loop
+of the parent does not run there. Each module with such state registers how to reset it.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import os
 from collections.abc import Callable
 
 
-def in_child(begin_anew: Callable[[], None]) -> None:
-    """Have something called in every child that this process forks, before anything else runs."""
+def in_child(reset: Callable[[], None]) -> None:
+    """Call `reset` in every child that this process forks, before anything else runs."""
     if hasattr(os, "register_at_fork"):  # there is no fork on Windows
-        os.register_at_fork(after_in_child=begin_anew)
+        os.register_at_fork(after_in_child=reset)

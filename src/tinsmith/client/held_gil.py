@@ -1,13 +1,13 @@
-"""Sockets and an event loop that keep the interpreter's lock, the GIL, for calls that never wait.
+"""Sockets and an event loop that hold the GIL during system calls that do not block.
 
-Python gives the lock up around every system call. A thread that gave it up beside a thread that
-computes may have it back only after a whole switch interval, 5 ms; with a few system calls for each
-exchange that soon is all the time there is. Here `HeldSocket` reads and writes what
-can be read and written at once, `HeldSelector` looks for what is ready, and `HeldLoop` is woken by
-other threads, all with the lock held; only a loop that has nothing to do gives it up. Nobody
-starves: whoever wants the lock gets it after a switch interval, as from any Python code.
+Python releases the GIL around every system call. If another thread is computing, the caller gets it
+back only after a switch interval (5 ms), so a few system calls per exchange soon dominate its
+latency. Here `HeldSocket` reads and writes without blocking, `HeldSelector` polls for ready
+descriptors, and other threads wake `HeldLoop`, all with the GIL held; the loop releases it only
+when it has nothing to do. No thread starves: others still get the GIL after a switch interval, as
+with any Python code.
 
-Only for Linux, and where there is `ctypes`: see `IS_AVAILABLE`.
+Available only on Linux with `ctypes`; `IS_AVAILABLE` says so.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ import time
 from typing import Any
 
 ROOM_BYTES = 256 * 1024
-"""How much is read at a time."""
+"""Maximum bytes per read."""
 MOST_HELD_BYTES = 288 * 1024
-"""The most that is written with the lock held: what a connection writes as one piece, and a
-head."""
+"""Maximum bytes written with the GIL held: the largest piece that a connection writes, and the
+headers."""
 MOST_EVENTS = 512
-"""How many descriptors are told of at a time; the kernel tells of the others next."""
+"""Maximum events per `epoll_wait`; the kernel reports the others in the next call."""
 
 
 class _Calls:
-    """Calls of the C library, during which the lock is held."""
+    """Functions of the C library, called with the GIL held."""
 
     def __init__(self) -> None:
         import ctypes
@@ -50,7 +50,7 @@ class _Calls:
         self.epoll_wait = library.epoll_wait
         self.epoll_wait.argtypes = [number, address, number, number]
         self.epoll_wait_released = ctypes.CDLL(None, use_errno=True).epoll_wait
-        """The one call that gives the lock up, for it is there to wait."""
+        """The only call that releases the GIL, since it blocks."""
         self.epoll_wait_released.argtypes = self.epoll_wait.argtypes
         self.eventfd_write = library.eventfd_write
         self.eventfd_write.argtypes = [number, ctypes.c_uint64]
@@ -58,11 +58,11 @@ class _Calls:
         self._address, self._byte = ctypes.addressof, ctypes.c_char
 
     def address_of(self, memory: Any) -> int:
-        """Where writable memory begins; the caller keeps it."""
+        """The address of a writable buffer, which the caller must keep alive."""
         return self._address(self._byte.from_buffer(memory))
 
     def last_error(self) -> OSError:
-        """Why the last call of this thread failed, in the class that Python has for it."""
+        """The `errno` of this thread's last failed call, as the matching `OSError` subclass."""
         number = self._errno()
         return OSError(number, os.strerror(number))
 
@@ -78,18 +78,18 @@ def _calls() -> Any:
 
 _c = _calls()
 IS_AVAILABLE = _c is not None
-"""Whether this system and this Python allow it."""
+"""Whether this platform and this Python support it."""
 
 
 def new_socket(family: int, kind: int = socket.SOCK_STREAM, protocol: int = 0) -> socket.socket:
-    """A socket for an event loop: one that keeps the lock where that is possible."""
+    """A socket for an event loop; it holds the GIL where that is supported."""
     return (HeldSocket if IS_AVAILABLE else socket.socket)(family, kind, protocol)
 
 
 class _Room:
-    """Memory that C writes into.
+    """A buffer that C functions write into.
 
-    From the system, which has no pages for what is never written: most replies fill one of many.
+    It is an anonymous mapping, whose unused pages take no memory: most replies fill only the first.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -99,7 +99,7 @@ class _Room:
 
 
 class _Rooms(threading.local):
-    """A room for each thread: another one may run between the reading and the copying."""
+    """One buffer per thread: another thread may run between the read and the copy."""
 
     def __init__(self) -> None:
         self.room = _Room(ROOM_BYTES)
@@ -107,22 +107,22 @@ class _Rooms(threading.local):
 
 if IS_AVAILABLE:
     _rooms = _Rooms()
-    # As plain numbers: Python's flags are joined by Python code, for every call.
+    # As plain integers: combining Python's enum flags is slow, and would happen on every call.
     _NOW = int(getattr(socket, "MSG_DONTWAIT", 0))
     _NOW_AND_QUIETLY = _NOW | int(getattr(socket, "MSG_NOSIGNAL", 0))
 
 
 class HeldSocket(socket.socket):
-    """A socket that never waits, for an event loop of any kind.
+    """A non-blocking socket that holds the GIL, for any kind of event loop.
 
-    What is not here does what it does in any socket.
+    Other methods are those of `socket.socket`.
     """
 
     def recv(self, bufsize: int, flags: int = 0, /) -> bytes:
-        """As `socket.recv`, of at most `ROOM_BYTES`.
+        """As `socket.recv`, but returns at most `ROOM_BYTES`.
 
         Raises:
-            BlockingIOError: Nothing has come yet.
+            BlockingIOError: No data is available yet.
         """
         room = _rooms.room
         count = _c.recv(self.fileno(), room.address, min(bufsize, ROOM_BYTES), flags | _NOW)
@@ -134,7 +134,7 @@ class HeldSocket(socket.socket):
         """As `socket.recv_into`.
 
         Raises:
-            BlockingIOError: Nothing has come yet.
+            BlockingIOError: No data is available yet.
         """
         most = len(buffer) if not nbytes else min(nbytes, len(buffer))
         count: int = _c.recv(self.fileno(), _c.address_of(buffer), most, flags | _NOW)
@@ -146,12 +146,12 @@ class HeldSocket(socket.socket):
         """As `socket.send`.
 
         Raises:
-            BlockingIOError: Nothing can be taken yet.
+            BlockingIOError: The send buffer is full.
         """
         if len(data) > MOST_HELD_BYTES:
-            return super().send(data, flags)  # a large copy: others may run meanwhile
+            return super().send(data, flags)  # a large copy: release the GIL
         if type(data) is not bytes:
-            data = bytes(data)  # a copy takes a hundredth of the time that the lock may be away
+            data = bytes(data)  # the copy costs far less than waiting for the GIL
         count: int = _c.send(self.fileno(), data, len(data), flags | _NOW_AND_QUIETLY)
         if count < 0:
             raise _c.last_error()
@@ -159,13 +159,13 @@ class HeldSocket(socket.socket):
 
 
 if sys.platform == "linux":
-    # The kernel's `struct epoll_event`: a mask, and 64 bits whose first half is the descriptor.
+    # The kernel's `struct epoll_event`: a mask, and 64 bits of data, which start with the fd.
     _IS_PACKED = os.uname().machine in ("x86_64", "i386", "i486", "i586", "i686")
     _EVENT = struct.Struct("=Ii4x" if _IS_PACKED else "=I4xi4x")
     _IN, _OUT = 1, 4
 
     class HeldSelector(selectors.EpollSelector):
-        """Looks for what is ready, and gives the lock up only to wait."""
+        """A selector that releases the GIL only to block."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -173,21 +173,21 @@ if sys.platform == "linux":
             self._room = _Room(MOST_EVENTS * _EVENT.size)
             self._keys: dict[int, selectors.SelectorKey] = {}
             self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            # Told of once for each time that it is rung, and so never to be read.
+            # Edge-triggered: reported once per write, so it never needs to be read.
             at_once = select.EPOLLIN | select.EPOLLET
             self._selector.register(self._bell, at_once)  # type: ignore[attr-defined]
-            # Nobody may ring while it is closed: the number may be another file's a moment later.
-            # Reentrant, for a signal's handler may ring while its thread does.
+            # Prevents a write after the close, when the descriptor may belong to another file.
+            # Reentrant, since a signal handler may interrupt `ring` and call it.
             self._ringing = threading.RLock()
 
         def ring(self) -> None:
-            """Have `select` return, now or the next time. From any thread; the lock is kept."""
+            """Make the current or next `select` return; may be called from any thread."""
             with self._ringing:
                 if self._bell >= 0:
                     _c.eventfd_write(self._bell, 1)
 
         def close(self) -> None:
-            """As `selectors.EpollSelector.close`."""
+            """Close the selector; a later `ring` has no effect."""
             with self._ringing:
                 bell, self._bell = self._bell, -1
             if bell >= 0:
@@ -195,29 +195,29 @@ if sys.platform == "linux":
             super().close()
 
         def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-            """As `selectors.EpollSelector.register`."""
+            """Register a file object for events."""
             key = super().register(fileobj, events, data)
             self._keys[key.fd] = key
             return key
 
         def modify(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-            """As `selectors.EpollSelector.modify`."""
+            """Change the events or data of a registered file object."""
             key = super().modify(fileobj, events, data)
             self._keys[key.fd] = key
             return key
 
         def unregister(self, fileobj: Any) -> selectors.SelectorKey:
-            """As `selectors.EpollSelector.unregister`."""
+            """Unregister a file object."""
             key = super().unregister(fileobj)
             self._keys.pop(key.fd, None)
             return key
 
         def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-            """As `selectors.EpollSelector.select`; nothing is ready where it was rung for."""
+            """Wait for ready file objects; the list may be empty if `ring` ended the wait."""
             count = _c.epoll_wait(self._fd, self._room.address, MOST_EVENTS, 0)
             if count == 0 and (timeout is None or timeout > 0):
-                # Rounded up, as who comes back too early has to ask again. A day is the most that
-                # asyncio waits.
+                # Rounded up: returning too early would need another call. asyncio limits the
+                # timeout to a day.
                 wait_ms = -1 if timeout is None else math.ceil(timeout * 1e3)
                 count = _c.epoll_wait_released(self._fd, self._room.address, MOST_EVENTS, wait_ms)
             if count < 0:
@@ -228,25 +228,25 @@ if sys.platform == "linux":
             ready = []
             for mask, fd in _EVENT.iter_unpack(self._room.view[: count * _EVENT.size]):
                 key = self._keys.get(fd)
-                if key is not None:  # else it is the bell
-                    # An error or a hang-up is for whoever waits for anything.
+                if key is not None:  # None for the eventfd of `ring`
+                    # An error or hang-up makes the file object ready for both events.
                     events = selectors.EVENT_READ if mask & ~_OUT else 0
                     events |= selectors.EVENT_WRITE if mask & ~_IN else 0
                     ready.append((key, events & key.events))
             return ready
 
     class HeldLoop(asyncio.SelectorEventLoop):
-        """asyncio's own event loop, with the lock held while there is something to do."""
+        """asyncio's event loop, which holds the GIL while there is something to do."""
 
-        time = staticmethod(time.monotonic)  # asyncio's own clock, asked twenty times for a sample
+        time = staticmethod(time.monotonic)  # asyncio's own clock, called 20 times per sample
 
         def __init__(self) -> None:
             selector = HeldSelector()
             super().__init__(selector)
-            # Wakes the loop. The name is asyncio's: without it, asyncio would use its own pipe.
+            # Replaces asyncio's own wake-up, which writes to a socket pair.
             self._write_to_self = selector.ring
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop | None:
-    """An event loop that keeps the lock while there is something to do; None where it cannot."""
+    """An event loop that holds the GIL while it is busy; None if this is not supported."""
     return HeldLoop() if sys.platform == "linux" and IS_AVAILABLE else None

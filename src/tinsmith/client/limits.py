@@ -1,28 +1,35 @@
-"""When the next sample may be sent: pauses that the server asked for, seen by every sender at once.
+"""When the next request may be sent: pauses that the server asked for, and budgets in flight.
 
-A 429 pauses all samples of its key, whichever client object or thread sends them; a queue state of
-`paused_…` seen while polling holds back new samples and lets polls go on. `Limiter.wait` is what
-each sender awaits before it sends.
+A 429 pauses all samples of its key, whichever client object or thread sends them. A queue state of
+`paused_…` in the answer to a poll delays new samples, but not polls. A sender asks `Limiter.leave`
+how many samples it may send now, or awaits `Limiter.wait` for one.
 
-While 429s come in a row, and no sample is taken in between, short pauses grow, so that a server
-that asks for none gets one. `refused_s` says how long that has lasted, for those who give up.
+Short pauses grow while 429s come in a row and no sample is accepted in between, so that a server
+that asks for no delay gets one. `refused_s` says how long that has lasted, for senders that give
+up.
 
-One `Limiter` stands for a service and a key, and every client of the process that uses both shares
-it (`shared_limiter`): staging and production never do. It is kept as long as a client holds it.
+There is one `Limiter` per service and key, shared by every client of the process that uses both
+(`shared_limiter`) and kept as long as one of them exists.
 
-**After a pause** the waiters do not all send at once. The k-th to leave waits `RAMP_STEP_S` ·
-log2(1 + k / `RAMP_SENDS`) after the pause's end: `RAMP_SENDS` leave in the first step, twice as
-many in the next, so that a server that is still full says so to a few and not to all. A fixed gap
-between sends would make a long queue wait for ever; a random delay has no bound on the first
-sends.
+**After a pause** the waiting senders do not all send at once. The k-th sample leaves `RAMP_STEP_S`
+· log2(1 + k / `RAMP_SENDS`) after the end of the pause: `RAMP_SENDS` in the first step, twice as
+many in the next, so that a server that is still full refuses a few samples and not all of them. A
+fixed gap between sends would delay a long queue without bound; with a random delay the number of
+first sends would have none.
 
 Times are those of a monotonic clock, so that a jump of the wall clock changes nothing. Knows
 nothing of HTTP.
+
+A `Budget` limits how many calls or bytes are in flight at once. Waiters are served in order, one
+wake-up each. A body larger than the whole budget is sent alone, when nothing else is in flight;
+nothing else ever exceeds the budget.
 """
 
 from __future__ import annotations
 
 import asyncio
+import collections
+import contextlib
 import math
 import threading
 import time
@@ -33,10 +40,10 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from tinsmith.client import events
-from tinsmith.client.base_url import base_url_parts
 from tinsmith.client.forking import in_child
 from tinsmith.client.retry import DEFAULT_BUDGET, RetryBudget
-from tinsmith.client.settings import EMBEDDED, Secret
+from tinsmith.client.settings import EMBEDDED, Secret, base_url_parts
+from tinsmith.errors import ValidationError
 
 RAMP_SENDS = 10
 RAMP_STEP_S = 0.1
@@ -44,7 +51,7 @@ _RAMP_STEPS = 40
 """After so many steps the ramp is over."""
 _SHORTEST_SLEEP_S = 0.001
 DEFAULT_QUEUE_PAUSE_S = 1.0
-"""How long a paused queue holds back samples where the server does not say."""
+"""How long a paused queue delays samples where the server does not say."""
 
 Clock = Callable[[], float]
 Sleep = Callable[[float], Awaitable[object]]
@@ -52,7 +59,7 @@ PauseState = Literal["open", "rate_limited", "queue_paused"]
 
 
 class Pause(msgspec.Struct, frozen=True):
-    """Whether samples may be sent, until when not, and why not."""
+    """Whether samples are paused, until when, and why."""
 
     state: PauseState
     until: float
@@ -61,7 +68,7 @@ class Pause(msgspec.Struct, frozen=True):
 
 
 class _Deadlines(msgspec.Struct, frozen=True):
-    """All that a limiter knows, replaced as a whole so that readers need no lock."""
+    """The state of a limiter, replaced as a whole so that readers need no lock."""
 
     rate_limited_until: float = -math.inf
     rate_limit_reason: str = ""
@@ -91,7 +98,7 @@ class Limiter:
         self._waiters: set[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = set()
 
     def pause(self) -> Pause:
-        """What holds samples back now. Any thread may ask; nothing is waited for."""
+        """The current pause. From any thread; does not block."""
         known, now = self._deadlines, self._clock()
         if now < known.rate_limited_until and known.until == known.rate_limited_until:
             return Pause("rate_limited", known.rate_limited_until, known.rate_limit_reason)
@@ -107,15 +114,15 @@ class Limiter:
         sent_at: float = math.inf,
         budget: RetryBudget = DEFAULT_BUDGET,
     ) -> None:
-        """A sample was refused with 429: none may be sent for `delay_s` from now.
+        """A sample was refused with 429: send none for `delay_s` from now.
 
-        Only time ends this pause. Of several, the latest end counts.
+        Only time ends this pause. Of several, the one that ends last counts.
 
         Args:
-            delay_s: What the server asked for, or what is usual.
-            reason: What it said why.
-            sent_at: When the sample was sent; if that was before the last 429 came it says nothing
-                new, and does not count as one more in a row.
+            delay_s: What the server asked for, or a default.
+            reason: The server's reason.
+            sent_at: When the sample was sent. If that was before the last 429 arrived, this one is
+                not counted as another in a row.
             budget: Bounds the delay; see `RetryBudget.wait_s`.
         """
         now = self._clock()
@@ -132,26 +139,26 @@ class Limiter:
         if events.listeners:
             self._tell_begun("rate_limited", delay_s, "429")
 
-    # Neither ends a pause; senders look at `refusals` first, which is nearly always 0.
+    # Neither ends a pause; senders check `refusals` first, which is nearly always 0.
 
     def sample_taken(self) -> None:
-        """The server took a sample: the next 429 is the first of its row."""
+        """The server accepted a sample: the next 429 is the first in a row."""
         self.refusals = 0
 
     def sample_drawn(self) -> None:
-        """A sample came back: there will be room, and so it is worth waiting for."""
+        """A sample returned: the server makes progress, so waiting may help."""
         self._refused_since = self._clock()
 
     def refused_s(self) -> float:
-        """For how long samples have been refused, and nothing has moved."""
+        """How long samples have been refused without any progress."""
         return self._clock() - self._refused_since if self.refusals else 0.0
 
     def queue_paused(self, delay_s: float | None, reason: str = "") -> None:
-        """A poll said that the queue is paused: hold new samples back for so long.
+        """A poll said that the queue is paused: send no new samples for so long.
 
         Args:
             delay_s: What the server asked for; None for a default.
-            reason: What it said why.
+            reason: The server's reason.
         """
         now = self._clock()
         until = now + max(0.0, DEFAULT_QUEUE_PAUSE_S if delay_s is None else delay_s)
@@ -162,11 +169,10 @@ class Limiter:
             self._tell_begun("queue_paused", until - now, reason)
 
     def queue_active(self, asked_at: float) -> None:
-        """A poll said that the queue moves, or brought a result: its pause is over.
+        """A poll said that the queue is active, or brought a result: end its pause.
 
         Args:
-            asked_at: When that poll was sent; one sent before the pause was seen says nothing of
-                it.
+            asked_at: When that poll was sent; one sent before the pause was seen does not end it.
         """
         known = self._deadlines
         if known.queue_paused_until <= self._clock() or asked_at <= known.queue_paused_at:
@@ -188,37 +194,27 @@ class Limiter:
         self._left_since_pause = 0
 
     async def wait(self, *, late_s: float = 0.0) -> float:
-        """Return once a sample may be sent, at once if nothing holds it back.
+        """Wait until a sample may be sent, and count it as sent.
 
-        Whoever was asleep looks again when it wakes, for the pause may have grown meanwhile. Slots
-        and bytes should be taken after this, so that nobody holds any while asleep.
+        Take slots and bytes after this, so that none are held during a pause.
 
         Args:
             late_s: Leave no sooner than so long after a pause.
 
         Returns:
-            The limiter's time at which leave was given.
+            The limiter's time at which it may leave.
         """
-        while True:
-            now = self._clock()
-            leave_at = self._deadlines.until
-            if now >= leave_at:
-                leave_at = self._take_turn(now, late_s)
-                if now >= leave_at:
-                    return now
-                await self._sleep(leave_at - now)
-                if self._deadlines.until <= self._clock():
-                    return self._clock()
-            else:
-                await self._sleep_until_changed(leave_at - now)
+        while not self.leave(1, late_s=late_s):
+            await self.wait_leave(late_s=late_s)
+        return self._clock()
 
     def leave(self, most: int, *, late_s: float = 0.0) -> int:
         """How many of `most` samples may be sent now; they count as sent.
 
-        For whoever sends many. Nothing is waited for: where it gives 0, await `wait_leave`.
+        Does not wait: where it returns 0, await `wait_leave`.
 
         Args:
-            most: How many there are.
+            most: How many are queued.
             late_s: None of them leaves sooner than so long after a pause.
         """
         if self._deadlines.until == -math.inf:
@@ -238,12 +234,12 @@ class Limiter:
         return leaving
 
     def unused(self, count: int) -> None:
-        """So many that were given leave have not been sent after all."""
+        """Give back what `leave` allowed and was not sent after all."""
         with self._lock:
             self._left_since_pause = max(0, self._left_since_pause - count)
 
     async def wait_leave(self, *, late_s: float = 0.0) -> None:
-        """Sleep until `leave` may give leave to one more, or the pause has changed."""
+        """Sleep until `leave` may allow one more, or the pause has changed."""
         now = self._clock()
         with self._lock:
             ended_at, left = self._deadlines.until, self._left_since_pause
@@ -253,21 +249,8 @@ class Limiter:
             leave_at = ended_at + max(late_s, RAMP_STEP_S * math.log2(1 + left / RAMP_SENDS))
             await self._sleep(max(_SHORTEST_SLEEP_S, leave_at - now))
 
-    def _take_turn(self, now: float, late_s: float) -> float:
-        """When this sender may leave, as one of those that a pause held up."""
-        with self._lock:
-            ended_at = self._deadlines.until
-            if ended_at == -math.inf:
-                return now
-            turn = self._left_since_pause
-            self._left_since_pause += 1
-        if self._is_pause_told:
-            self._is_pause_told = False
-            events.tell(events.PauseEnded())
-        return ended_at + max(late_s, RAMP_STEP_S * math.log2(1 + turn / RAMP_SENDS))
-
     async def _sleep_until_changed(self, delay_s: float) -> None:
-        """Sleep, or less if the pause ends early."""
+        """Sleep until the pause ends, if it ends early."""
         loop = asyncio.get_running_loop()
         ended = loop.create_future()
         entry = (loop, ended)
@@ -292,17 +275,17 @@ def _end(future: asyncio.Future[None]) -> None:
 
 
 _Key: TypeAlias = tuple[str, str | None, int]
-"""An address, the socket it is reached through, and the digest of a key."""
+"""Address, Unix socket, and the digest of a key."""
 
 
 class _Shared:
-    """The limiters that clients of this process share."""
+    """The limiters of this process."""
 
     def __init__(self) -> None:
-        self.begin_anew()
-        in_child(self.begin_anew)
+        self.reset()
+        in_child(self.reset)
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         self.limiters: weakref.WeakValueDictionary[_Key, Limiter] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
 
@@ -320,13 +303,13 @@ _shared = _Shared()
 def shared_limiter(
     base_url: str, api_key: Secret | None, unix_socket: str | None = None
 ) -> Limiter:
-    """The one limiter for this service and key in the process, made if there is none.
+    """The limiter of this process for a service and key.
 
-    The address counts with scheme, host, port and path, and with the socket if there is one, since
-    then it says only what the service is called; of the key a digest alone is kept.
+    The address counts with scheme, host, port and path, and with the Unix socket if there is one;
+    of the key only a digest is kept.
     """
-    # Python's own digest of 64 bits, salted by the process unless PYTHONHASHSEED is set, and told
-    # to nobody: hashlib is a megabyte.
+    # Python's own 64-bit hash, salted per process unless PYTHONHASHSEED is set: hashlib takes a
+    # megabyte.
     digest = hash("" if api_key is None else api_key.reveal())
     return _shared.get((_address(base_url), unix_socket, digest))
 
@@ -336,3 +319,78 @@ def _address(base_url: str) -> str:
         return base_url
     parts = base_url_parts(base_url)
     return f"{parts.scheme}://{parts.host}:{parts.port}{parts.path}"
+
+
+class Budget:
+    """An amount that calls take from and give back. For one event loop."""
+
+    def __init__(self, total: int) -> None:
+        if total <= 0:
+            raise ValidationError(f"a budget must be positive, not {total}")
+        self.total = total
+        self._used = 0
+        self._waiting: collections.deque[tuple[int, asyncio.Future[None]]] = collections.deque()
+
+    @property
+    def used(self) -> int:
+        """How much is in use."""
+        return self._used
+
+    def taken(self, amount: int = 1) -> Taken:
+        """Hold an amount while the block lasts, waiting for it if need be."""
+        return Taken(self, amount)
+
+    async def take(self, amount: int) -> None:
+        """Wait for an amount; it must be given back."""
+        if self.take_nowait(amount):
+            return
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        entry = (amount, waiter)
+        self._waiting.append(entry)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled():
+                self.give_back(amount)  # it was given to us as we were cancelled
+            else:
+                with contextlib.suppress(ValueError):  # it was already skipped
+                    self._waiting.remove(entry)
+                self._serve()
+            raise
+
+    def take_nowait(self, amount: int) -> bool:
+        """Take an amount if it is available and there are no waiters."""
+        is_there = not self._waiting and self._fits(amount)
+        self._used += amount if is_there else 0
+        return is_there
+
+    def _fits(self, amount: int) -> bool:
+        return self._used == 0 or self._used + amount <= self.total
+
+    def give_back(self, amount: int) -> None:
+        """Rewaiter an amount, and serve the waiters."""
+        self._used -= amount
+        self._serve()
+
+    def _serve(self) -> None:
+        while self._waiting and self._fits(self._waiting[0][0]):
+            amount, waiter = self._waiting.popleft()
+            if not waiter.done():
+                self._used += amount
+                waiter.set_result(None)
+
+
+class Taken:
+    """An amount that is held while a block lasts."""
+
+    __slots__ = ("_amount", "_budget")
+
+    def __init__(self, budget: Budget, amount: int) -> None:
+        self._budget = budget
+        self._amount = amount
+
+    async def __aenter__(self) -> None:
+        await self._budget.take(self._amount)
+
+    async def __aexit__(self, *_: object) -> None:
+        self._budget.give_back(self._amount)

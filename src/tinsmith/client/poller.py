@@ -1,11 +1,11 @@
-"""Fetching results: asking until the work is done, at a pace that suits both sides.
+"""Awaits one result of the service with long polls.
 
-`Poll` asks for one result with long polls. Pending answers carry the queue's state, which goes
-to the limiter, so that a paused queue holds back new samples, and to whoever tells of long waits. A
-result that is large is first announced by its size and fetched when there is room for it.
+Pending answers carry the state of the queue. It is passed to the limiter, so that a paused queue
+delays new samples, and to the client's observer. A large result is announced with its size, and
+fetched when there is room for it.
 
-However fast the server answers "not yet" or fails, polls keep a distance, and failures in a row are
-given up on when the retry budget is used up: that of the samples' client, or the session's.
+However fast the server answers "not yet" or fails, polls are spaced out. Failures in a row are
+retried within the retry budget: that of the sampling client, or the session's.
 """
 
 from __future__ import annotations
@@ -18,20 +18,17 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from tinsmith.client import events
-from tinsmith.client.budgets import Budget
-from tinsmith.client.calls import BegunCall
-from tinsmith.client.queue_state import StateTeller, in_words
-from tinsmith.client.retry import Retrier, RetryBudget, may_pass
+from tinsmith.client.limits import Budget
+from tinsmith.client.retry import Retrier, may_pass
 from tinsmith.client.session import Session
 from tinsmith.client.transports.base import ExchangeReply
-from tinsmith.client.waits import say
+from tinsmith.client.waits import StateTeller, in_words, say
 from tinsmith.errors import (
     APIError,
     APIStatusError,
     BadRequestError,
     BillingError,
     DecodeError,
-    TinkerError,
     UnreadableResultError,
     refused_result,
 )
@@ -47,15 +44,15 @@ _log = logging.getLogger(__name__)
 
 SHORTEST_POLL_S = 0.05
 LONGEST_PAUSE_S = 1.0
-"""Polls that are answered at once are spaced out, from the first of these up to the second."""
-TOLD_AFTER_S = 10.0
-TOLD_EVERY_S = 60.0
+"""Polls that are answered immediately are spaced out, from the first of these up to the second."""
+LOGGED_AFTER_S = 10.0
+LOGGED_EVERY_S = 60.0
 MOST_BAD_REQUESTS = 3
 REQUEST_TIMEOUT = 408
 
 
 class Poll:
-    """The fetching of one result."""
+    """The polling for one result."""
 
     def __init__(
         self,
@@ -87,33 +84,15 @@ class Poll:
         self._bad_requests = 0
         self._failing_since: float | None = None
         self._failures = 0
-        self._begun: BegunCall | None = None
         self._began = clock()
-        self._told_at = self._began + TOLD_AFTER_S - TOLD_EVERY_S
-
-    def begin(self, on_over: Callable[[BegunCall], object]) -> bool:
-        """Ask at once, if that can be; see `Calls.begin`.
-
-        When it is over, `found` says what came, and `result` goes on from it.
-        """
-        endpoint, sent, headers = self._request()
-        self._begun = self._session.begin(endpoint, sent, headers=headers, on_over=on_over)
-        return self._begun is not None
-
-    def found(self) -> Any:
-        """The result that `begin` brought, once it is over; None if there is more to it."""
-        reply = None if self._begun is None else self._begun.whole_reply()
-        if reply is None or not is_protobuf(reply.headers.get("content-type")):
-            return None
-        self._session.limiter.queue_active(self._began)
-        return self._read(reply)
+        self._logged_at = self._began + LOGGED_AFTER_S - LOGGED_EVERY_S
 
     async def result(self) -> Any:
-        """Ask until there is a result.
+        """Poll until there is a result.
 
         Raises:
-            RequestFailedError: The server could not do the work.
-            APIStatusError: The server does not give the result out; 410 if it no longer has it.
+            RequestFailedError: The server could not run the command.
+            APIStatusError: The server refused to return the result; 410 if it has expired.
             APIConnectionError: The server could not be reached for too long.
         """
         try:
@@ -158,15 +137,14 @@ class Poll:
                 return answer
 
     async def _fetch(self, size_bytes: int) -> Any:
-        """Ask for a large result once there is room for it."""
+        """Fetch a large result once there is room for it."""
         self._takes_size_alone = False
         async with room_for(self._room, size_bytes):
             return await self._ask_until_settled()
 
     async def _ask(self) -> ExchangeReply:
-        begun, self._begun = self._begun, None
         endpoint, sent, headers = self._request()
-        return await self._session.send(endpoint, sent, headers=headers, begun=begun)
+        return await self._session.send(endpoint, sent, headers=headers)
 
     def _request(self) -> tuple[Endpoint, HttpRequest, dict[str, str]]:
         endpoint = ENDPOINTS["retrieve_future"]
@@ -216,13 +194,13 @@ class Poll:
             limiter.queue_active(asked_at)
         if self._observer is not None and pending.is_stated:
             self._observer.tell(pending.queue_state, pending.reason)
-        is_untold = pending.is_paused and self._observer is None
-        say(in_words(pending.queue_state, pending.reason), is_stalled=is_untold)
+        is_unobserved = pending.is_paused and self._observer is None
+        say(in_words(pending.queue_state, pending.reason), is_stalled=is_unobserved)
         self._tell(pending)
         await self._keep_distance(self._clock() - asked_at)
 
     async def _keep_distance(self, answered_in_s: float) -> None:
-        """A server that holds polls open sets the pace; others are asked less often."""
+        """Pause after an immediate answer, longer each time; a held poll needs no pause."""
         if answered_in_s >= LONGEST_PAUSE_S:
             self._quick_answers = 0
             return
@@ -232,9 +210,9 @@ class Poll:
 
     def _tell(self, pending: _Pending) -> None:
         now = self._clock()
-        if now - self._told_at < TOLD_EVERY_S:
+        if now - self._logged_at < LOGGED_EVERY_S:
             return
-        self._told_at = now
+        self._logged_at = now
         waited_s = now - self._began
         if events.listeners:
             events.tell(
@@ -246,9 +224,9 @@ class Poll:
                     reason=pending.reason,
                 )
             )
-        if pending.is_paused and self._observer is None:  # else the observer tells it
+        if pending.is_paused and self._observer is None:  # else the observer logs it
             _log.warning(
-                "%s: waiting for %.0f s; queue %s%s",
+                "%s: waited %.0f s; queue %s%s",
                 self._what(),
                 waited_s,
                 pending.queue_state,
@@ -258,7 +236,7 @@ class Poll:
     # Failures
 
     async def _after_error(self, error: APIError, asked_at: float) -> None:
-        """Wait before asking again, or raise if that will not help."""
+        """Wait before the next poll, or raise if that will not help."""
         pending = _pending_of(error)
         if pending is not None:
             self._failing_since, self._failures, self._bad_requests = None, 0, 0
@@ -271,7 +249,7 @@ class Poll:
         if delay_s is None:
             error.request_id = error.request_id or self._request_id
             error.add_note(
-                f"{self._what()}: given up after {self._failures + 1} failed poll(s) "
+                f"{self._what()}: gave up after {self._failures + 1} failed poll(s) "
                 f"and {failing_s:.1f} s"
             )
             if isinstance(error, APIStatusError):
@@ -279,7 +257,7 @@ class Poll:
             raise error
         self._failures += 1
         level = self._retrier.level_for(error, "retrieve_future", failing_s + delay_s)
-        _log.log(level, "%s: %s; asking again in %.1f s", self._what(), error, delay_s)
+        _log.log(level, "%s: %s; polling again in %.1f s", self._what(), error, delay_s)
         if events.listeners:
             events.tell(
                 events.RetryPlanned(
@@ -301,7 +279,7 @@ class Poll:
             self._bad_requests += 1
             return self._bad_requests <= MOST_BAD_REQUESTS
         if isinstance(error, APIStatusError) and not isinstance(error, BillingError):
-            # 409 is final here: a result has no state that could change to let it through.
+            # 409 is permanent here: a result has no state that could still change.
             return is_retried(error.status_code) and error.status_code != 409
         return may_pass(error)
 
@@ -310,7 +288,7 @@ class Poll:
 
 
 class _Pending:
-    """The work is not done."""
+    """The command has not finished."""
 
     def __init__(self, plain: dict[str, Any]) -> None:
         self.is_stated = bool(plain.get("queue_state") or plain.get("queue_state_reason"))
@@ -325,7 +303,7 @@ class _Pending:
 
 
 class _Size:
-    """The work is done, and its result takes this many bytes."""
+    """The command has finished, and its result has this many bytes."""
 
     def __init__(self, plain: dict[str, Any]) -> None:
         size = plain.get("response_payload_size")
@@ -333,7 +311,7 @@ class _Size:
 
 
 def _pending_of(error: APIError) -> _Pending | None:
-    """What a 408 says; its body is that of a pending answer."""
+    """The pending answer in the body of a 408."""
     if isinstance(error, APIStatusError) and error.status_code == REQUEST_TIMEOUT:
         return _Pending(error.body if isinstance(error.body, dict) else {})
     return None
@@ -342,20 +320,5 @@ def _pending_of(error: APIError) -> _Pending | None:
 def room_for(
     room: Budget | None, size_bytes: int
 ) -> contextlib.AbstractAsyncContextManager[None, bool | None]:
-    """Hold room for a result while the block lasts; without a budget there is always room."""
+    """Reserve room for a result during the block; without a budget there always is."""
     return contextlib.nullcontext() if room is None else room.taken(size_bytes)
-
-
-def shared_poll_delay_s(error: TinkerError, failing_s: float, budget: RetryBudget) -> float | None:
-    """How long a poll for many results waits after an error; None if it is given up.
-
-    Args:
-        error: The latest.
-        failing_s: For how long polls have failed.
-        budget: For how long they may.
-    """
-    if not isinstance(error, APIError) or not may_pass(error):
-        return None
-    if isinstance(error, BillingError):
-        return budget.next_delay_s(error, 0, failing_s)  # a pause with a time of its own
-    return LONGEST_PAUSE_S if failing_s + LONGEST_PAUSE_S <= budget.total_s else None

@@ -45,11 +45,11 @@ class Timeout:
         parts = (connect, read, write, pool)
         if isinstance(timeout, Timeout | tuple):
             if any(part is not _NOT_GIVEN for part in parts):
-                raise ValidationError("give a whole timeout, or its parts, not both")
+                raise ValidationError("pass either one timeout or its parts, not both")
             self.connect, self.read, self.write, self.pool = _four(timeout)
             return
         if isinstance(timeout, _NotGiven) and any(isinstance(part, _NotGiven) for part in parts):
-            raise ValidationError("a timeout needs a default, or all of its four parts")
+            raise ValidationError("pass a default timeout, or all four parts")
         self.connect = _first_given(connect, timeout)
         self.read = _first_given(read, timeout)
         self.write = _first_given(write, timeout)
@@ -81,7 +81,7 @@ def _four(timeout: Timeout | tuple[Seconds, ...]) -> tuple[Seconds, Seconds, Sec
     if isinstance(timeout, Timeout):
         return timeout.connect, timeout.read, timeout.write, timeout.pool
     if not 2 <= len(timeout) <= 4:
-        raise ValidationError("a timeout's tuple is (connect, read[, write[, pool]])")
+        raise ValidationError("a timeout tuple must be (connect, read[, write[, pool]])")
     connect, read, write, pool = (*timeout, None, None)[:4]
     return connect, read, write, pool
 

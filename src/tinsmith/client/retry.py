@@ -1,15 +1,14 @@
-"""Second tries: what is tried again, after how long, and for how long in all.
+"""Retries: which failures are retried, after what delay, and for how long in all.
 
-A failure is worth another try if it may pass: 408, 409, 429, 500 and above, a lost connection, a
-timeout. What the server said of the delay counts before our own backoff, within the bounds of
-`RetryBudget.wait_s`, which every second try in the client is paced by. One budget covers a call
-from its first try; when it is used up the last error is raised and says how often and how long it
-was tried.
+Retried are 408, 409, 429, 500 and above, lost connections and timeouts. The server's `Retry-After`
+overrides our own backoff, within the bounds of `RetryBudget.wait_s`, which paces every retry in the
+client. One budget covers a call from its first attempt; when it is used up, the last error is
+raised with a note of how often and how long the call was tried.
 
-A server that was never reached is given up on within seconds: the address is wrong, or nothing runs
-there. One that was reached before is waited for, since it may be restarting.
+A server that has never been reached is given up on within seconds: the address is wrong, or nothing
+runs there. One that was reached before may be restarting, and gets the whole budget.
 
-Knows nothing of HTTP beyond statuses. Clock, sleep and chance are parameters.
+Knows nothing of HTTP beyond statuses. Clock, sleep and randomness are parameters.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from tinsmith.client import events
-from tinsmith.client.waits import ANSWERS, Waits, say, saying
+from tinsmith.client.waits import ANSWERS, WaitReporter, say, saying
 from tinsmith.errors import (
     APIConnectionError,
     APIError,
@@ -35,62 +34,58 @@ from tinsmith.errors import (
     CertificateError,
     ValidationError,
 )
-from tinsmith.wire.failures import is_retried
-from tinsmith.wire.retry_after import DEFAULT_CAP_S
+from tinsmith.wire.failures import DEFAULT_CAP_S, is_retried
 
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-TOLD_AFTER_S = 10.0
-"""A wait that makes the whole last longer than this is told in the log, and again so often: by
-one line for all calls that fail alike."""
+LOGGED_AFTER_S = 10.0
+"""Retries that take longer than this are logged, and again after each such time: one line for all
+calls that fail alike."""
 BILLING_PAUSE_S = 5.0
-BILLING_TOLD_EVERY_S = 60.0
+BILLING_LOGGED_EVERY_S = 60.0
 PACED_S = 0.5
-"""A server that asks for no less keeps a pace itself: its word holds, however often it says so."""
+"""A delay of at least this, asked for by the server, is used as it is, however often it recurs."""
 FIRST_FLOOR_S = 0.005
-"""The least delay after a first failure whose server asks for less; doubled for each further
-one."""
+"""The shortest delay after a first failure; doubled for each further one."""
 
 
 def _chance() -> float:
-    """From 0 to 1. `random` would take every client a fifth of a megabyte for this."""
+    """A random number from 0 to 1; importing `random` would take a fifth of a megabyte."""
     return int.from_bytes(os.urandom(4), "big") / 2**32
 
 
 class RetryBudget(msgspec.Struct, frozen=True, kw_only=True):
-    """How patient a call is."""
+    """How long and how often a call is retried."""
 
     total_s: float = 300.0
-    """How long after its first try a call may still be tried again."""
+    """How long after its first attempt a call may still be retried."""
     first_contact_s: float = 5.0
-    """The same, while the server has never been reached."""
+    """The same, for a server that has never been reached."""
     billing_s: float = 3600.0
-    """How long 402 is taken for a pause. Left as it is, the service's own figure counts."""
+    """How long 402 is treated as a pause. With the default, the service's own value is used."""
     delay_base_s: float = 0.5
-    """The delay before the second try, doubled for each further one."""
+    """The delay before the first retry, doubled for each further one."""
     delay_max_s: float = 10.0
     """The longest such delay."""
     jitter: float = 0.25
-    """Each delay is varied by up to this part of it, so that many clients do not come back at
-    once."""
+    """Each delay is varied by up to this fraction, so that many clients do not retry at once."""
     retry_after_max_s: float = DEFAULT_CAP_S
-    """The longest delay that the server may ask for (`Retry-After`); a longer one is cut to
-    this."""
+    """The longest delay that the server may ask for (`Retry-After`); longer ones are capped."""
 
     def __post_init__(self) -> None:
         numbers = (
             *(self.total_s, self.first_contact_s, self.billing_s),
             *(self.delay_base_s, self.retry_after_max_s),
         )
-        # NaN, which is neither more nor less than anything, is refused too.
+        # These comparisons are false for NaN too.
         are_times = all(number >= 0 for number in numbers) and self.delay_max_s > 0
         if not are_times or not 0 <= self.jitter < 1:
-            raise ValidationError(f"a retry budget needs times of 0 or more: {self}")
+            raise ValidationError(f"the times of a retry budget must be 0 or more: {self}")
 
     def delay_s(self, attempt: int, chance: Callable[[], float] = _chance) -> float:
-        """The delay after the given attempt, counted from 0, where the server named none."""
+        """The delay after an attempt, counted from 0, where the server asked for none."""
         return self._doubled_s(self.delay_base_s, attempt, chance)
 
     def wait_s(
@@ -99,16 +94,16 @@ class RetryBudget(msgspec.Struct, frozen=True, kw_only=True):
         asked_s: float | None,
         chance: Callable[[], float] = _chance,
     ) -> float:
-        """The delay before another try.
+        """The delay before a retry.
 
-        What the server asks for holds, within two bounds: it is cut to `retry_after_max_s`; and
-        short ones (0, a date that has passed) hold for the first failures alone, since a server
-        that says so at once would be asked thousands of times in a second.
+        The server's own delay is used within two bounds: it is capped at `retry_after_max_s`, and
+        short ones (0, a date in the past) grow after the first failures, since a server that
+        refuses at once would be asked thousands of times a second.
 
         Args:
             failures: How many there were in a row before this one.
             asked_s: What the server asked for; None for our own delay.
-            chance: Varies it.
+            chance: The source of randomness.
         """
         if asked_s is None:
             return self.delay_s(failures, chance)
@@ -130,14 +125,14 @@ class RetryBudget(msgspec.Struct, frozen=True, kw_only=True):
         total_s: float | None = None,
         chance: Callable[[], float] = _chance,
     ) -> float | None:
-        """The delay before the next try after an error that may pass; None if time is up.
+        """The delay before the retry of a temporary error; None if the budget is used up.
 
         Args:
-            error: The latest.
+            error: The latest one.
             failures: How many came in a row before it.
             failing_s: How long they have lasted.
-            total_s: How long they may; this budget's if None.
-            chance: Varies the delay.
+            total_s: How long they may last; this budget's value if None.
+            chance: The source of randomness.
         """
         if isinstance(error, BillingError):
             return BILLING_PAUSE_S if failing_s < self.billing_s else None
@@ -146,10 +141,10 @@ class RetryBudget(msgspec.Struct, frozen=True, kw_only=True):
         return delay_s if failing_s + delay_s <= most_s else None
 
     def asked_s(self, delay_ms: float | None) -> float | None:
-        """The seconds of a delay that a server asked for in milliseconds, cut to what may be."""
+        """A delay that a server asked for in milliseconds, in seconds and capped."""
         if delay_ms is None:
             return None
-        # Cut before it is divided: an int has no bound.
+        # Capped before it is divided: an int has no bound.
         return min(max(delay_ms, 0), self.retry_after_max_s * 1000) / 1000
 
 
@@ -158,30 +153,30 @@ NO_RETRIES = RetryBudget(total_s=0.0, first_contact_s=0.0, billing_s=0.0)
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether the same call may succeed if it is made again."""
+    """Whether an error may be temporary, so that a retry makes sense."""
     if isinstance(error, APIStatusError):
-        word = _server_s_word(error)
-        if word is not None:
-            return word
+        should_retry = _should_retry(error)
+        if should_retry is not None:
+            return should_retry
         return is_retried(error.status_code) or isinstance(error, BillingError)
     return isinstance(error, APIConnectionError) and not isinstance(error, CertificateError)
 
 
-def _server_s_word(error: APIStatusError) -> bool | None:
-    """What the server itself says of another try, if it does."""
+def _should_retry(error: APIStatusError) -> bool | None:
+    """The server's own `x-should-retry`, if it sent one."""
     headers = getattr(error.response, "headers", None) or {}
     said = str(headers.get("x-should-retry", "")).lower()
     return {"true": True, "false": False}.get(said)
 
 
 class _Contact:
-    """Whether a server was ever reached."""
+    """Whether a server has ever been reached."""
 
     was_made = False
 
 
 class Retrier:
-    """Tries calls to one server again, and remembers whether it was ever reached."""
+    """Retries calls to one server, and remembers whether it has ever been reached."""
 
     def __init__(
         self,
@@ -196,17 +191,17 @@ class Retrier:
         self._sleep = sleep
         self._chance = chance
         self._contact = _Contact()
-        self._unanswered = Waits(ANSWERS)
-        self._told_at: dict[str, float] = {}
+        self._unanswered = WaitReporter(ANSWERS)
+        self._logged_at: dict[str, float] = {}
 
     def with_budget(self, budget: RetryBudget) -> Retrier:
-        """Another for the same server, of which both know whether it was ever reached."""
+        """A retrier with another budget for the same server."""
         made = Retrier(budget, clock=self._clock, sleep=self._sleep, chance=self._chance)
         made._contact = self._contact
         return made
 
     def pause_for_billing(self, most_s: float) -> None:
-        """Take 402 for a pause for so long, unless the user chose a time."""
+        """Treat 402 as a pause for so long, unless the user set a time."""
         if self.budget.billing_s == DEFAULT_BUDGET.billing_s:
             self.budget = msgspec.structs.replace(self.budget, billing_s=max(0.0, most_s))
 
@@ -215,25 +210,23 @@ class Retrier:
         attempt: Callable[[int], Awaitable[T]],
         what: str,
         *,
-        began: float | None = None,
         final: tuple[type[APIError], ...] = (),
         asleep: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
         is_watched: bool = True,
     ) -> T:
-        """Make a call until it succeeds, fails for good, or its budget is used up.
+        """Make a call until it succeeds, fails permanently, or its budget is used up.
 
         Args:
-            attempt: Makes the call once; it is given the number of the attempt, from 0.
-            what: What the call is, for errors and the log.
-            began: When its first try was sent, by the retrier's clock; now if None.
-            final: Errors that are raised at once although they may pass.
-            asleep: Entered between two tries, to give back what the call holds while it waits.
-            is_watched: Whether it is told if nobody answers for long; False if others tell it.
+            attempt: Makes the call once; receives the number of the attempt, from 0.
+            what: The call's name, for errors and the log.
+            final: Errors that are never retried here.
+            asleep: Entered between two attempts, to release what the call holds while it waits.
+            is_watched: Whether a long wait for an answer is logged here.
 
         Raises:
             APIError: The last attempt's, with the number of attempts and the time in its notes.
         """
-        began = self._clock() if began is None else began
+        began = self._clock()
         number = 0
         while True:
             try:
@@ -249,9 +242,9 @@ class Retrier:
                 delay_s = None if is_final else self._next_delay_s(error, number, elapsed_s)
                 number += 1
                 if delay_s is None:
-                    if number > 1 or not is_final:  # else somebody else deals with it, and tells
+                    if number > 1 or not is_final:  # else the caller handles it
                         allowed = "" if is_final or not may_pass(error) else self._allowed(error)
-                        _tell_effort(error, what, number, self._clock() - began, allowed)
+                        _note_effort(error, what, number, self._clock() - began, allowed)
                     raise
                 self._log_wait(error, what, number, delay_s, self._clock() - began)
                 with asleep():
@@ -261,18 +254,18 @@ class Retrier:
                 return result
 
     def level_for(self, error: APIError, what: str, lasts_s: float) -> int:
-        """How a failure that is tried again is told, if with the coming wait it lasts so long.
+        """The log level for a failure that will be retried, and then has lasted `lasts_s`.
 
-        Many calls fail for one cause: of those of a kind, the first word of `what`, one tells.
+        Many calls fail for one cause: of each kind, the first word of `what`, one is a warning.
         """
-        is_billing = isinstance(error, BillingError)  # a pause of an hour, asked every few seconds
+        is_billing = isinstance(error, BillingError)  # a long pause, retried every few seconds
         kind = "402" if is_billing else what.partition(" ")[0]
-        every_s = BILLING_TOLD_EVERY_S if is_billing else TOLD_AFTER_S
+        every_s = BILLING_LOGGED_EVERY_S if is_billing else LOGGED_AFTER_S
         now = self._clock()
-        is_early = not is_billing and lasts_s <= TOLD_AFTER_S
-        if is_early or now - self._told_at.get(kind, float("-inf")) < every_s:
+        is_early = not is_billing and lasts_s <= LOGGED_AFTER_S
+        if is_early or now - self._logged_at.get(kind, float("-inf")) < every_s:
             return logging.DEBUG
-        self._told_at[kind] = now
+        self._logged_at[kind] = now
         return logging.WARNING
 
     async def _watched(self, attempt: Callable[[int], Awaitable[T]], number: int, what: str) -> T:
@@ -285,12 +278,8 @@ class Retrier:
             finally:
                 self._unanswered.end(awaited)
 
-    def reached(self) -> None:
-        """Note that the service answered a call that was made beside this."""
-        self._contact.was_made = True
-
     def _next_delay_s(self, error: APIError, number: int, elapsed_s: float) -> float | None:
-        """How long to wait before the next attempt; None if there should be none."""
+        """The delay before the next attempt; None if there should be none."""
         if not may_pass(error):
             return None
         total_s = getattr(self.budget, self._limit(error))
@@ -299,7 +288,7 @@ class Retrier:
         )
 
     def _limit(self, error: APIError) -> Literal["total_s", "first_contact_s", "billing_s"]:
-        """Which limit of the budget holds after an error."""
+        """The limit of the budget that applies to an error."""
         if isinstance(error, BillingError):
             return "billing_s"
         return "total_s" if self._contact.was_made else "first_contact_s"
@@ -316,10 +305,10 @@ class Retrier:
         delay_s: float,
         elapsed_s: float,
     ) -> None:
-        say(f"retrying {what}, which failed with {events.named(error)}")
+        say(f"retrying {what} after {events.named(error)}")
         _log.log(
             self.level_for(error, what, elapsed_s + delay_s),
-            "%s: attempt %d failed after %.1f s (%s); next in %.1f s",
+            "%s: attempt %d failed after %.1f s (%s); retrying in %.1f s",
             what,
             number,
             elapsed_s,
@@ -334,5 +323,5 @@ class Retrier:
             )
 
 
-def _tell_effort(error: APIError, what: str, attempts: int, elapsed_s: float, allowed: str) -> None:
-    error.add_note(f"{what}: given up after {attempts} attempt(s) and {elapsed_s:.1f} s{allowed}")
+def _note_effort(error: APIError, what: str, attempts: int, elapsed_s: float, allowed: str) -> None:
+    error.add_note(f"{what}: gave up after {attempts} attempt(s) and {elapsed_s:.1f} s{allowed}")

@@ -1,4 +1,4 @@
-"""Sampling: prompts go out under the limiter's pace, sequences come back."""
+"""`SamplingClient`: samples from a base model or from saved weights."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tinsmith.client.background import background
+from tinsmith.client.client_futures import ClientFuture
 from tinsmith.client.futures import APIFuture
-from tinsmith.client.lease import SessionLease
+from tinsmith.client.lease import SessionLease, shared_leases
 from tinsmith.client.limits import Limiter
-from tinsmith.client.queue_state import QueueState, QueueStateLogger, StateTeller
 from tinsmith.client.retry import RetryBudget
 from tinsmith.client.samples.many import ManySamples
 from tinsmith.client.samples.sampler import Sampler
 from tinsmith.client.session import Session
 from tinsmith.client.settings import ClientSettings
-from tinsmith.client.shared_leases import shared_leases
 from tinsmith.client.tokenization.of_model import TokenizerOfModel
+from tinsmith.client.waits import QueueState, QueueStateLogger, StateTeller
 from tinsmith.errors import AuthenticationError, IncompleteResultError, ValidationError
 from tinsmith.types import requests as r
 from tinsmith.types.buffers import Numbers
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class SamplingClient(ManySamples):
-    """Samples from a base model or from saved weights. Any number of samples may be under way."""
+    """Samples from a base model or from saved weights. Any number of samples may be in flight."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class SamplingClient(ManySamples):
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
     ) -> SamplingClient:
-        """Have the service make a sampler, unless it is there. For the background loop."""
+        """Have the service create a sampler, unless one is named. For the background loop."""
         session = lease.session
         if sampling_session_id is not None:
             await session.session_id()
@@ -83,8 +83,8 @@ class SamplingClient(ManySamples):
             )
         if session.is_adopted:
             raise ValidationError(
-                "a clone of a sampler makes no others: the numbers of its session are not its own",
-                remedy="make a ServiceClient, and the sampler with that",
+                "a client made from a sampler handle cannot create further samplers",
+                remedy="create a ServiceClient, and the sampler with that",
             )
         opened: CreateSamplingSessionResponse = await session.call(
             "create_sampling_session",
@@ -112,17 +112,19 @@ class SamplingClient(ManySamples):
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
         timeout: float | None = None,
-    ) -> APIFuture[SamplingClient]:
-        """Make a client for the holder of another one; `create_sampling_client` is the usual way.
+    ) -> SamplingClientFuture:
+        """Create a client from the `holder` of another one; prefer `create_sampling_client`.
+
+        Returns immediately.
 
         Args:
-            holder: What a client shows as `holder`.
+            holder: The `holder` of a client.
             model_path: Weights to sample from.
             base_model: A base model to sample from.
-            sampling_session_id: A sampler that is there already.
-            retry_config: How patient its samples are.
-            record_stability_info: Have the service keep notes of each sample.
-            timeout: Seconds for all of it.
+            sampling_session_id: An existing sampler.
+            retry_config: How its samples are retried.
+            record_stability_info: Have the service store notes on each sample.
+            timeout: Seconds for the whole call.
         """
         opening = SamplingClient.open(
             holder,
@@ -132,15 +134,15 @@ class SamplingClient(ManySamples):
             retry_config=retry_config,
             record_stability_info=record_stability_info,
         )
-        return background().start(opening, "create_sampling_client", timeout)
+        return SamplingClientFuture(background().start(opening, "create_sampling_client", timeout))
 
     @property
     def retry_budget(self) -> RetryBudget:
-        """How long and how often this client's samples are tried again."""
+        """How long and how often this client's samples are retried."""
         return self._sampler.retrier.budget
 
     def get_telemetry(self) -> None:
-        """There is none."""
+        """None: tinsmith sends no telemetry. For programs that ask."""
 
     def sample(
         self,
@@ -156,26 +158,25 @@ class SamplingClient(ManySamples):
         *,
         timeout: float | None = None,
     ) -> APIFuture[SampleResponse]:
-        """Draw sequences that continue a prompt. Returns at once.
+        """Draw sequences that continue a prompt. Returns immediately.
 
         Args:
-            prompt: What to continue.
-            num_samples: How many sequences to draw; they share the prompt's computation.
-            sampling_params: How to draw.
-            include_prompt_logprobs: Also give the log-probability of each prompt token.
+            prompt: The text to continue.
+            num_samples: How many sequences to draw; they share the prefill of the prompt.
+            sampling_params: Temperature, stop sequences and the like.
+            include_prompt_logprobs: Also return the log-probability of each prompt token.
             topk_prompt_logprobs: Also the k most likely tokens at each prompt position.
             topk_sample_logprobs: Also the k most likely tokens at each sampled position.
             target_prompt_logprobs: Also the log-probabilities of these tokens at each prompt
-                position:
-                an int64 matrix of len(prompt) - 1 rows, -1 where none is wanted.
+                position: an int64 matrix of len(prompt) - 1 rows, -1 for no token.
             prompt_alt_tokens_k: Also k tokens drawn at each prompt position; the future fails with
-                `IncompleteResultError` where the service does not know it.
+                `IncompleteResultError` where the service does not support it.
             prompt_logprobs_last_n: Only for the last n prompt positions; fails in the same way.
-            timeout: Seconds for all of it, waits for the server's pauses included; the sample is
-                then cancelled and fails with `APITimeoutError`.
+            timeout: Seconds for the whole call, pauses of the service included; then the sample is
+                cancelled and fails with `APITimeoutError`.
 
         Raises:
-            ValueError: An argument does not fit.
+            ValueError: An argument is invalid.
         """
         request = self._request(
             prompt,
@@ -204,7 +205,7 @@ class SamplingClient(ManySamples):
         *,
         timeout: float | None = None,
     ) -> SampleResponse:
-        """As `sample`, for coroutines: gives the result itself."""
+        """As `sample`, for coroutines: returns the result itself."""
         return await self.sample(
             prompt,
             num_samples,
@@ -227,25 +228,25 @@ class SamplingClient(ManySamples):
         timeout: float | None = None,
         **options: Any,
     ) -> SampleStream:
-        """Draw sequences and give out their tokens as they are drawn.
+        """Draw sequences and yield their tokens as they are drawn.
 
-        Nothing is sent before the first event is asked for. Each event holds new tokens of one
-        sequence; the last one holds the whole `response`, which `result()` also gives. A lost
-        connection is gone on with where it was. Leaving the loop, closing the stream or dropping
-        it cancels the sample on the server.
+        Nothing is sent before the first event is requested. Each event has new tokens of one
+        sequence; the last one has the whole `response`, which `result()` also returns. After a
+        lost connection the stream resumes where it was. Leaving the loop, closing the stream or
+        dropping it cancels the sample on the server.
 
-        A service that does not stream gives all tokens at the end.
+        If the service does not stream, all tokens come at the end.
 
         Args:
-            prompt: What to continue.
+            prompt: The text to continue.
             num_samples: How many sequences to draw.
-            sampling_params: How to draw.
+            sampling_params: Temperature, stop sequences and the like.
             timeout: Seconds from now to the end of the stream; then it fails with
                 `APITimeoutError`.
-            options: The others of `sample`.
+            options: Further arguments of `sample`.
 
         Raises:
-            ValueError: An argument does not fit.
+            ValueError: An argument is invalid.
         """
         from tinsmith.client.samples.stream import SampleStream
         from tinsmith.client.samples.stream_reader import StreamReader
@@ -302,7 +303,7 @@ class SamplingClient(ManySamples):
         *,
         timeout: float | None = None,
     ) -> list[float | None]:
-        """As `compute_logprobs`, for coroutines: gives the result itself."""
+        """As `compute_logprobs`, for coroutines: returns the result itself."""
         return await self.compute_logprobs(prompt, prompt_logprobs_last_n, timeout=timeout)
 
     def get_base_model(self, *, timeout: float | None = None) -> str:
@@ -314,7 +315,7 @@ class SamplingClient(ManySamples):
         return await background().start(self._get_base_model(), "get_sampler", timeout)
 
     def get_tokenizer(self, *, timeout: float | None = None) -> Any:
-        """The model's tokenizer; asks the service once which model it is, and loads it once.
+        """The model's tokenizer; the service is asked once which one it is, and it is loaded once.
 
         Raises:
             TokenizerError: It could not be found or loaded.
@@ -379,22 +380,22 @@ class SamplingClient(ManySamples):
     def on_queue_state_change(
         self, queue_state: QueueState, queue_state_reason: str | None
     ) -> None:
-        """Called when a poll for a sample tells the state of the queue; logs that it is paused.
+        """Called when a poll brings the state of the queue; logs that it is paused.
 
-        Replace it to be told. It runs on the thread for callbacks.
+        Replace it to handle the state yourself. It runs on the thread for callbacks.
         """
         self._queue_logger.on_queue_state_change(queue_state, queue_state_reason)
 
     # Other processes
 
     def get_sampler_handle(self, *, timeout: float | None = None) -> str:
-        """This sampler's address as text, for `from_sampler_handle`.
+        """This sampler's handle as text, for `from_sampler_handle` in another process.
 
-        It holds this client's settings, and no key, no login of a proxy and no header whose name
-        sounds like a secret.
+        It contains this client's settings, but no API key, no proxy password and no header whose
+        name suggests a secret.
         """
         session = self._lease.session
-        from tinsmith.client.samples.handle import SamplerHandle, shareable
+        from tinsmith.client.samples.sampler_handle import SamplerHandle, shareable
 
         return SamplerHandle(
             **shareable(session.settings),
@@ -416,19 +417,19 @@ class SamplingClient(ManySamples):
         ca_file: str | None = None,
         unix_socket: str | None = None,
     ) -> SamplingClient:
-        """A client for the sampler that a handle names, set as the one that the handle is of.
+        """A client for the sampler of a handle, with the settings of the client that made it.
 
         Args:
-            handle: What `get_sampler_handle` gave.
-            api_key: The credential to use here; else that of this process's environment.
-            retry_config: How patient its samples are.
-            default_headers_overrides: Headers for every request, beside those of the handle, which
-                holds none that sound like a secret.
-            proxy: Instead of the handle's, which has no login.
-            ca_file: Instead of the handle's, as are the next: another machine has other files.
-            unix_socket: The service's socket here.
+            handle: The text from `get_sampler_handle`.
+            api_key: The credential to use here; by default from this process's environment.
+            retry_config: How its samples are retried.
+            default_headers_overrides: Headers for every request, in addition to the handle's,
+                which contains none whose name suggests a secret.
+            proxy: Replaces the handle's, which has no password.
+            ca_file: Replaces the handle's; another machine has other files.
+            unix_socket: Replaces the handle's.
         """
-        from tinsmith.client.samples.handle import SamplerHandle
+        from tinsmith.client.samples.sampler_handle import SamplerHandle
 
         named = SamplerHandle.from_text(handle)
         settings = named.client_settings(
@@ -457,25 +458,47 @@ class SamplingClient(ManySamples):
 
     @property
     def limiter(self) -> Limiter:
-        """What paces this client's samples; `limiter.pause()` says whether and why they wait."""
+        """Paces this client's samples; `limiter.pause()` says whether and why they wait."""
         return self._lease.session.limiter
 
     @property
     def holder(self) -> SessionLease:
-        """This client's hold on its session, for programs that reach below the surface."""
+        """This client's lease of its session, for programs that need the layer below."""
         return self._lease
 
     def __repr__(self) -> str:
         return f"SamplingClient(sampling_session_id={self._sampling_session_id!r})"
 
 
+class SamplingClientFuture(ClientFuture[SamplingClient], SamplingClient):
+    """A `SamplingClient` that is being created.
+
+    `await` it or call `result()` to get the client; using it as the client directly works too.
+    """
+
+    CLIENT_ATTRIBUTES = frozenset(
+        {
+            "_lease",
+            "_queue_logger",
+            "_record_stability_info",
+            "_retry_config",
+            "_sampler",
+            "_sampling_session_id",
+            "_tokenizer",
+        }
+    )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SamplingClient.__reduce__(self)
+
+
 def _restored(handle: str, retry_config: RetryConfig | None) -> SamplingClient:
-    """A client that was pickled: with a credential of this process."""
+    """Unpickle a client, with a credential of this process."""
     try:
         return SamplingClient.from_sampler_handle(handle, retry_config=retry_config)
     except AuthenticationError as exc:
         raise AuthenticationError(
-            "a pickled SamplingClient holds no credential, and this process has none",
+            "a pickled SamplingClient contains no credential, and this process has none",
             remedy="set TINKER_API_KEY here; or pass on get_sampler_handle() instead, and call "
             "SamplingClient.from_sampler_handle(handle, api_key=…)",
         ) from exc
@@ -498,7 +521,7 @@ def _check_options(
 
 
 def _own(tensor: TensorData | None) -> TensorData | None:
-    """The tensor as it is now, however the caller's array changes before it is sent."""
+    """The tensor's current values, however the caller's array changes before it is sent."""
     memory = b"" if tensor is None else tensor.numbers.memory
     if tensor is None or tensor.is_sparse or isinstance(memory, bytes) or memory.readonly:
         return tensor

@@ -1,29 +1,29 @@
-"""The way in: a service, and the clients that train and sample on it.
+"""`ServiceClient`: a service, and the clients that train and sample on it.
 
-What is for training, for losses and for management alone is imported by whoever asks for it: a
-program that samples has half a megabyte less.
+Modules for training, losses and management are imported on first use, which saves a program that
+only samples half a megabyte.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from tinsmith.client.background import background
-from tinsmith.client.console import session_page
 from tinsmith.client.embedding import chosen_url
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.lease import SessionLease, skip_save
 from tinsmith.client.losses.traced_losses import TracedLosses
 from tinsmith.client.retry import DEFAULT_BUDGET, RetryBudget
-from tinsmith.client.sampling import SamplingClient
+from tinsmith.client.sampling import SamplingClient, SamplingClientFuture
 from tinsmith.client.session import Session
-from tinsmith.client.settings import FURTHER_SETTINGS, Secret, settings_from
+from tinsmith.client.settings import FURTHER_SETTINGS, HOSTED_URL, Secret, settings_from
 from tinsmith.errors import TinkerError, ValidationError
 from tinsmith.types import requests as r
+from tinsmith.types.checkpoints import CONSOLE_URL, console_url
 from tinsmith.types.runs import (
     ClientSessionFinishErrored,
     ClientSessionFinishInterrupted,
@@ -42,7 +42,7 @@ from tinsmith.types.training import (
 if TYPE_CHECKING:
     from tinsmith.client.losses.graph import LossHandle, PerDatumLossFn
     from tinsmith.client.rest import RestClient
-    from tinsmith.client.training import TrainingClient
+    from tinsmith.client.training import TrainingClient, TrainingClientFuture
 
 _log = logging.getLogger(__name__)
 
@@ -56,10 +56,10 @@ _FINISH: dict[ClientSessionFinishReasonType, ClientSessionFinishReason] = {
 
 
 class ServiceClient:
-    """A Tinker service. Making one sends nothing; the first call that needs a session opens it.
+    """A Tinker service. Creating one sends nothing; the first call that needs a session opens it.
 
-    Use it with `with`, or call `close()`, to tell the service how the program ended. If neither is
-    done, the session is finished when the last client of it is dropped or the interpreter exits.
+    Use it in a `with` block, or call `close()`, to report how the program ended. Otherwise the
+    session is finished when its last client is dropped or the interpreter exits.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ServiceClient:
         project_id: str | None = None,
         *,
         display_name: str | None = None,
-        base_url: str | None = None,
+        base_url: str | Sequence[str] | None = None,
         api_key: str | None = None,
         default_headers_overrides: Mapping[str, str] | None = None,
         retry: RetryBudget = DEFAULT_BUDGET,
@@ -77,7 +77,9 @@ class ServiceClient:
         known = {name: unknown.pop(name) for name in list(unknown) if name in FURTHER_SETTINGS}
         if unknown:
             warnings.warn(
-                f"ServiceClient does not know {', '.join(unknown)}", FutureWarning, stacklevel=2
+                f"unknown argument of ServiceClient: {', '.join(unknown)}",
+                FutureWarning,
+                stacklevel=2,
             )
         self._settings = settings_from(
             base_url=chosen_url(base_url, api_key),
@@ -92,9 +94,17 @@ class ServiceClient:
         self._lease = SessionLease(Session(self._settings))
         self._losses = TracedLosses()
 
-    def get_console_url(self) -> str:
-        """The page of this client's session in the hosted service's console; sends nothing."""
-        return session_page(self._lease.session.opened_id)
+    def get_console_url(self) -> str | None:
+        """The URL of this client's session in its service's console; sends nothing.
+
+        None if the service has no console, as tinsmith's has none. Before the session is open, it
+        is the list of sessions.
+        """
+        session_id = self._lease.session.opened_id
+        if session_id is None:
+            is_hosted = self._settings.base_url == HOSTED_URL
+            return f"{CONSOLE_URL}/sessions" if is_hosted else None
+        return console_url(f"sessions/{session_id}", session_id)
 
     def get_telemetry(self) -> None:
         """None: tinsmith sends no telemetry. For programs that ask."""
@@ -105,7 +115,7 @@ class ServiceClient:
     def get_server_capabilities(
         self, *, timeout: float | None = None
     ) -> GetServerCapabilitiesResponse:
-        """Which models the service has; blocks for one call and opens no session."""
+        """The models that the service offers; blocks for one call and opens no session."""
         return background().run(self._capabilities(), "get_server_capabilities", timeout)
 
     async def get_server_capabilities_async(
@@ -136,27 +146,40 @@ class ServiceClient:
         optimizer: OptimizerConfig | None = None,
         *,
         timeout: float | None = None,
-    ) -> TrainingClient:
-        """Make a model with a fresh adapter and wait until it can be trained.
+    ) -> TrainingClientFuture:
+        """Create a model with a new adapter.
+
+        `await` what is returned, or call its `result()`, for the client. It can also be used as the
+        client directly. Where no event loop is running, this method then waits until the model can
+        be trained, and raises the error if it cannot be created. Where one is running, it returns
+        immediately, and the first use waits, blocking the loop, and raises.
 
         Args:
-            base_model: Its name at the service.
-            rank: Of the adapter.
-            seed: For the adapter's first weights.
+            base_model: The name of the base model.
+            rank: The rank of the adapter.
+            seed: Seeds the adapter's initial weights.
             train_mlp: Whether to adapt the feed-forward layers.
             train_attn: Whether to adapt the attention layers.
             train_unembed: Whether to adapt the output layer.
-            user_metadata: Kept with the run.
-            optimizer: The optimizer's family; AdamW by default.
-            timeout: Seconds after which the call is given up.
+            user_metadata: Stored with the run.
+            optimizer: The kind of optimizer; AdamW by default.
+            timeout: Seconds after which the call is cancelled.
 
         Raises:
-            ValueError: Nothing is to be trained.
-            RequestFailedError: The service could not make it.
+            ValueError: No part of the model is selected for training.
+            RequestFailedError: The service could not create the model.
         """
-        lora = _lora(rank, seed, train_mlp, train_attn, train_unembed)
-        work = self._new_model(base_model, lora, user_metadata, optimizer)
-        return background().run(work, "create_lora_training_client", timeout)
+        from tinsmith.client.model_creation import create_model
+
+        lora = LoraConfig(
+            rank=rank,
+            seed=seed,
+            train_mlp=train_mlp,
+            train_attn=train_attn,
+            train_unembed=train_unembed,
+        )
+        work = create_model(self._lease, base_model, lora, user_metadata, optimizer)
+        return _training_client(work, "create_lora_training_client", timeout)
 
     async def create_lora_training_client_async(
         self,
@@ -171,10 +194,18 @@ class ServiceClient:
         *,
         timeout: float | None = None,
     ) -> TrainingClient:
-        """As `create_lora_training_client`, without blocking."""
-        lora = _lora(rank, seed, train_mlp, train_attn, train_unembed)
-        work = self._new_model(base_model, lora, user_metadata, optimizer)
-        return await background().start(work, "create_lora_training_client", timeout)
+        """As `create_lora_training_client`, for coroutines: returns the client itself."""
+        return await self.create_lora_training_client(
+            base_model,
+            rank,
+            seed,
+            train_mlp,
+            train_attn,
+            train_unembed,
+            user_metadata,
+            optimizer,
+            timeout=timeout,
+        )
 
     def create_training_client_from_state(
         self,
@@ -185,23 +216,25 @@ class ServiceClient:
         optimizer: OptimizerConfig | None = None,
         *,
         timeout: float | None = None,
-    ) -> TrainingClient:
-        """Go on from a checkpoint's weights, with fresh optimizer state; blocks until loaded.
+    ) -> TrainingClientFuture:
+        """Resume from a checkpoint's weights, with new optimizer state.
+
+        Waits as `create_lora_training_client` does.
 
         Args:
             path: The checkpoint.
-            base_model: Instead of the checkpoint's own; it must fit its weights.
-            user_metadata: Kept with the new run.
-            weights_access_token: A credential of another account, which may read the checkpoint.
-            optimizer: The optimizer's family; AdamW by default.
-            timeout: Seconds after which the call is given up.
+            base_model: Replaces the checkpoint's own; its shapes must fit the weights.
+            user_metadata: Stored with the new run.
+            weights_access_token: A credential of another account that may read the checkpoint.
+            optimizer: The kind of optimizer; AdamW by default.
+            timeout: Seconds after which the call is cancelled.
 
         Raises:
-            NotFoundError: There is no such checkpoint, or it is not for this account.
+            NotFoundError: There is no such checkpoint, or this account may not read it.
             RequestFailedError: The service could not load it.
         """
         work = self._model_from(path, base_model, user_metadata, weights_access_token, optimizer)
-        return background().run(work, "create_training_client_from_state", timeout)
+        return _training_client(work, "create_training_client_from_state", timeout)
 
     async def create_training_client_from_state_async(
         self,
@@ -213,9 +246,10 @@ class ServiceClient:
         *,
         timeout: float | None = None,
     ) -> TrainingClient:
-        """As `create_training_client_from_state`, without blocking."""
-        work = self._model_from(path, base_model, user_metadata, weights_access_token, optimizer)
-        return await background().start(work, "create_training_client_from_state", timeout)
+        """As `create_training_client_from_state`, for coroutines: returns the client itself."""
+        return await self.create_training_client_from_state(
+            path, base_model, user_metadata, weights_access_token, optimizer, timeout=timeout
+        )
 
     def create_training_client_from_state_with_optimizer(
         self,
@@ -225,15 +259,15 @@ class ServiceClient:
         weights_access_token: str | None = None,
         *,
         timeout: float | None = None,
-    ) -> TrainingClient:
-        """Go on from a checkpoint exactly where it was, optimizer state included.
+    ) -> TrainingClientFuture:
+        """Resume from a checkpoint's weights and optimizer state.
 
-        Else as `create_training_client_from_state`.
+        Otherwise as `create_training_client_from_state`.
         """
         work = self._model_from(
             path, base_model, user_metadata, weights_access_token, with_optimizer=True
         )
-        return background().run(work, "create_training_client_from_state_with_optimizer", timeout)
+        return _training_client(work, "create_training_client_from_state_with_optimizer", timeout)
 
     async def create_training_client_from_state_with_optimizer_async(
         self,
@@ -244,19 +278,16 @@ class ServiceClient:
         *,
         timeout: float | None = None,
     ) -> TrainingClient:
-        """As `create_training_client_from_state_with_optimizer`, without blocking."""
-        work = self._model_from(
-            path, base_model, user_metadata, weights_access_token, with_optimizer=True
-        )
-        return await background().start(
-            work, "create_training_client_from_state_with_optimizer", timeout
+        """As `create_training_client_from_state_with_optimizer`, for coroutines."""
+        return await self.create_training_client_from_state_with_optimizer(
+            path, base_model, user_metadata, weights_access_token, timeout=timeout
         )
 
     def unload_model(
         self, model_id: str, *, timeout: float | None = None
     ) -> APIFuture[UnloadModelResponse]:
-        """Have the service let go of a model, where it offers that; its checkpoints stay."""
-        from tinsmith.client.models import unload_model
+        """Have the service unload a model, where it offers that; its checkpoints are kept."""
+        from tinsmith.client.model_creation import unload_model
 
         return background().start(unload_model(self._lease, model_id), "unload_model", timeout)
 
@@ -265,17 +296,6 @@ class ServiceClient:
     ) -> UnloadModelResponse:
         """As `unload_model`."""
         return await self.unload_model(model_id, timeout=timeout)
-
-    def _new_model(
-        self,
-        base_model: str,
-        lora: LoraConfig,
-        user_metadata: dict[str, Any] | None,
-        optimizer: OptimizerConfig | None,
-    ) -> Coroutine[Any, Any, TrainingClient]:
-        from tinsmith.client.models import create_model
-
-        return create_model(self._lease, base_model, lora, user_metadata, optimizer)
 
     def _model_from(
         self,
@@ -287,9 +307,9 @@ class ServiceClient:
         *,
         with_optimizer: bool = False,
     ) -> Coroutine[Any, Any, TrainingClient]:
-        from tinsmith.client.models import Source, create_from_state
+        from tinsmith.client.model_creation import ResumeSource, create_from_state
 
-        source = Source(
+        source = ResumeSource(
             path=path,
             base_model=base_model,
             user_metadata=user_metadata,
@@ -309,7 +329,7 @@ class ServiceClient:
         weights_access_token: str | None = None,
         timeout: float | None = None,
     ) -> APIFuture[str]:
-        """Copy a checkpoint into this client's project; as `RestClient.copy_weights`."""
+        """Copy a checkpoint into this client's project, as `RestClient.copy_weights` does."""
         from tinsmith.client.rest import RestClient
 
         return RestClient(self._lease).copy_weights(
@@ -336,7 +356,7 @@ class ServiceClient:
         )
 
     def create_rest_client(self) -> RestClient:
-        """Deprecated: make a `RestClient` with the same address and key instead.
+        """Deprecated: create a `RestClient` with the same address and key instead.
 
         Raises:
             ClosedError: This client was closed.
@@ -344,7 +364,7 @@ class ServiceClient:
         from tinsmith.client.rest import RestClient
 
         warnings.warn(
-            "create_rest_client is deprecated; make a RestClient() instead",
+            "create_rest_client is deprecated; create a RestClient() instead",
             FutureWarning,
             stacklevel=2,
         )
@@ -360,20 +380,20 @@ class ServiceClient:
         *,
         timeout: float | None = None,
     ) -> APIFuture[LossHandle]:
-        """Make a loss for `TrainingClient.forward_backward_custom` that the service can run.
+        """Create a loss for `TrainingClient.forward_backward_custom` that the service can run.
 
-        The function is traced and checked now. If the service runs such losses it is uploaded;
-        if not, it runs here.
+        The function is traced and checked now. It is uploaded if the service runs such losses;
+        otherwise it runs here.
 
         Args:
             fn: Takes `logprobs` and named `loss_fn_inputs` of one datum, as tensors; returns
                 `(loss, metrics)`, with metrics named `custom/<name>:sum` or `custom/<name>:mean`.
-            input_ranks: How many dimensions each of its parameters has.
-            timeout: Seconds after which the upload is given up.
+            input_ranks: The number of dimensions of each of its parameters.
+            timeout: Seconds after which the upload is cancelled.
 
         Raises:
             ValueError: The function breaks a rule, or this session has it already.
-            ImportError: There is no torch to trace it with.
+            ImportError: Tracing needs torch, which is not installed.
         """
         from tinsmith.client.losses.graph import make_handle, trace
 
@@ -392,28 +412,36 @@ class ServiceClient:
         record_stability_info: bool = False,
         *,
         timeout: float | None = None,
-    ) -> SamplingClient:
-        """A client that samples from a checkpoint or a base model; blocks for the start-up calls.
+    ) -> SamplingClientFuture:
+        """Create a client that samples from a checkpoint or a base model.
+
+        Waits as `create_lora_training_client` does.
 
         Args:
-            model_path: A `tinker://` path; counts before `base_model`.
-            base_model: A model's name.
-            retry_config: How patient its samples are; None for the client's own budget.
-            record_stability_info: Have the service keep what `stable_reinforce` needs.
-            timeout: Seconds after which the call is given up.
+            model_path: A `tinker://` path; overrides `base_model`.
+            base_model: The name of a base model.
+            retry_config: How its samples are retried; None for this client's own budget.
+            record_stability_info: Have the service store what `stable_reinforce` needs.
+            timeout: Seconds after which the call is cancelled.
+
+        Raises:
+            ValueError: Neither is given, or `model_path` is not a path.
         """
-        _check_source(model_path, base_model)
-        return background().run(
-            SamplingClient.open(
-                self._lease,
-                model_path=model_path,
-                base_model=base_model,
-                retry_config=retry_config,
-                record_stability_info=record_stability_info,
-            ),
-            "create_sampling_client",
-            timeout,
-        )
+        if model_path is None and base_model is None:
+            raise ValidationError("pass model_path or base_model")
+        if model_path is not None and not model_path.startswith("tinker://"):
+            raise ValidationError(
+                f"model_path {model_path!r:.200} is not a checkpoint path",
+                remedy="checkpoint paths start with tinker://",
+            )
+        return SamplingClient.create(
+            self._lease,
+            model_path=model_path,
+            base_model=base_model,
+            retry_config=retry_config,
+            record_stability_info=record_stability_info,
+            timeout=timeout,
+        ).in_thread()
 
     async def create_sampling_client_async(
         self,
@@ -424,18 +452,9 @@ class ServiceClient:
         *,
         timeout: float | None = None,
     ) -> SamplingClient:
-        """As `create_sampling_client`, without blocking."""
-        _check_source(model_path, base_model)
-        return await background().start(
-            SamplingClient.open(
-                self._lease,
-                model_path=model_path,
-                base_model=base_model,
-                retry_config=retry_config,
-                record_stability_info=record_stability_info,
-            ),
-            "create_sampling_client",
-            timeout,
+        """As `create_sampling_client`, for coroutines: returns the client itself."""
+        return await self.create_sampling_client(
+            model_path, base_model, retry_config, record_stability_info, timeout=timeout
         )
 
     # End
@@ -447,21 +466,21 @@ class ServiceClient:
         *,
         timeout: float | None = None,
     ) -> APIFuture[None]:
-        """Finish the session and let go of all connections; later calls are refused.
+        """Finish the session and close all connections; later calls raise `ClosedError`.
 
         Only the first call has an effect.
 
         Args:
             status: How the program ended.
-            detail: A word about it.
-            timeout: Seconds after which the service is no longer waited for.
+            detail: A short explanation.
+            timeout: Seconds to wait for the service.
 
         Raises:
-            ValueError: There is no such status.
+            ValueError: `status` is not one of the three.
         """
         reason = _FINISH.get(status)
         if reason is None:
-            raise ValidationError(f"status {status!r:.50} is none of {', '.join(_FINISH)}")
+            raise ValidationError(f"status must be one of {', '.join(_FINISH)}, not {status!r:.50}")
         return background().start(self._lease.session.close(reason, detail), "close", timeout)
 
     async def close_async(
@@ -490,41 +509,29 @@ class ServiceClient:
         try:
             self.close("errored" if issubclass(kind, Exception) else "interrupted").result()
         except TinkerError as failure:  # the block's own error is the one to raise
-            _log.warning("the session could not be finished: %s", failure)
-        except KeyboardInterrupt:  # another one, while the service saved what was trained
+            _log.warning("could not finish the session: %s", failure)
+        except KeyboardInterrupt:  # a second one, while the service saved the models
             skip_save()
             raise
 
     @property
     def holder(self) -> SessionLease:
-        """This client's hold on its session, for programs that reach below the surface."""
+        """This client's lease of its session, for programs that need the layer below."""
         return self._lease
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "a ServiceClient holds connections and is not pickled; make one in the other process"
+            "a ServiceClient holds connections and cannot be pickled; "
+            "create one in the other process"
         )
 
     def __repr__(self) -> str:
         return f"ServiceClient(base_url={self._settings.base_url!r})"
 
 
-def _lora(
-    rank: int, seed: int | None, train_mlp: bool, train_attn: bool, train_unembed: bool
-) -> LoraConfig:
-    return LoraConfig(
-        rank=rank,
-        seed=seed,
-        train_mlp=train_mlp,
-        train_attn=train_attn,
-        train_unembed=train_unembed,
-    )
+def _training_client(
+    work: Coroutine[Any, Any, TrainingClient], what: str, timeout: float | None
+) -> TrainingClientFuture:
+    from tinsmith.client.training import TrainingClientFuture
 
-
-def _check_source(model_path: str | None, base_model: str | None) -> None:
-    if model_path is None and base_model is None:
-        raise ValidationError("give model_path or base_model, to say what to sample from")
-    if model_path is not None and not model_path.startswith("tinker://"):
-        raise ValidationError(
-            f"model_path {model_path!r:.200} is not a checkpoint", remedy="it begins with tinker://"
-        )
+    return TrainingClientFuture(background().start(work, what, timeout)).in_thread()

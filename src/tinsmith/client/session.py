@@ -1,40 +1,54 @@
-"""A client's stay with one service: its flags, its session, its heartbeats, and its end.
+"""A client's session with one service: its calls, its flags, its heartbeats and its end.
 
-`Session` lives on the background loop. Its calls are those of `calls.py`; `ready` and `session_id`
-do what must be done before the first, once, however many ask. What users hold refers to it through
-a `SessionLease` (`lease.py`).
+A typed request becomes an exchange of the transport, retried as its endpoint allows, and the reply
+becomes the endpoint's answer or an error. A refused token is renewed once. `ready` and `session_id`
+do what is needed before the first call, once, however many wait for it. Users hold a session
+through a `SessionLease` (`lease.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import itertools
 import logging
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from typing import Any, TypeAlias, TypeVar
 
-from tinsmith.client import autosaves, events
-from tinsmith.client.calls import SDK_VERSION, Calls
-from tinsmith.client.dynamic_flags import keep_fresh
+from tinsmith._version import __version__
+from tinsmith.client import embedding, events, upkeep
+from tinsmith.client.auth import ClientCredentials
+from tinsmith.client.background import Work, closed_error
 from tinsmith.client.forking import in_child
-from tinsmith.client.heartbeat import keep_alive
 from tinsmith.client.limits import Limiter, shared_limiter
+from tinsmith.client.retry import Retrier
 from tinsmith.client.settings import EMBEDDED, ClientSettings, Secret
 from tinsmith.client.transports.base import (
+    ExchangeReply,
+    StreamReply,
     Transport,
+    TransportSettings,
+    new_idempotency_key,
+    transport_for,
 )
 from tinsmith.client.waits import unattended
-from tinsmith.client.work import closed_error
 from tinsmith.errors import (
+    APIConnectionError,
     APIError,
+    APIResponseValidationError,
     APITimeoutError,
     AuthenticationError,
+    BillingError,
     ClosedError,
+    DecodeError,
     NotFoundError,
+    RateLimitError,
 )
 from tinsmith.types import requests as r
 from tinsmith.types.checkpoints import CheckpointsListResponse
 from tinsmith.types.extensions import ServiceFlags
+from tinsmith.types.record import Frozen, Record
 from tinsmith.types.runs import (
     ClientSessionFinishReason,
     ClientSessionFinishSuccess,
@@ -44,18 +58,27 @@ from tinsmith.types.service import (
     AuthTokenResponse,
     ClientDynamicConfigResponse,
 )
+from tinsmith.wire.endpoint_types import Endpoint, RetryClass
 from tinsmith.wire.endpoints import ENDPOINTS
+from tinsmith.wire.exchange import HttpRequest, read_reply, to_http
+from tinsmith.wire.failures import error_from_reply
 
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
+SDK_VERSION = "0.36.0"
+"""The release of the official SDK whose protocol we speak; servers adapt their answers to it."""
+EMPTY_400_BUDGET = 16
+"""How many 400s without a body are attributed to a broken proxy and retried."""
+UNAUTHORIZED = 401
+MOST_ERROR_BYTES = 64 * 1024
 FINISH_TIMEOUT_S = 10.0
-"""How long closing tries to tell the service that the session is over."""
+"""How long closing tries to finish the session on the service."""
 SAVE_TIMEOUT_S = 30.0
-"""How long it waits for an embedded service to save the models of a program that was stopped."""
+"""How long it waits for an embedded service to save the models of an interrupted program."""
 SLOW_S = 1.0
-"""After so much of that the user is told why the program does not end."""
+"""After so long a line says why the program has not ended yet."""
 
 
 TaskEnded: TypeAlias = Callable[[asyncio.Task[None]], object]
@@ -74,11 +97,16 @@ _forks = _Forks()
 in_child(_forks.add)
 
 
-class Session(Calls):
-    """See the top of the module. Every method is for the background loop."""
+class Session:
+    """What all clients of one lease share. Every method is for the background loop."""
 
     def __init__(self, settings: ClientSettings, transport: Transport | None = None) -> None:
-        super().__init__(settings, transport)
+        self.settings = settings
+        self.credentials = ClientCredentials(settings)
+        self.work = Work()
+        self.retrier = Retrier(settings.retry, sleep=self._sleep)
+        self._transport = transport
+        self._empty_400s_left = EMPTY_400_BUDGET
         self.limiter = self._limiter()
         self.flags = ServiceFlags()
         self.dynamic_flags = ClientDynamicConfigResponse()
@@ -91,21 +119,21 @@ class Session(Calls):
         self._adopted_id: str | None = None
         self._has_dynamic_flags = asyncio.Event()
         self.model_ids: list[str] = []
-        """The models that it made."""
+        """The models created in it."""
         self.is_saving = False
-        """Whether the service is saving its models, as the program was stopped."""
+        """Whether the service is saving its models, as the program was interrupted."""
         self._forks = _forks.count
 
     def adopt(
         self, session_id: str, flags: ServiceFlags, dynamic: ClientDynamicConfigResponse
     ) -> None:
-        """Take part in a session that another process opened; it is not ours to finish."""
+        """Use a session that another process opened and will finish."""
         self._adopted_id = session_id
         self.flags, self.dynamic_flags = flags, dynamic
 
     @property
     def is_adopted(self) -> bool:
-        """Whether another process opened it, and gives out its numbers."""
+        """Whether another process opened it, and numbers its models and samplers."""
         return self._adopted_id is not None
 
     def _limiter(self) -> Limiter:
@@ -124,36 +152,264 @@ class Session(Calls):
         if self._forks != _forks.count and self.is_inherited():
             raise ClosedError(
                 "the client belongs to the process that this one was forked from",
-                remedy="make a new one here; one that was not used before the fork will do",
+                remedy="create a new one here; one that was not used before the fork works too",
             )
         if self._is_closed:
             raise closed_error()
 
     @property
     def opened_id(self) -> str | None:
-        """The id of the session that we opened, if we have opened one. From any thread."""
-        return self._own_session_id()
-
-    def _own_session_id(self) -> str | None:
-        """The session that we opened and so have to finish, if there is one."""
+        """The id of the session that we opened, and so have to finish. From any thread."""
         opening = self._opening
         if opening is None or not opening.done() or _failed(opening) or self._adopted_id:
             return None
         return opening.result()
 
     def is_inherited(self) -> bool:
-        """Whether another process used it before this one was forked from that."""
+        """Whether the parent process used it before this one was forked."""
         if self._forks == _forks.count:
             return False
         if self._transport is None and self._starting is None:
-            self._forks = _forks.count  # nobody used it: it is ours
+            self._forks = _forks.count  # it was not used before the fork
             return False
         return True
+
+    # Calls
+
+    async def call(
+        self,
+        name: str,
+        request: Record | Frozen,
+        *,
+        headers: Mapping[str, str] | None = None,
+        credential: Secret | None = None,
+    ) -> Any:
+        """Make one call of the API, retried as its endpoint allows.
+
+        Returns:
+            The decoded answer; None where the endpoint answers nothing.
+
+        Raises:
+            APIError: It failed, and the retries are used up or would not help.
+        """
+        endpoint = ENDPOINTS[name]
+        sent = to_http(endpoint, request)
+        return await self.call_with(endpoint, sent, headers=headers, credential=credential)
+
+    async def call_with(
+        self,
+        endpoint: Endpoint,
+        sent: HttpRequest,
+        *,
+        headers: Mapping[str, str] | None = None,
+        credential: Secret | None = None,
+        retrier: Retrier | None = None,
+        asleep: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+    ) -> Any:
+        """As `call`, for an encoded request.
+
+        Args:
+            endpoint: Where it goes.
+            sent: The request.
+            headers: Further headers.
+            credential: Replaces the session's.
+            retrier: Retries it; the session's if None.
+            asleep: As in `Retrier.call`.
+        """
+        key = new_idempotency_key()  # the same for every attempt of this call
+
+        async def attempt(number: int) -> Any:
+            reply = await self.send(
+                endpoint,
+                sent,
+                headers={"x-stainless-retry-count": str(number), **(headers or {})},
+                idempotency_key=key,
+                credential=credential,
+            )
+            return self.decoded(endpoint, reply)
+
+        if endpoint.retry is RetryClass.OWN:
+            return await attempt(0)
+        return await (retrier or self.retrier).call(
+            attempt,
+            endpoint.name,
+            final=_final_errors(endpoint),
+            asleep=asleep,
+            is_watched=endpoint.name not in _SAMPLES,  # their sender reports what they wait for
+        )
+
+    async def send(
+        self,
+        endpoint: Endpoint,
+        sent: HttpRequest,
+        *,
+        headers: Mapping[str, str] | None = None,
+        idempotency_key: str | None = None,
+        credential: Secret | None = None,
+    ) -> ExchangeReply:
+        """Send a request once and return its reply.
+
+        Raises:
+            APIStatusError: The reply is a refusal.
+            APIConnectionError: There was none.
+        """
+        if endpoint.name not in _AFTER_CLOSE:
+            self.check_open()
+        sent.headers.update(_own_headers(endpoint.name, endpoint.timeout_s, endpoint.is_management))
+        sent.headers.update(headers or {})
+        is_ours = credential is None
+        if is_ours and self.credentials.is_stale():
+            await self.renew_credential()
+        token = self.credentials.token
+        reply = await self._reply(endpoint, sent, idempotency_key, credential)
+        if reply.status == UNAUTHORIZED and is_ours and token is not None:
+            # Our clock may be wrong, or the service's keys have changed.
+            await self.renew_credential(refused=token)
+            if self.credentials.token != token:
+                reply = await self._reply(endpoint, sent, idempotency_key, credential)
+        self._tell_deprecation(reply)
+        if 200 <= reply.status < 300:
+            self._empty_400s_left = min(EMPTY_400_BUDGET, self._empty_400s_left + 1)
+            return reply
+        self._check_empty_400(endpoint, reply)
+        raise error_from_reply(
+            reply.status, reply.headers, reply.body, request_id=reply.headers.get("x-request-id")
+        )
+
+    @contextlib.asynccontextmanager
+    async def stream(
+        self,
+        endpoint: Endpoint,
+        sent: HttpRequest,
+        *,
+        headers: Mapping[str, str] | None = None,
+        idle_s: float,
+    ) -> AsyncIterator[AsyncIterator[bytes]]:
+        """Send a request once and read its reply piece by piece.
+
+        Raises:
+            APIStatusError: The reply is a refusal.
+            APIConnectionError: There was none, or it broke off; also from the pieces.
+        """
+        self.check_open()
+        if self.credentials.is_stale():
+            await self.renew_credential()
+        sent.headers.update(
+            {
+                **_own_headers(endpoint.name, endpoint.timeout_s, endpoint.is_management),
+                **(headers or {}),
+            }
+        )
+        token = self.credentials.token
+        async with contextlib.AsyncExitStack() as opened:
+            reply = await opened.enter_async_context(self._stream(endpoint, sent, idle_s))
+            if reply.status == UNAUTHORIZED and token is not None:
+                await self.renew_credential(refused=token)
+                if self.credentials.token != token:
+                    await opened.aclose()
+                    reply = await opened.enter_async_context(self._stream(endpoint, sent, idle_s))
+            if not 200 <= reply.status < 300:
+                body = await _first_bytes(reply.pieces)
+                self._check_empty_400(endpoint, ExchangeReply(reply.status, reply.headers, body))
+                raise error_from_reply(
+                    reply.status,
+                    reply.headers,
+                    body,
+                    request_id=reply.headers.get("x-request-id"),
+                )
+            encoding = reply.headers.get("content-encoding", "identity")
+            if encoding != "identity":
+                raise APIResponseValidationError(
+                    reply,
+                    message=f"{endpoint.name}: unexpected Content-Encoding {encoding!r:.80}",
+                )
+            yield reply.pieces
+
+    def _stream(
+        self, endpoint: Endpoint, sent: HttpRequest, idle_s: float
+    ) -> contextlib.AbstractAsyncContextManager[StreamReply]:
+        stream = self._carrier().stream(
+            sent, pool=endpoint.pool, timeout_s=endpoint.timeout_s, idle_s=idle_s
+        )
+        if events.listeners:
+            stream = events.told_stream(endpoint.name, sum(map(len, sent.parts)), stream)
+        return stream
+
+    async def _reply(
+        self,
+        endpoint: Endpoint,
+        sent: HttpRequest,
+        idempotency_key: str | None,
+        credential: Secret | None,
+    ) -> ExchangeReply:
+        exchange = self._carrier().send(
+            sent,
+            pool=endpoint.pool,
+            timeout_s=endpoint.timeout_s,
+            idempotency_key=idempotency_key,
+            credential=None if credential is None else credential.reveal(),
+        )
+        if events.listeners:
+            attempt = int(sent.headers.get("x-stainless-retry-count", 0))
+            size = sum(map(len, sent.parts))
+            exchange = events.told_exchange(endpoint.name, attempt, size, exchange)
+        return await exchange
+
+    async def reach(self) -> None:
+        """Wait until the service has started, where it is ours to start.
+
+        The timeouts and retries of calls are meant for a service that runs.
+        """
+        reach = getattr(self._carrier(), "reach", None)
+        if reach is not None:
+            await reach()
+
+    def _carrier(self) -> Transport:
+        if self._transport is None:
+            settings = self.settings
+            reach = TransportSettings(
+                base_url=settings.base_url,
+                further_urls=settings.further_urls,
+                headers=settings.default_headers,
+                unix_socket=settings.unix_socket,
+                ca_file=settings.ca_file,
+                proxy=settings.proxy,
+            )
+            self._transport = transport_for(reach, self.credentials.current)
+        return self._transport
+
+    def _check_empty_400(self, endpoint: Endpoint, reply: ExchangeReply) -> None:
+        """A 400 without a body comes from a broken proxy, not from the service."""
+        is_empty = not len(reply.body) and reply.headers.get("content-length", "0") == "0"
+        if reply.status == 400 and is_empty and self._empty_400s_left > 0:
+            self._empty_400s_left -= 1
+            raise APIConnectionError(
+                f"{endpoint.name}: a 400 without a body, as from a broken proxy"
+            )
+
+    def _tell_deprecation(self, reply: ExchangeReply) -> None:
+        note = reply.headers.get("x-deprecation-note")
+        if note:
+            is_error = reply.headers.get("x-deprecation-level") == "error"
+            _log.log(logging.ERROR if is_error else logging.WARNING, "the service says: %s", note)
+
+    def decoded(self, endpoint: Endpoint, reply: ExchangeReply) -> Any:
+        """A reply as the endpoint's type."""
+        try:
+            return read_reply(endpoint, reply.body)
+        except DecodeError as exc:
+            raise APIResponseValidationError(
+                reply, bytes(reply.body[:1000]), message=f"{endpoint.name}: {exc}"
+            ) from exc
+
+    async def _sleep(self, delay_s: float) -> None:
+        with self.work.under_way():
+            await asyncio.sleep(delay_s)
 
     # Start and session
 
     async def ready(self) -> ServiceFlags:
-        """Introduce ourselves and learn the service's flags; done once."""
+        """Fetch the service's flags and a token; done once."""
         self.check_open()  # before it counts as used
         self._starting = _once(self._starting, self._start)
         return await self._unless_closed(self._starting)
@@ -161,60 +417,49 @@ class Session(Calls):
     async def _start(self) -> ServiceFlags:
         raw = await self.credentials.open()
         await self.reach()
-        if self._adopted_id is not None:
-            pause_s = float(self.flags.billing_exception_max_pause_duration_sec)
-            self.retrier.pause_for_billing(pause_s)
-            if self.flags.pjwt_auth_enabled:
-                await self.renew_credential()
-                self.spawn(self._keep_renewing())
-            return self.flags
-        about = r.ClientConfigRequest(sdk_version=SDK_VERSION)
-        self.flags = await self.call("client_config", about, credential=raw)
+        if not self.is_adopted:
+            self.flags = await self.call("client_config", _ABOUT_US, credential=raw)
         self.retrier.pause_for_billing(float(self.flags.billing_exception_max_pause_duration_sec))
         if self.flags.pjwt_auth_enabled:
             await self.renew_credential()
             self.spawn(self._keep_renewing())
-        elif not self.credentials.has_key:
+        elif not self.is_adopted and not self.credentials.has_key:
             raise AuthenticationError(
-                "this service takes API keys alone", remedy="set TINKER_API_KEY"
+                "this service only accepts API keys", remedy="set TINKER_API_KEY"
             )
-        # Beside the next call, and not before it: only samples that are given up need them.
-        self.spawn(self._take_dynamic_flags(), lambda _: self._has_dynamic_flags.set())
+        if not self.is_adopted:
+            # Together with the next call, not before it: only cancelled samples need them.
+            self.spawn(self._take_dynamic_flags(), lambda _: self._has_dynamic_flags.set())
         return self.flags
 
     async def _take_dynamic_flags(self) -> None:
         try:
-            self.dynamic_flags = await self._fetch_dynamic_flags()
+            self.dynamic_flags = await self.retrier.call(
+                self._fetch_dynamic_flags, "client_dynamic_config"
+            )
+        except NotFoundError:
+            return  # older services do not have it
         except APIError as error:
-            _log.warning("going on without the service's flags that may change: %s", error)
+            _log.warning("continuing with the default values of the service's flags: %s", error)
 
-    async def _fetch_dynamic_flags(self) -> ClientDynamicConfigResponse:
-        about = r.ClientConfigRequest(sdk_version=SDK_VERSION)
-        endpoint = ENDPOINTS["client_dynamic_config"]
+    async def _fetch_dynamic_flags(self, attempt: int = 0) -> ClientDynamicConfigResponse:
+        headers = {"x-stainless-retry-count": str(attempt)}
+        flags: ClientDynamicConfigResponse = await self.call(
+            "client_dynamic_config", _ABOUT_US, headers=headers
+        )
+        return flags
 
-        async def attempt(number: int) -> ClientDynamicConfigResponse:
-            headers = {"x-stainless-retry-count": str(number)}
-            reply = await self.exchange(endpoint, about, headers=headers)
-            flags: ClientDynamicConfigResponse = self.decoded(endpoint, reply)
-            return flags
-
-        try:
-            return await self.retrier.call(attempt, endpoint.name)
-        except NotFoundError:  # older services do not have it
-            return ClientDynamicConfigResponse()
-
-    async def _keep_flags_fresh(self) -> None:
-        about = r.ClientConfigRequest(sdk_version=SDK_VERSION)
+    def _keep_up(self, session_id: str) -> None:
+        """Send heartbeats, and read the flags that may change, from now on."""
 
         def take(flags: ClientDynamicConfigResponse) -> None:
             self.dynamic_flags = flags
 
-        await keep_fresh(
-            self.dynamic_flags, lambda: self.call("client_dynamic_config", about), take
-        )
+        self.spawn(upkeep.keep_alive(self.call, session_id))
+        self.spawn(upkeep.keep_fresh(self.dynamic_flags, self._fetch_dynamic_flags, take))
 
     async def renew_credential(self, refused: str | None = None) -> None:
-        """As `Calls.renew_credential`."""
+        """Get a new token, unless another call has replaced the `refused` one already."""
         source = self.flags.credential_default_source
         await self.credentials.renew(self._exchange_credential, source, refused=refused)
 
@@ -230,7 +475,7 @@ class Session(Calls):
             await self.renew_credential()
 
     async def session_id(self) -> str:
-        """The id of our session, opened on first use and kept alive from then on."""
+        """The id of our session, which is opened on first use and then kept alive."""
         self._opening = _once(self._opening, self._open)
         return await self._unless_closed(self._opening)
 
@@ -239,15 +484,15 @@ class Session(Calls):
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             if task.cancelled() and self._is_closed:
-                raise closed_error() from None  # it was not the caller who gave up
+                raise closed_error() from None  # not the caller's cancellation
             raise
         finally:
             self._forget_failed()
 
     def _forget_failed(self) -> None:
-        """Keep no task that failed: its error knows the frames that it passed.
+        """Keep no task that failed: the traceback of its error refers to the caller's frames.
 
-        Those of the caller hold the client, which would then never be dropped.
+        Those refer to the client, which would then never be freed.
         """
         self._starting = _unless_failed(self._starting)
         self._opening = _unless_failed(self._opening)
@@ -256,8 +501,7 @@ class Session(Calls):
     async def _open(self) -> str:
         await self.ready()
         if self._adopted_id is not None:
-            self.spawn(keep_alive(self.call, self._adopted_id))
-            self.spawn(self._keep_flags_fresh())
+            self._keep_up(self._adopted_id)
             return self._adopted_id
         settings = self.settings
         opened: CreateSessionResponse = await self.call(
@@ -278,19 +522,18 @@ class Session(Calls):
             if message:
                 _log.log(level, "the service says: %s", message)
         await self._has_dynamic_flags.wait()
-        self.spawn(keep_alive(self.call, opened.session_id))
-        self.spawn(self._keep_flags_fresh())
+        self._keep_up(opened.session_id)
         if events.listeners:
             base_url = settings.base_url
             events.tell(events.SessionOpened(session_id=opened.session_id, base_url=base_url))
         return opened.session_id
 
     def spawn(self, work: Coroutine[Any, Any, None], on_end: TaskEnded | None = None) -> None:
-        """Run something beside the calls, for as long as the session lasts.
+        """Run a task that is cancelled when the session is closed.
 
         Args:
             work: What to run.
-            on_end: Called with the task when it has ended, also one that never began.
+            on_end: Called with the task when it has ended, even if it never started.
         """
         task = asyncio.create_task(work, context=unattended())
         self._tasks[task] = on_end  # a loop holds its tasks weakly
@@ -302,7 +545,7 @@ class Session(Calls):
             on_end(task)
 
     def next_number(self, counter: str) -> int:
-        """The next number of a counter, from 0: models, samplers and losses are numbered by us.
+        """The next number of a counter, from 0: the client numbers models, samplers and losses.
 
         From any thread; each number is given out once.
         """
@@ -311,15 +554,15 @@ class Session(Calls):
     # End
 
     async def close(self, reason: ClientSessionFinishReason, detail: str | None = None) -> None:
-        """Finish the session, if one was opened, and let go of everything. Done once.
+        """Finish the session, if one was opened, and close all connections. Done once.
 
-        Whatever is under way fails at once, however long the service takes to answer.
+        Pending calls fail immediately, however long the service takes to answer.
 
         Raises:
-            APIError: The service could not be told; all is let go of nevertheless.
+            APIError: The service could not be told; everything is closed nevertheless.
         """
         if self.is_inherited():
-            return  # the parent's to finish, over connections that are the parent's
+            return  # the parent finishes it, over its own connections
         if not self._is_closed:
             self._is_closed = True
             self._closing = asyncio.create_task(self._close(reason, detail))
@@ -328,10 +571,9 @@ class Session(Calls):
 
     async def _close(self, reason: ClientSessionFinishReason, detail: str | None) -> None:
         self.work.end()
-        self.end_begun()
         _cancel_all(self._tasks)
         try:
-            session_id = self._own_session_id()
+            session_id = self.opened_id
             if session_id is not None:
                 await self._finish(session_id, reason, detail)
         finally:
@@ -340,7 +582,7 @@ class Session(Calls):
             if self._transport is not None:
                 await self._transport.close()
             if events.listeners:
-                known = self._adopted_id or self._own_session_id()
+                known = self._adopted_id or self.opened_id
                 events.tell(events.SessionClosed(session_id=known, reason=reason.type))
 
     async def _finish(
@@ -359,11 +601,11 @@ class Session(Calls):
             if not limit.expired():
                 raise
             if self.is_saving:
-                autosaves.note_unsaved(self.model_ids)
+                embedding.note_unsaved(self.model_ids)
                 return
             raise APITimeoutError(
-                f"the service was not told within {FINISH_TIMEOUT_S:g} s that session "
-                f"{session_id} is over; it will expire"
+                f"session {session_id} could not be finished within {FINISH_TIMEOUT_S:g} s; "
+                "it will expire"
             ) from exc
         finally:
             slow.cancel()
@@ -380,20 +622,55 @@ class Session(Calls):
         for model_id in self.model_ids:
             request = r.ListCheckpointsRequest(training_run_id=model_id)
             listed: CheckpointsListResponse = await self.call("list_checkpoints", request)
-            autosaves.note_saved(listed.checkpoints)
+            embedding.note_saved(listed.checkpoints)
 
     def _tell_slow(self) -> None:
         if self.is_saving:
-            autosaves.tell_slow()
+            embedding.tell_slow()
+
+
+async def _first_bytes(pieces: AsyncIterator[bytes]) -> bytes:
+    """The start of a refusal's body, for its error."""
+    body = bytearray()
+    async for piece in pieces:
+        body += piece
+        if len(body) > MOST_ERROR_BYTES:
+            break
+    return bytes(body[:MOST_ERROR_BYTES])
+
+
+@functools.cache
+def _own_headers(endpoint_name: str, timeout_s: float, is_management: bool) -> Mapping[str, str]:
+    """The headers that identify the client."""
+    headers = {
+        "User-Agent": f"tinsmith/{__version__}",
+        "X-Stainless-Package-Version": SDK_VERSION,
+        "x-stainless-read-timeout": f"{timeout_s:g}",
+    }
+    if is_management:
+        headers |= {"x-sdk-version": SDK_VERSION, "x-sdk-method": endpoint_name}
+    return headers
+
+
+_ABOUT_US = r.ClientConfigRequest(sdk_version=SDK_VERSION)
+_AFTER_CLOSE = frozenset({"finish_session", "list_checkpoints"})
+_SAMPLES = frozenset({"asample", "asample_many"})
+
+
+def _final_errors(endpoint: Endpoint) -> tuple[type[APIError], ...]:
+    """Errors that are not retried here, though they may be temporary."""
+    if endpoint.retry is RetryClass.EXCHANGE:
+        return (BillingError,)  # creating something fails without funds, and is not paused
+    return (RateLimitError,) if endpoint.name in _SAMPLES else ()  # the sender handles them
 
 
 def _once(task: asyncio.Task[T] | None, work: Callable[[], Any]) -> asyncio.Task[T]:
-    """The task that does something once; begun anew if it failed."""
+    """The task that does something once; started again if it failed."""
     return _unless_failed(task) or asyncio.create_task(work())
 
 
 def _cancel_all(tasks: Iterable[asyncio.Task[None]]) -> None:
-    # A function of its own, so that no frame keeps one of them; see `_given_up`.
+    # A separate function, so that no frame refers to one of them; see `_given_up`.
     for task in tasks:
         task.cancel()
 
@@ -401,12 +678,12 @@ def _cancel_all(tasks: Iterable[asyncio.Task[None]]) -> None:
 def _given_up(task: asyncio.Task[T] | None) -> asyncio.Task[T] | None:
     """Cancel a task unless it is done. A cancelled one is not kept.
 
-    It holds its error, that error our frames, and those the session: Python 3.11 cannot see that
-    this is a circle, and would never free it.
+    It refers to its error, that to our frames, and those to the session: a cycle that Python 3.11
+    never frees.
     """
     if task is None or task.done():
         return task
-    task.add_done_callback(_failed)  # whoever waited has gone: asyncio would complain of its error
+    task.add_done_callback(_failed)  # no caller is left: asyncio would log its error
     task.cancel()
     return None
 
@@ -420,7 +697,7 @@ def _failed(task: asyncio.Task[Any]) -> bool:
 
 
 def death_of(task: asyncio.Task[None]) -> BaseException | None:
-    """Why a task of `spawn` ended before its end, for those who wait for what it was to bring."""
+    """The error with which a task of `spawn` ended; None if it ran to its end."""
     if task.cancelled():
-        return ClosedError("the client was closed", remedy="make a new one")
+        return ClosedError("the client was closed", remedy="create a new one")
     return task.exception()

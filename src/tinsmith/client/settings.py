@@ -1,21 +1,79 @@
-"""What a client was told when it was made; nothing read later changes it (S40).
+"""The settings of a client, fixed when it is created (S40), and the address of its service.
 
-Arguments count before the environment, and the environment is read once. Secrets never show: not in
-`repr`, logs, tracebacks or pickles.
+Arguments override the environment, which is read once. Secrets never appear in `repr`, logs,
+tracebacks or pickles.
+
+A base URL has a scheme, a host, and optionally a port and a path. `base_url_parts` parses only
+these; importing `urllib.parse` would take 0.4 MB. A service that consists of several servers may be
+given as several base URLs.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from tinsmith.client.base_url import base_url_parts
 from tinsmith.client.retry import DEFAULT_BUDGET, RetryBudget
 from tinsmith.errors import ValidationError
+
+DEFAULT_PORTS = {"http": 80, "https": 443}
+MOST_PORT = 65_535
+
+_FORM = re.compile(
+    r"(?P<scheme>https?)://"
+    r"(?:\[(?P<ip6>[0-9a-z:.%]+)\]|(?P<host>[^/?#@:\[\]\s]+))"
+    r"(?::(?P<port>[0-9]*))?"
+    r"(?P<path>/[^?#\s]*)?",
+    re.IGNORECASE,
+)
+
+
+class BaseUrl(NamedTuple):
+    """The parts of a service's base URL."""
+
+    scheme: str
+    host: str
+    """In lower case; IPv6 addresses without brackets."""
+    given_port: int | None
+    path: str
+    """Without a trailing slash."""
+
+    @property
+    def port(self) -> int:
+        """The given port, else the scheme's default."""
+        return self.given_port or DEFAULT_PORTS[self.scheme]
+
+    @property
+    def netloc(self) -> str:
+        """Host and port as in a URL and in the `Host` header."""
+        shown = f"[{self.host}]" if ":" in self.host else self.host
+        return shown if self.given_port is None else f"{shown}:{self.given_port}"
+
+
+def base_url_parts(text: str) -> BaseUrl:
+    """Parse a base URL.
+
+    Raises:
+        ValueError: It is not a valid base URL.
+    """
+    found = _FORM.fullmatch(text)
+    if found is None:
+        raise ValueError("not an http or https address without a query")
+    port = int(found["port"]) if found["port"] else None
+    if port is not None and port > MOST_PORT:
+        raise ValueError(f"invalid port {port}")
+    return BaseUrl(
+        scheme=found["scheme"].lower(),
+        host=(found["ip6"] or found["host"]).lower(),
+        given_port=port,
+        path=(found["path"] or "").rstrip("/"),
+    )
+
 
 HOSTED_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 EMBEDDED = "embedded"
@@ -24,7 +82,7 @@ LimiterScope = Literal["key", "client"]
 
 
 class Secret:
-    """Text that is used and never shown. It cannot be pickled."""
+    """Text that never appears in `repr`. It cannot be pickled."""
 
     __slots__ = ("_text",)
 
@@ -32,7 +90,7 @@ class Secret:
         self._text = text
 
     def reveal(self) -> str:
-        """The text itself, for the one place that sends it."""
+        """The secret text; only the code that sends it calls this."""
         return self._text
 
     def __eq__(self, other: object) -> bool:
@@ -45,86 +103,89 @@ class Secret:
         return "Secret(***)"
 
     def __reduce__(self) -> Any:
-        raise TypeError("a secret is not pickled; give the credential again on the other side")
+        raise TypeError(
+            "a secret cannot be pickled; pass the credential again in the other process"
+        )
 
 
 class Headers(dict[str, str]):
-    """Headers for every request; their values may be secrets and are not shown."""
+    """Headers for every request; `repr` hides their values, which may be secrets."""
 
     def __repr__(self) -> str:
         return f"Headers({', '.join(f'{name}: ***' for name in self)})"
 
 
 class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a client needs to know of its service and of how to behave."""
+    """All settings of a client."""
 
     base_url: str
+    further_urls: tuple[str, ...] = ()
+    """Other servers of the same service, for when one cannot be reached."""
     api_key: Secret | None = None
     credential_command: Secret | None = None
-    """It may hold a secret itself."""
+    """A command that prints the credential; secret, since it may contain one itself."""
     default_headers: Headers = msgspec.field(default_factory=Headers)
     project_id: str | None = None
     tags: tuple[str, ...] = ()
-    """Of new sessions; else those of `TINKER_TAGS`."""
+    """The tags of new sessions; by default from `TINKER_TAGS`."""
     user_metadata: dict[str, str] | None = None
     display_name: str | None = None
     retry: RetryBudget = DEFAULT_BUDGET
     limiter_scope: LimiterScope = "key"
-    """Whether a pause holds for all clients of a key, or, as in the official SDK, for one
+    """Whether a pause applies to all clients with the same key or, as in the official SDK, to one
     client."""
     parallel_chunks: bool = True
     """Send the chunks of one training call at the same time; False sends one after another."""
     proxy: str | None = None
-    """An HTTP proxy; the one of the environment where none was given."""
+    """The URL of an HTTP proxy; by default from the environment."""
     ca_file: str | None = None
-    """Certificates, in PEM, of authorities to trust instead of the system's."""
+    """A PEM file with the CA certificates to trust instead of the system's."""
     unix_socket: str | None = None
-    """The service is reached through this socket; the address then says only what it is called."""
+    """The path of a Unix socket to connect to; the base URL then only names the service."""
 
     def __repr__(self) -> str:
         return f"ClientSettings(base_url={self.base_url!r})"  # the rest may be secret
 
     def __reduce__(self) -> Any:
-        raise TypeError("settings hold a credential, and are not pickled")
+        raise TypeError("settings contain a credential and cannot be pickled")
 
 
 FURTHER_SETTINGS = frozenset(ClientSettings.__struct_fields__) - {
-    *("base_url", "api_key", "credential_command", "default_headers", "retry")
+    *("base_url", "further_urls", "api_key", "credential_command", "default_headers", "retry")
 }
-"""What a client can be told by the setting's own name; the others have other ways."""
+"""Settings that clients accept as keyword arguments of the same name."""
 
 
 def settings_from(
     *,
-    base_url: str | None = None,
+    base_url: str | Sequence[str] | None = None,
     api_key: str | None = None,
     default_headers: Mapping[str, str] | None = None,
     project_id: str | None = None,
     environment: Mapping[str, str] | None = None,
     **rest: Any,
 ) -> ClientSettings:
-    """Settings from arguments, then from the environment, then by default.
+    """Combine arguments, environment variables and defaults, in this order of precedence.
 
-    The service in this process is the owner's own: it is sent no key but one that is an argument.
+    An embedded service is never sent a key from the environment, only one given as an argument.
 
     Args:
-        base_url: Where the service is, or `embedded`; else `TINKER_BASE_URL`, else the hosted
-            service.
-        api_key: The credential; else `TINKER_API_KEY`.
-        default_headers: Sent with every request.
-        project_id: For new sessions; else `TINKER_PROJECT_ID`.
-        environment: What stands for the environment; the process's own by default, which a proxy is
-            always taken from.
+        base_url: The service's URL, or `embedded`; by default `TINKER_BASE_URL`, else the hosted
+            service. Several servers of one service are given as a list, or separated by commas.
+        api_key: The credential; by default `TINKER_API_KEY`.
+        default_headers: Headers to send with every request.
+        project_id: The project of new sessions; by default `TINKER_PROJECT_ID`.
+        environment: Used instead of the process's environment, except for the proxy.
         rest: Further fields of `ClientSettings`.
 
     Raises:
-        ValidationError: The base URL is not one.
+        ValidationError: The base URL is invalid.
     """
     env = os.environ if environment is None else environment
-    url = _checked_url(base_url or env.get("TINKER_BASE_URL") or HOSTED_URL)
+    url, *further = _checked_urls(base_url or env.get("TINKER_BASE_URL") or HOSTED_URL)
     tags = rest.pop("tags", None)
     if isinstance(tags, str):
-        raise ValidationError(f"tags is {tags!r:.80}", remedy="give a list of texts")
+        raise ValidationError(f"tags is {tags!r:.80}", remedy="pass a list of strings")
     if tags is None:
         tags = (tag for tag in env.get("TINKER_TAGS", "").split(",") if tag)
     elsewhere = {} if url == EMBEDDED else env
@@ -132,6 +193,7 @@ def settings_from(
     command = elsewhere.get("TINKER_CREDENTIAL_CMD") or None
     return ClientSettings(
         base_url=url,
+        further_urls=tuple(further),
         api_key=None if key is None else Secret(key),
         credential_command=None if command is None else Secret(command),
         default_headers=Headers({**_access_headers(elsewhere), **(default_headers or {})}),
@@ -141,28 +203,47 @@ def settings_from(
     )
 
 
+def _checked_urls(given: str | Sequence[str]) -> list[str]:
+    """The base URLs in an argument or a variable, each once."""
+    is_list = isinstance(given, (list, tuple))
+    texts: Sequence[str] = given if is_list else str(given).split(",")
+    urls = list(dict.fromkeys(_checked_url(str(text).strip()) for text in texts if text))
+    if not urls:
+        raise ValidationError(
+            f"base_url {given!r:.200} names no address",
+            remedy="give one like http://127.0.0.1:8000, or embedded",
+        )
+    if len(urls) > 1 and EMBEDDED in urls:
+        raise ValidationError(
+            "base_url names the embedded service beside other servers", remedy="give one of them"
+        )
+    return urls
+
+
 def _checked_url(text: str) -> str:
     if text == EMBEDDED:
         return text
-    url = str(text).rstrip("/")  # whatever was given, it is told what is wrong with it
+    url = str(text).rstrip("/")  # any type: the errors below name the value
     if "@" in url.partition("://")[2].partition("/")[0]:
-        raise ValidationError("base_url holds a credential, which logs would show; use api_key")
+        raise ValidationError(
+            "base_url contains a credential, which would appear in logs; use api_key"
+        )
     try:
         parts = base_url_parts(url)
         if not parts.host.isascii():
-            parts.host.encode("idna")  # raises where no name can be so
+            parts.host.encode("idna")  # raises if the name is invalid
     except ValueError:
         raise ValidationError(
             f"base_url {text!r:.200} is not an http or https address",
-            remedy="give one like http://127.0.0.1:8000, or embedded",
+            remedy="pass one like http://127.0.0.1:8000, or embedded",
         ) from None
     return url
 
 
 def proxy_of_environment(url: str) -> str | None:
-    """The proxy that the environment names for an address, as other programs would use it.
+    """The proxy for a URL according to the standard environment variables.
 
-    None for this machine itself, whose services no proxy can reach.
+    None for loopback addresses, which a proxy cannot reach.
     """
     if url == EMBEDDED:
         return None
@@ -172,7 +253,7 @@ def proxy_of_environment(url: str) -> str | None:
     has_system_settings = sys.platform in ("darwin", "win32")
     if not has_system_settings and not any(name.lower().endswith("_proxy") for name in os.environ):
         return None
-    import urllib.request  # brings a whole HTTP client along
+    import urllib.request  # imports a whole HTTP client
 
     if urllib.request.proxy_bypass(parts.netloc):
         return None
@@ -180,7 +261,7 @@ def proxy_of_environment(url: str) -> str | None:
 
 
 def is_loopback(url: str) -> bool:
-    """Whether an address is one of this machine, which nobody else can reach."""
+    """Whether a URL's host is a loopback address."""
     if url == EMBEDDED:
         return True
     host = base_url_parts(url).host

@@ -1,6 +1,6 @@
 """Training a model: the calls of `TrainingClient`, each of which returns a future at once.
 
-Those that save and load are in `saves.py`; how a call is sent is in `model_calls.py`.
+Those that save and load are in `training_saves.py`; `submission.py` sends them.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tinsmith.client.background import background
-from tinsmith.client.console import training_run_page
+from tinsmith.client.client_futures import ClientFuture
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.lease import SessionLease
 from tinsmith.client.losses.custom import CustomLoss, start_custom_pass
-from tinsmith.client.model_calls import present
-from tinsmith.client.passes import checked_data, pass_bodies, run_pass, token_counter
 from tinsmith.client.poller import Poll
-from tinsmith.client.queue_state import QueueState, QueueStateLogger, StateTeller
-from tinsmith.client.sampling import SamplingClient
-from tinsmith.client.saves import SavingCalls
+from tinsmith.client.sampling import SamplingClient, SamplingClientFuture
+from tinsmith.client.submission import present
 from tinsmith.client.tokenization.of_model import TokenizerOfModel
+from tinsmith.client.training_saves import SavingCalls
+from tinsmith.client.waits import QueueState, QueueStateLogger, StateTeller
 from tinsmith.errors import ValidationError
 from tinsmith.types import requests as r
+from tinsmith.types.checkpoints import console_url
 from tinsmith.types.futures import UntypedAPIFuture
 from tinsmith.types.inputs import Datum
 from tinsmith.types.training import (
@@ -42,9 +42,9 @@ LossConfig = Mapping[str, float | str]
 class TrainingClient(SavingCalls):
     """One model in training.
 
-    Calls run on the server in the order in which they are made here, whoever waits for which
-    result. The `_async` twin of a call submits it just the same and gives the same future: await
-    it twice, once to submit and once for the result.
+    Calls run on the server in the order in which they are made. The `_async` variant of a call
+    submits it in the same way and returns the same future: await it twice, once to submit and once
+    for the result.
     """
 
     def __init__(self, lease: SessionLease, model_id: str) -> None:
@@ -63,21 +63,23 @@ class TrainingClient(SavingCalls):
         *,
         timeout: float | None = None,
     ) -> APIFuture[ForwardBackwardOutput]:
-        """Run data through the model and take the loss, without gradients.
+        """Run a forward pass and compute the loss, without gradients. Returns immediately.
 
         Args:
             data: At least one datum. Arrays are read now: later changes to them are not sent.
-            loss_fn: The loss's name.
-            loss_fn_config: The loss's settings.
-            timeout: Seconds for the whole call, its result included. When they are over it is given
-                up wherever it is, and the next call goes on. Every call here takes one.
+            loss_fn: The name of the loss.
+            loss_fn_config: The settings of the loss.
+            timeout: Seconds for the whole call, its result included. Then it is cancelled, and the
+                next call runs. Every call of this class takes one.
 
         Raises:
             ValueError: There is no data.
-            APITimeoutError: From the future, if its time was over first.
-            RequestFailedError: From the future, if the server could not run it.
+            APITimeoutError: From the future, if the time was up.
+            RequestFailedError: From the future, if the server could not run the pass.
         """
-        return self._pass(data, loss_fn, loss_fn_config, forward_only=True, timeout=timeout)
+        return self._submitter.start_pass(
+            data, loss_fn, loss_fn_config, forward_only=True, timeout=timeout
+        )
 
     async def forward_async(
         self,
@@ -98,13 +100,15 @@ class TrainingClient(SavingCalls):
         *,
         timeout: float | None = None,
     ) -> APIFuture[ForwardBackwardOutput]:
-        """Run data through the model and add up the gradients of the loss; else as `forward`.
+        """Run a forward and backward pass, adding to the gradients; otherwise as `forward`.
 
         Losses are sums over tokens: a batch in two calls gives the same gradients as in one. To
         watch training, print the result's `loss_per_token`; its `loss` is a sum over the tokens of
         a datum.
         """
-        return self._pass(data, loss_fn, loss_fn_config, forward_only=False, timeout=timeout)
+        return self._submitter.start_pass(
+            data, loss_fn, loss_fn_config, forward_only=False, timeout=timeout
+        )
 
     async def forward_backward_async(
         self,
@@ -125,10 +129,10 @@ class TrainingClient(SavingCalls):
         loss_type_input: str | None = None,
         timeout: float | None = None,
     ) -> APIFuture[ForwardBackwardOutput]:
-        """Run data through the model and add up the gradients of a loss of your own.
+        """Run a forward and backward pass with a loss function of your own.
 
-        Returns at once. The loss runs on a thread of its own, once, when the log-probabilities
-        have come; calls made later run after its gradients have arrived. It must not wait for a
+        Returns immediately. The loss runs once, on a separate thread, when the log-probabilities
+        have arrived; later calls run after its gradients have been sent. It must not wait for a
         call of this client, which would wait for it.
 
         Args:
@@ -138,17 +142,17 @@ class TrainingClient(SavingCalls):
                 log-probabilities per datum; or an object whose `gradients(data, logprobs)` gives
                 `(loss, gradients, metrics)` in lists or arrays, without torch; or a handle of
                 `ServiceClient.create_custom_loss`.
-            loss_type_input: Deprecated; `"logprobs"` is all that it may be.
-            timeout: As in `forward`, for both passes and the loss. A loss that is running then runs
-                on, for nobody.
+            loss_type_input: Deprecated; only `"logprobs"` is allowed.
+            timeout: As in `forward`, for both passes and the loss. A loss that is running then
+                continues, and its result is dropped.
 
         Returns:
-            The metrics of the loss, with `loss:sum` its own value, and `surrogate_loss:sum` that
-            of the pass which carried its gradient.
+            The metrics of the loss; `loss:sum` is its value, `surrogate_loss:sum` that of the
+            backward pass that carried its gradient.
 
         Raises:
             ValueError: A datum lacks an input; from the future, if it has no gradient.
-            ImportError: The loss needs torch, which is not there.
+            ImportError: The loss needs torch, which is not installed.
             Exception: From the future, whatever the loss raised.
         """
         return start_custom_pass(self._submitter, data, loss_fn, loss_type_input, timeout)
@@ -164,24 +168,6 @@ class TrainingClient(SavingCalls):
         """As `forward_backward_custom`."""
         return start_custom_pass(self._submitter, data, loss_fn, loss_type_input, timeout)
 
-    def _pass(
-        self,
-        data: Sequence[Datum],
-        loss_fn: LossFnType,
-        loss_fn_config: LossConfig | None,
-        *,
-        forward_only: bool,
-        timeout: float | None,
-    ) -> APIFuture[ForwardBackwardOutput]:
-        kind = "Forward" if forward_only else "ForwardBackward"
-        name = "forward" if forward_only else "forward_backward"
-        submitter = self._submitter
-        data = checked_data(data, loss_fn)
-        bodies = pass_bodies(submitter, data, loss_fn, loss_fn_config, forward_only=forward_only)
-        place = submitter.line.take_place()
-        work = run_pass(submitter, place, bodies, kind, token_counter(data))
-        return submitter.start(work, [place], f"{name} of {self.model_id}", timeout)
-
     def optim_step(
         self,
         optim_params: OptimParams | None = None,
@@ -189,19 +175,23 @@ class TrainingClient(SavingCalls):
         adam_params: AdamParams | None = None,
         timeout: float | None = None,
     ) -> APIFuture[OptimStepResponse]:
-        """Apply the gathered gradients, then clear them. Runs after every call made earlier.
+        """Apply the accumulated gradients, then reset them to zero. Returns immediately.
+
+        The step runs after every earlier call on this client.
 
         Args:
-            optim_params: Settings for this step alone.
+            optim_params: Learning rate and other settings for this step only.
             adam_params: The same, under the name that older programs use.
             timeout: As in `forward`.
         """
         if optim_params is not None and adam_params is not None:
-            raise ValidationError("give optim_params or adam_params, not both")
+            raise ValidationError("pass optim_params or adam_params, not both")
         params = adam_params if optim_params is None else optim_params
         if not isinstance(params, AdamParams | OptimParamsBase):
-            raise TypeError(f"optim_step needs AdamParams or the like, not {type(params).__name__}")
-        return self._submit(
+            raise TypeError(
+                f"optim_step takes AdamParams or DimuonParams, not {type(params).__name__}"
+            )
+        return self._submitter.start_call(
             "optim_step",
             "OptimStep",
             lambda number: r.OptimStepRequest(
@@ -229,23 +219,20 @@ class TrainingClient(SavingCalls):
         record_stability_info: bool = False,
         *,
         timeout: float | None = None,
-    ) -> SamplingClient:
-        """Save the weights as they are now and wait for a client that samples from them.
+    ) -> SamplingClientFuture:
+        """Save the current weights and create a client that samples from them.
+
+        The save is queued now, after every earlier call. The rest is as in
+        `ServiceClient.create_sampling_client`.
 
         Args:
-            name: Deprecated, and ignored: the weights are saved without one, for this client.
-            retry_config: How patient its samples are; None for the client's own budget.
-            record_stability_info: Have the server keep what `stable_reinforce` needs.
+            name: Deprecated and ignored: the weights are saved without a name, for this client.
+            retry_config: How its samples are retried; None for this client's own budget.
+            record_stability_info: Have the server store what `stable_reinforce` needs.
             timeout: As in `forward`.
         """
         _warn_of_name(name)
-        saved = self._save_for_sampling(timeout).result()
-        return SamplingClient(
-            self._lease,
-            present(saved.sampling_session_id, "sampling_session_id"),
-            retry_config=retry_config,
-            record_stability_info=record_stability_info,
-        )
+        return self._save_for_sampling(retry_config, record_stability_info, timeout).in_thread()
 
     async def save_weights_and_get_sampling_client_async(
         self,
@@ -255,27 +242,30 @@ class TrainingClient(SavingCalls):
         *,
         timeout: float | None = None,
     ) -> SamplingClient:
-        """As `save_weights_and_get_sampling_client`, without blocking."""
+        """As `save_weights_and_get_sampling_client`, for coroutines: returns the client itself."""
         _warn_of_name(name)
-        saved = await self._save_for_sampling(timeout)
-        return SamplingClient(
-            self._lease,
-            present(saved.sampling_session_id, "sampling_session_id"),
-            retry_config=retry_config,
-            record_stability_info=record_stability_info,
-        )
+        return await self._save_for_sampling(retry_config, record_stability_info, timeout)
 
-    def _save_for_sampling(self, timeout: float | None) -> APIFuture[Any]:
-        session = self._lease.session
-        sampler_number = session.next_number("sampling_session")
-        return self._submit(
+    def _save_for_sampling(
+        self, retry_config: Any, record_stability_info: bool, timeout: float | None
+    ) -> SamplingClientFuture:
+        lease = self._lease
+        sampler_number = lease.session.next_number("sampling_session")
+        saving = self._submitter.start_call(
             "save_weights_for_sampler",
             "SaveWeightsForSampler",
             lambda number: r.SaveWeightsForSamplerRequest(
                 model_id=self.model_id, sampling_session_seq_id=sampler_number, seq_id=number
             ),
+            lambda saved: SamplingClient(
+                lease,
+                present(saved.sampling_session_id, "sampling_session_id"),
+                retry_config=retry_config,
+                record_stability_info=record_stability_info,
+            ),
             timeout=timeout,
         )
+        return SamplingClientFuture(saving)
 
     def create_sampling_client(
         self,
@@ -284,18 +274,18 @@ class TrainingClient(SavingCalls):
         record_stability_info: bool = False,
         *,
         timeout: float | None = None,
-    ) -> SamplingClient:
-        """A client that samples from a saved checkpoint."""
-        return background().run(
-            SamplingClient.open(
-                self._lease,
-                model_path=model_path,
-                retry_config=retry_config,
-                record_stability_info=record_stability_info,
-            ),
-            "create_sampling_client",
-            timeout,
-        )
+    ) -> SamplingClientFuture:
+        """Create a client that samples from a saved checkpoint.
+
+        Otherwise as `ServiceClient.create_sampling_client`.
+        """
+        return SamplingClient.create(
+            self._lease,
+            model_path=model_path,
+            retry_config=retry_config,
+            record_stability_info=record_stability_info,
+            timeout=timeout,
+        ).in_thread()
 
     async def create_sampling_client_async(
         self,
@@ -305,16 +295,9 @@ class TrainingClient(SavingCalls):
         *,
         timeout: float | None = None,
     ) -> SamplingClient:
-        """As `create_sampling_client`, without blocking."""
-        return await background().start(
-            SamplingClient.open(
-                self._lease,
-                model_path=model_path,
-                retry_config=retry_config,
-                record_stability_info=record_stability_info,
-            ),
-            "create_sampling_client",
-            timeout,
+        """As `create_sampling_client`, for coroutines: returns the client itself."""
+        return await self.create_sampling_client(
+            model_path, retry_config, record_stability_info, timeout=timeout
         )
 
     # About the model
@@ -322,26 +305,26 @@ class TrainingClient(SavingCalls):
     def on_queue_state_change(
         self, queue_state: QueueState, queue_state_reason: str | None
     ) -> None:
-        """Called when a poll for a result tells the state of the queue; logs that it is paused.
+        """Called when a poll brings the state of the queue; logs that it is paused.
 
-        Replace it to be told. It runs on the thread for callbacks.
+        Replace it to handle the state yourself. It runs on the thread for callbacks.
         """
         self._queue_logger.on_queue_state_change(queue_state, queue_state_reason)
 
     def unload_model(self, *, timeout: float | None = None) -> APIFuture[UnloadModelResponse]:
-        """Have the service let go of this model, where it offers that; its checkpoints stay.
+        """Have the service unload this model, where it offers that; its checkpoints are kept.
 
-        It leaves after every call made earlier. Wait for their results first: the service may drop
-        what has not run yet.
+        It is sent after every earlier call. Wait for their results first: the service may drop
+        calls that have not run yet.
 
         Args:
-            timeout: Seconds after which the call is given up.
+            timeout: Seconds after which the call is cancelled.
         """
         submitter = self._submitter
-        place = submitter.line.take_place()
+        ticket = submitter.queue.take_ticket()
 
         async def work() -> UnloadModelResponse:
-            async with place.turn():
+            async with ticket.first():
                 submitted: UntypedAPIFuture = await submitter.session.call(
                     "unload_model", r.UnloadModelRequest(model_id=self.model_id)
                 )
@@ -349,7 +332,7 @@ class TrainingClient(SavingCalls):
             gone: UnloadModelResponse = await poll.result()
             return gone
 
-        return submitter.start(work(), [place], f"unload_model of {self.model_id}", timeout)
+        return submitter.start(work(), [ticket], "unload_model", timeout)
 
     async def unload_model_async(
         self, *, timeout: float | None = None
@@ -357,16 +340,16 @@ class TrainingClient(SavingCalls):
         """As `unload_model`."""
         return self.unload_model(timeout=timeout)
 
-    def get_console_url(self) -> str:
-        """The page of this training run in the hosted service's console."""
-        return training_run_page(self.model_id)
+    def get_console_url(self) -> str | None:
+        """The URL of this training run in its service's console; None if that has no console."""
+        return console_url(f"training_runs/{self.model_id}", self.model_id)
 
     def get_telemetry(self) -> None:
         """None: tinsmith sends no telemetry. For programs that ask."""
         return
 
     def get_info(self, *, timeout: float | None = None) -> GetInfoResponse:
-        """What the model is; blocks for one call."""
+        """The model's base model and settings; blocks for one call."""
         return background().run(self._get_info(), "get_info", timeout)
 
     async def get_info_async(self, *, timeout: float | None = None) -> GetInfoResponse:
@@ -374,7 +357,7 @@ class TrainingClient(SavingCalls):
         return await background().start(self._get_info(), "get_info", timeout)
 
     def get_tokenizer(self, *, timeout: float | None = None) -> Any:
-        """The model's tokenizer; asks the service once which one it is, and loads it once.
+        """The model's tokenizer; the service is asked once which one it is, and it is loaded once.
 
         Raises:
             TokenizerError: It could not be found or loaded.
@@ -395,18 +378,33 @@ class TrainingClient(SavingCalls):
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "a TrainingClient numbers its calls in one place and is not pickled; save its state "
-            "and make another from that there, or pass a SamplingClient"
+            "a TrainingClient cannot be pickled, because it numbers its calls; save its state and "
+            "create another client from it there, or pass a SamplingClient"
         )
 
     def __repr__(self) -> str:
         return f"TrainingClient(model_id={self.model_id!r})"
 
 
+class TrainingClientFuture(ClientFuture[TrainingClient], TrainingClient):
+    """A `TrainingClient` that is being created.
+
+    `await` it or call `result()` to get the client; using it as the client directly works too.
+    """
+
+    CLIENT_ATTRIBUTES = frozenset(
+        {"_lease", "_queue_logger", "_submitter", "_tokenizer", "model_id"}
+    )
+
+    def __reduce__(self) -> Any:
+        return TrainingClient.__reduce__(self)
+
+
 def _warn_of_name(name: str | None) -> None:
     if name is not None:
         warnings.warn(
-            "the name of save_weights_and_get_sampling_client is deprecated and ignored; to keep "
+            "the argument name of save_weights_and_get_sampling_client is deprecated and "
+            "ignored; to keep "
             "the weights, use save_weights_for_sampler and create_sampling_client",
             DeprecationWarning,
             stacklevel=3,

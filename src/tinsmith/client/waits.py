@@ -1,30 +1,39 @@
-"""What is waited for, told in the log: a warning once where a wait is unusual.
+"""What users read about waiting: warnings about unusual waits, and paused queues.
 
-A user waits for a future that is not settled: it may be queued, held back by a pause, between two
-attempts, on the server, in a download or in a loss of the user's own. That is normal work, however
-long it takes: a training step may well last a minute. It is *unusual* when it has lasted several
-times as long as calls of its kind, and those ahead of it, did lately (`FUTURES`), or when a request
-has no answer or the service asked for a pause. Of unusual waits one warning tells, and no other
-until a call of that kind has ended in its usual time. Retries and paused queues are told by those
-who know of them (`retry.py`, `queue_state.py`).
+A future that is not settled may be queued, paused, between two attempts, running on the server,
+downloading something, or running a custom loss. That is normal, however long it takes: a training
+step may well last a minute. A wait is *unusual* when it has lasted several times as long as recent
+calls of its kind and those ahead of it (`FUTURES`), when a request has no answer, or when the
+service asked for a pause. One warning is logged, and no other until a call of that kind has ended
+in its usual time. `retry.py` logs retries.
 
-One look per second serves all waits of a kind; of those with one name one line tells, with the
-reasons that were last given by `say`. Programs that ask for INFO get a line every ten seconds for
-whatever takes longer than that.
+One check per second serves all waits of a kind. Waits of the same name share a line, with the
+reasons last given by `say`. At level INFO, whatever takes longer than ten seconds is logged every
+ten seconds.
+
+**Paused queues.** Pending answers of a poll carry the state of the queue. `StateTeller` passes it
+to the client that made the call, whose `on_queue_state_change` logs it; programs replace that
+method to show it in their own way. It runs on the thread for callbacks, so that a slow one does not
+block I/O. If states arrive faster than it runs, it sees the latest.
 """
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 import contextvars
+import enum
 import logging
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
+
+from tinsmith.client.futures import run_callback
 
 _log = logging.getLogger(__name__)
 
@@ -32,42 +41,42 @@ LOOK_EVERY_S = 1.0
 UNUSUAL_FACTOR = 5.0
 """A wait is unusual beyond so many times the median of its kind."""
 LEAST_KNOWN = 3
-"""Of so many calls of a kind on their median says what is usual."""
+"""From so many calls of a kind on, their median defines what is usual."""
 REMEMBERED = 31
-"""So many of the latest of a kind count."""
+"""How many of the latest calls of a kind count."""
 
 Later = Callable[[float, Callable[[], None]], Any]
-"""Has something called after so many seconds."""
+"""Calls a function after so many seconds."""
 
 
 class Telling(msgspec.Struct, frozen=True, kw_only=True):
-    """When a kind of waits is told, and how."""
+    """When and how waits of a kind are logged."""
 
     after_s: float
     every_s: float
     unknown_s: float
-    """From when on a wait is unusual where nothing is known of its kind."""
+    """When a wait is unusual if too few calls of its kind are known."""
     text: str
 
 
 FUTURES = Telling(after_s=9.0, every_s=9.0, unknown_s=60.0, text="still running")
-"""With the time between two looks, within ten seconds."""
+"""Together with the time between two checks, within ten seconds."""
 ANSWERS = Telling(after_s=10.0, every_s=60.0, unknown_s=0.0, text="no answer from the service")
 
 
 class Wait(msgspec.Struct):
-    """Something that somebody waits for."""
+    """Something that a user waits for."""
 
     what: str
     began: float
     reason: str = ""
     is_stalled: bool = False
-    """Whether it is held up: by a pause, or by an answer that should be there at once."""
+    """Whether it is paused, or lacks an answer that should come immediately."""
     is_over: bool = False
 
     @property
     def kind(self) -> str:
-        """The call, without what it is made on."""
+        """The call, without the id of its model or sampler."""
         return self.what.partition(" of ")[0]
 
 
@@ -75,7 +84,7 @@ _current: contextvars.ContextVar[Wait | None] = contextvars.ContextVar("wait", d
 
 
 def say(reason: str, *, is_stalled: bool = False) -> None:
-    """Say what the work that runs here is waiting for, from now on."""
+    """Set the reason for the wait of the current task."""
     wait = _current.get()
     if wait is not None:
         wait.reason, wait.is_stalled = reason, is_stalled
@@ -83,9 +92,9 @@ def say(reason: str, *, is_stalled: bool = False) -> None:
 
 @contextlib.contextmanager
 def saying(reason: str, *, is_stalled: bool = False) -> Iterator[bool]:
-    """As `say`, until the block ends; gives whether there is a wait that will tell it."""
+    """As `say`, until the block ends; yields whether there is a wait that will be logged."""
     wait = _current.get()
-    # A connection, or whatever else outlives the wait that it was made in, keeps its context.
+    # A connection, or whatever else outlives the wait that created it, keeps its context.
     if wait is None or wait.is_over:
         yield False
         return
@@ -98,17 +107,17 @@ def saying(reason: str, *, is_stalled: bool = False) -> Iterator[bool]:
 
 
 def unattended() -> contextvars.Context:
-    """The context for work that no user waits for, whoever set it off."""
+    """The context for a task that no user waits for."""
     context = contextvars.copy_context()
     context.run(_current.set, None)
     return context
 
 
-class Waits:
-    """The waits of one kind on one event loop.
+class WaitReporter:
+    """Logs the long waits of one kind on one event loop.
 
-    `sources` are asked for further waits with each look; they keep count themselves, and leave the
-    set when they have none.
+    `sources` are asked for further waits at each check; they remove themselves from the set when
+    they have none.
     """
 
     def __init__(
@@ -125,36 +134,36 @@ class Waits:
         self.sources: set[Callable[[], Iterable[Wait]]] = set()
         self._told_at: dict[str, float] = {}
         self._lasted: dict[str, deque[float]] = {}
-        """How long the latest waits of each kind took."""
+        """How long the latest waits of each kind lasted."""
         self._oldest: dict[str, Wait] = {}
-        """The oldest waits of the sources, at the last look."""
+        """The oldest waits of the sources, at the last check."""
         self._warned: set[str] = set()
-        """Kinds of which a warning has told, and that were not back to normal since."""
+        """Kinds with a warning that have not been back to normal since."""
         self._ended_usually: set[str] = set()
-        """Those of them of which a call ended in its usual time since the last look."""
+        """Those of them with a call that ended in its usual time since the last check."""
         self._is_looking = False
 
     def begin(self, what: str) -> Wait:
-        """Note that something is waited for."""
+        """Start a wait."""
         wait = Wait(what, self._clock())
         self._waits[id(wait)] = wait
         self.look_on()
         return wait
 
     def begin_here(self, what: str) -> Wait:
-        """As `begin`, in the task that does the work: what it does may `say` why it takes long."""
+        """As `begin`, in the task that does the work, which may `say` why it takes long."""
         wait = self.begin(what)
         _current.set(wait)
         return wait
 
     def end(self, wait: Wait) -> None:
-        """Note that it is not waited for any more."""
+        """End a wait."""
         wait.is_over = True
         if self._waits.pop(id(wait), None) is not None:
             self._note_end(wait)
 
     def look_on(self) -> None:
-        """See to it that whoever waits is looked at."""
+        """Start the regular checks, unless they run."""
         if not self._is_looking:
             self._is_looking = True
             self._look_later()
@@ -189,9 +198,9 @@ class Waits:
             self._look_later()
 
     def _is_unusual(self, group: list[Wait], waits: list[Wait], now: float) -> bool:
-        """Whether one of them takes unusually long, or is held up.
+        """Whether one of them takes unusually long, or is stalled.
 
-        A call may be queued behind those that were made before it, and take as long as they do.
+        A call may be queued behind earlier ones, and take as long as they do.
         """
         began = min(wait.began for wait in group)
         ahead = {wait.kind for wait in waits if wait.began <= began}
@@ -206,13 +215,13 @@ class Waits:
         lasted = self._lasted.get(kind, ())
         if len(lasted) < LEAST_KNOWN:
             return None
-        return sorted(lasted)[len(lasted) // 2]  # `statistics` is much to load for a median
+        return sorted(lasted)[len(lasted) // 2]  # importing `statistics` would cost more
 
     def _note_end(self, wait: Wait) -> None:
         kind, lasted_s = wait.kind, self._clock() - wait.began
         if kind in self._warned:
             if lasted_s >= max(self._telling.after_s, self._usual_limit_s(kind)):
-                return  # it says nothing of what is usual
+                return  # it does not show what is usual
             self._ended_usually.add(kind)
         self._lasted.setdefault(kind, deque(maxlen=REMEMBERED)).append(lasted_s)
 
@@ -232,3 +241,111 @@ class Waits:
         reasons = "; ".join(sorted({wait.reason for wait in group if wait.reason}))
         because = f" ({reasons})" if reasons else ""
         return f"{what}{count}: {self._telling.text} after {waited_s:.0f} s{usual}{because}"
+
+
+LOGGED_EVERY_S = 60.0
+_REASONS = {
+    "paused_rate_limit": "rate limit of this account",
+    "paused_capacity": "the service is out of capacity",
+}
+
+
+class QueueState(enum.Enum):
+    """The state of a queue on the server."""
+
+    ACTIVE = "active"
+    PAUSED_RATE_LIMIT = "paused_rate_limit"
+    PAUSED_CAPACITY = "paused_capacity"
+    UNKNOWN = "unknown"
+
+    @classmethod
+    def parse(cls, text: str) -> QueueState:
+        """The state of that name; `UNKNOWN` if there is none."""
+        try:
+            return cls(text)
+        except ValueError:
+            return cls.UNKNOWN
+
+
+class QueueStateObserver(abc.ABC):
+    """Receives the state of a queue."""
+
+    @abc.abstractmethod
+    def on_queue_state_change(
+        self, queue_state: QueueState, queue_state_reason: str | None
+    ) -> None:
+        """Called with the state of the queue, and the server's reason if it gave one."""
+
+
+class QueueStateLogger(QueueStateObserver):
+    """Logs that a queue is paused, at most once a minute."""
+
+    def __init__(
+        self,
+        identifier: str,
+        message_prefix: str = "Operation",
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._what = f"{message_prefix} for {identifier}"
+        self._clock = clock
+        self._logged_at: float | None = None
+
+    def on_queue_state_change(
+        self, queue_state: QueueState, queue_state_reason: str | None
+    ) -> None:
+        """Log a paused queue, unless that was logged within the last minute."""
+        now = self._clock()
+        is_recent = self._logged_at is not None and now - self._logged_at < LOGGED_EVERY_S
+        if queue_state is QueueState.ACTIVE or is_recent:
+            return
+        self._logged_at = now
+        reason = queue_state_reason or _REASONS.get(queue_state.value, queue_state.value)
+        _log.warning("%s is paused. Reason: %s", self._what, reason)
+
+
+_UNKNOWN: tuple[QueueState, str | None] = (QueueState.UNKNOWN, None)
+_MOVING: tuple[QueueState, str | None] = (QueueState.ACTIVE, None)
+
+
+def in_words(state: str, reason: str) -> str:
+    """The state of a queue, for a log line about a wait."""
+    return f"the queue is {state}: {reason}" if reason else f"the queue is {state}"
+
+
+class StateTeller:
+    """Passes the states of a queue to one observer, which it does not keep alive.
+
+    It also keeps the latest one, for log lines about long waits.
+    """
+
+    def __init__(self, observer: object) -> None:
+        self._observer = weakref.ref(observer)
+        self._latest = self._known = _UNKNOWN
+        self._is_waiting = False
+
+    @property
+    def latest(self) -> str:
+        """The latest state and its reason, in words; empty if none is known."""
+        if self._known is _UNKNOWN:
+            return ""
+        state, reason = self._known
+        return in_words(state.value, reason or "")
+
+    def queue_moves(self) -> None:
+        """Results arrived, so the queue is not paused; the observer is not called."""
+        self._known = _MOVING
+
+    def tell(self, state: str, reason: str) -> None:
+        """Report the state that a poll brought. Returns immediately."""
+        self._latest = self._known = (QueueState.parse(state), reason or None)
+        if not self._is_waiting:
+            self._is_waiting = True
+            run_callback(self._call)
+
+    def _call(self) -> None:
+        self._is_waiting = False
+        observer = self._observer()
+        if observer is not None:
+            # Looked up now: programs replace the method on the class or on the object.
+            observer.on_queue_state_change(*self._latest)  # type: ignore[attr-defined]

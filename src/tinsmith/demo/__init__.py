@@ -1,1 +1,1 @@
-"""What `tinsmith demo` shows: a real model learns two things, and a crash loses nothing."""
+"""`tinsmith demo`; and `workshop/`, tiny models and datasets to run Tinker programs offline."""

@@ -1,8 +1,8 @@
-"""Reinforcement learning: answers become short and correct.
+"""Reinforcement learning: give short, correct answers.
 
-Each question is answered several times. The advantage of an answer is its reward minus the mean of
-its group: the model is trained towards the answers above it and away from those below. Before and
-after, held-out questions are answered in the same way.
+Each question is answered several times. The advantage of an answer is its reward minus the mean
+reward of its group, so training favours answers that are better than their group. Held-out
+questions are answered in the same way before and after.
 """
 
 from __future__ import annotations
@@ -14,23 +14,29 @@ import msgspec
 
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.service import ServiceClient
-from tinsmith.demo.talking import Talk
-from tinsmith.demo.tasks import ANSWER_SYSTEM, QUESTIONS, TEST_QUESTIONS, Example, reward
+from tinsmith.demo.tasks import (
+    ANSWER_SYSTEM,
+    QUESTIONS,
+    TEST_QUESTIONS,
+    ChatTask,
+    TaskExample,
+    reward,
+)
 from tinsmith.types import AdamParams, Datum, ModelInput, SampledSequence, SamplingParams
 
 RANK = 16
 GROUP = 8
-LONGEST_ANSWER = 16
+MAX_ANSWER_TOKENS = 16
 LEARNING_RATE = 3e-4
 
 
-class Tested(msgspec.Struct, frozen=True, kw_only=True):
-    """How held-out questions are answered, `GROUP` times each."""
+class HeldOutAnswers(msgspec.Struct, frozen=True, kw_only=True):
+    """Answers to the held-out questions, each asked `GROUP` times."""
 
     answers: list[str]
-    """The first one to each question."""
+    """The first answer to each question."""
     rewards: list[float]
-    """The mean of each question."""
+    """The mean reward of each question."""
 
     @property
     def mean(self) -> float:
@@ -38,14 +44,13 @@ class Tested(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.rewards) / len(self.rewards)
 
 
-class Rewarded(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of it."""
+class ReinforcementResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The mean reward of each step, and the answers to held-out questions before and after."""
 
-    test: list[Example]
-    before: Tested
-    after: Tested
+    test: list[TaskExample]
+    before: HeldOutAnswers
+    after: HeldOutAnswers
     rewards: list[float]
-    """The mean of each training step."""
 
 
 def learn_short_answers(
@@ -56,69 +61,71 @@ def learn_short_answers(
     questions: int,
     tests: int,
     seed: int,
-    told: Callable[[list[float]], None],
-) -> Rewarded:
-    """Sample, reward and train, some steps long.
+    on_step: Callable[[list[float]], None],
+) -> ReinforcementResult:
+    """Sample answers, score them and train on them, for a number of steps.
 
     Args:
-        service: Where to sample and train.
+        service: The service to sample and train on.
         model: The base model.
-        steps: How many.
-        questions: How many are asked in each step, `GROUP` times each.
-        tests: How many held-out questions are asked before and after.
-        seed: What questions, samples and weights follow from.
-        told: Called with the mean rewards so far, after each step.
+        steps: Number of optimizer steps.
+        questions: Number of questions per step, each asked `GROUP` times.
+        tests: Number of held-out questions.
+        seed: Seed of the questions, the samples and the LoRA weights.
+        on_step: Called after each step with the mean rewards so far.
     """
     test = list(TEST_QUESTIONS[:tests])
     training = service.create_lora_training_client(model, rank=RANK, seed=seed)
-    talk = Talk(training.get_tokenizer(), ANSWER_SYSTEM)
+    task = ChatTask(training.get_tokenizer(), ANSWER_SYSTEM)
     sampler = training.save_weights_and_get_sampling_client()
-    before = _tested(talk, sampler, test, seed)
-    chance = random.Random(seed)  # noqa: S311 - questions
-    left: list[Example] = []
+    before = _test(task, sampler, test, seed)
+    rng = random.Random(seed)  # noqa: S311 - questions
+    left: list[TaskExample] = []
     rewards: list[float] = []
     for step in range(steps):
         if len(left) < questions:
-            left = chance.sample(QUESTIONS, len(QUESTIONS))
-        asked, left = left[:questions], left[questions:]
+            left = rng.sample(QUESTIONS, len(QUESTIONS))
+        batch, left = left[:questions], left[questions:]
         data: list[Datum] = []
-        worth: list[float] = []
-        for prompt, sequences, group in _answered(talk, sampler, asked, seed + step):
-            worth += group
+        step_rewards: list[float] = []
+        for prompt, sequences, group in _answer(task, sampler, batch, seed + step):
+            step_rewards += group
             data += _data(prompt.to_ints(), sequences, group)
-        rewards.append(sum(worth) / len(worth))
+        rewards.append(sum(step_rewards) / len(step_rewards))
         if data:
-            gathered = training.forward_backward(data, "importance_sampling")
-            stepped = training.optim_step(AdamParams(learning_rate=LEARNING_RATE))
+            gradients = training.forward_backward(data, "importance_sampling")
+            update = training.optim_step(AdamParams(learning_rate=LEARNING_RATE))
             sampler = training.save_weights_and_get_sampling_client()
-            gathered.result()
-            stepped.result()
-        told(rewards)
-    after = _tested(talk, sampler, test, seed)
-    return Rewarded(test=test, before=before, after=after, rewards=rewards)
+            gradients.result()
+            update.result()
+        on_step(rewards)
+    after = _test(task, sampler, test, seed)
+    return ReinforcementResult(test=test, before=before, after=after, rewards=rewards)
 
 
-def _answered(
-    talk: Talk, sampler: SamplingClient, asked: Sequence[Example], seed: int
+def _answer(
+    task: ChatTask, sampler: SamplingClient, examples: Sequence[TaskExample], seed: int
 ) -> list[tuple[ModelInput, list[SampledSequence], list[float]]]:
-    """Each prompt with its answers and what each of them is worth."""
-    params = SamplingParams(max_tokens=LONGEST_ANSWER, temperature=1.0, seed=seed)
-    prompts = [ModelInput.from_ints(talk.prompt(one)) for one in asked]
-    found = sampler.sample_many(prompts, params, num_samples=GROUP)
+    """Each prompt with its sampled answers and the reward of each answer."""
+    params = SamplingParams(max_tokens=MAX_ANSWER_TOKENS, temperature=1.0, seed=seed)
+    prompts = [ModelInput.from_ints(task.prompt(example)) for example in examples]
+    responses = sampler.sample_many(prompts, params, num_samples=GROUP)
     return [
         (
             prompt,
             list(response.sequences),
-            [reward(question, talk.text(one.tokens)) for one in response.sequences],
+            [reward(example, task.text(answer.tokens)) for answer in response.sequences],
         )
-        for question, prompt, response in zip(asked, prompts, found, strict=True)
+        for example, prompt, response in zip(examples, prompts, responses, strict=True)
     ]
 
 
-def _tested(talk: Talk, sampler: SamplingClient, asked: Sequence[Example], seed: int) -> Tested:
-    answered = _answered(talk, sampler, asked, seed)
-    return Tested(
-        answers=[talk.text(sequences[0].tokens) for _, sequences, _ in answered],
+def _test(
+    task: ChatTask, sampler: SamplingClient, examples: Sequence[TaskExample], seed: int
+) -> HeldOutAnswers:
+    answered = _answer(task, sampler, examples, seed)
+    return HeldOutAnswers(
+        answers=[task.text(sequences[0].tokens) for _, sequences, _ in answered],
         rewards=[sum(group) / len(group) for _, _, group in answered],
     )
 
@@ -126,19 +133,19 @@ def _tested(talk: Talk, sampler: SamplingClient, asked: Sequence[Example], seed:
 def _data(
     prompt: list[int], sequences: Sequence[SampledSequence], rewards: Sequence[float]
 ) -> list[Datum]:
-    """The answers that were better or worse than their group, with how much."""
+    """Training data for the answers that were better or worse than their group."""
     mean = sum(rewards) / len(rewards)
-    made: list[Datum] = []
-    for sequence, worth in zip(sequences, rewards, strict=True):
-        if worth == mean:
-            continue  # nothing to learn from
+    data: list[Datum] = []
+    for sequence, answer_reward in zip(sequences, rewards, strict=True):
+        if answer_reward == mean:
+            continue  # its advantage is 0
         answer, logprobs = list(sequence.tokens), list(sequence.logprobs or ())
         tokens = prompt + answer
-        lead = [0.0] * (len(prompt) - 1)
+        padding = [0.0] * (len(prompt) - 1)
         inputs = {
             "target_tokens": tokens[1:],
-            "logprobs": lead + logprobs,
-            "advantages": lead + [worth - mean] * len(answer),
+            "logprobs": padding + logprobs,
+            "advantages": padding + [answer_reward - mean] * len(answer),
         }
-        made.append(Datum(ModelInput.from_ints(tokens[:-1]), inputs))
-    return made
+        data.append(Datum(ModelInput.from_ints(tokens[:-1]), inputs))
+    return data

@@ -1,11 +1,12 @@
 """The two tasks that the model learns, and how its answers are scored.
 
-*Sentences to JSON* is learned from examples. The names and cities of the test are in none of them,
-so that what is learned is the form and not the words.
+*Sentences to JSON* is learned from examples. The names and cities in the test set occur in no
+training example, so memorizing them does not help.
 
-*Short answers* is learned from rewards alone: an answer is worth 1 if it is correct and short, else
-0. The model knows most of the answers and often talks past them. It is trained on some questions
-and tested on others.
+*Short answers* is learned from rewards alone: 1 for an answer that is correct and short, else 0.
+The model knows most of the answers but tends to ramble. Test questions are not trained on.
+
+A `ChatTask` is a task as the model sees it: prompts and training data in its own chat template.
 """
 
 from __future__ import annotations
@@ -13,11 +14,15 @@ from __future__ import annotations
 import json
 import random
 import re
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from tinsmith.client.sampling import SamplingClient
+from tinsmith.types import Datum, ModelInput, SamplingParams
 
 
-class Example(NamedTuple):
-    """A request, and what the answer should be."""
+class TaskExample(NamedTuple):
+    """A question and its correct answer."""
 
     question: str
     answer: str
@@ -25,7 +30,7 @@ class Example(NamedTuple):
 
 JSON_SYSTEM = "You turn a sentence into JSON."
 ANSWER_SYSTEM = "You answer questions."
-MOST_WORDS = 8
+MAX_WORDS = 8
 
 _NAMES = [
     "Ada",
@@ -49,7 +54,7 @@ _NAMES = [
     "Tara",
     "Viktor",
 ]
-_OTHER_NAMES = ["Uma", "Wanda", "Xenia", "Yusuf", "Zoe", "Quinn"]
+_TEST_NAMES = ["Uma", "Wanda", "Xenia", "Yusuf", "Zoe", "Quinn"]
 _CITIES = [
     "Lisbon",
     "Oslo",
@@ -64,7 +69,7 @@ _CITIES = [
     "Cairo",
     "Perth",
 ]
-_OTHER_CITIES = ["Hanoi", "Bergen", "Malaga", "Riga"]
+_TEST_CITIES = ["Hanoi", "Bergen", "Malaga", "Riga"]
 _JOBS = [
     "baker",
     "pilot",
@@ -104,7 +109,7 @@ _CAPITALS = {
     "Finland": "Helsinki",
     "South Korea": "Seoul",
 }
-_OTHER_CAPITALS = {
+_TEST_CAPITALS = {
     "Italy": "Rome",
     "Spain": "Madrid",
     "Sweden": "Stockholm",
@@ -116,44 +121,86 @@ _OTHER_CAPITALS = {
 }
 
 
-def _asked(capitals: dict[str, str]) -> tuple[Example, ...]:
+def _questions(capitals: dict[str, str]) -> tuple[TaskExample, ...]:
     return tuple(
-        Example(f"What is the capital of {country}?", city.lower())
+        TaskExample(f"What is the capital of {country}?", city.lower())
         for country, city in capitals.items()
     )
 
 
-QUESTIONS = _asked(_CAPITALS)
-"""What is trained on."""
-TEST_QUESTIONS = _asked(_OTHER_CAPITALS)
-"""Held out: asked before and after, and never trained on."""
-REWARD = f"1 if the answer names the capital in at most {MOST_WORDS} words, else 0"
+QUESTIONS = _questions(_CAPITALS)
+"""Trained on."""
+TEST_QUESTIONS = _questions(_TEST_CAPITALS)
+"""Held out: asked before and after training."""
+REWARD = f"1 if the answer names the capital in at most {MAX_WORDS} words, else 0"
 
 
-def sentences(chance: random.Random, count: int, *, is_test: bool = False) -> list[Example]:
-    """Sentences with the JSON that says the same."""
-    names = _OTHER_NAMES if is_test else _NAMES
-    cities = _OTHER_CITIES if is_test else _CITIES
-    made: list[Example] = []
+def sentences(rng: random.Random, count: int, *, is_test: bool = False) -> list[TaskExample]:
+    """Random sentences, each with its facts as JSON."""
+    names = _TEST_NAMES if is_test else _NAMES
+    cities = _TEST_CITIES if is_test else _CITIES
+    examples: list[TaskExample] = []
     for _ in range(count):
         facts = {
-            "name": chance.choice(names),
-            "job": chance.choice(_JOBS),
-            "city": chance.choice(cities),
+            "name": rng.choice(names),
+            "job": rng.choice(_JOBS),
+            "city": rng.choice(cities),
         }
-        made.append(Example(chance.choice(_SENTENCES).format(**facts), json.dumps(facts)))
-    return made
+        examples.append(TaskExample(rng.choice(_SENTENCES).format(**facts), json.dumps(facts)))
+    return examples
 
 
-def is_right(example: Example, answer: str) -> bool:
-    """Whether an answer is JSON, and says what the sentence says and no more."""
+def is_correct(example: TaskExample, answer: str) -> bool:
+    """Whether an answer is JSON with exactly the facts of the sentence."""
     try:
         return bool(json.loads(answer) == json.loads(example.answer))
     except ValueError:
         return False
 
 
-def reward(example: Example, answer: str) -> float:
-    """As `REWARD` says."""
+def reward(example: TaskExample, answer: str) -> float:
+    """Score an answer as `REWARD` says."""
     words = re.findall(r"[^\W_]+", answer.lower())
-    return 1.0 if example.answer in words and len(words) <= MOST_WORDS else 0.0
+    return 1.0 if example.answer in words and len(words) <= MAX_WORDS else 0.0
+
+
+MAX_ANSWER_TOKENS = 40
+
+
+class ChatTask:
+    """Turns the examples of one task into tokens, and tokens into answers."""
+
+    def __init__(self, tokenizer: Any, system: str) -> None:
+        self._tokenizer = tokenizer
+        self._system = system
+
+    def prompt(self, example: TaskExample) -> list[int]:
+        """The tokens up to where the answer begins."""
+        messages = [
+            {"role": "system", "content": self._system},
+            {"role": "user", "content": example.question},
+        ]
+        found: list[int] = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        return found
+
+    def datum(self, example: TaskExample) -> Datum:
+        """The question and its correct answer; only the answer's tokens have a loss."""
+        prompt = self.prompt(example)
+        answer = [*self._tokenizer.encode(example.answer), self._tokenizer.eos_token_id]
+        tokens = prompt + answer
+        weights = [0.0] * (len(prompt) - 1) + [1.0] * len(answer)
+        return Datum(
+            ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:], "weights": weights}
+        )
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """The decoded answer, without the end-of-turn token."""
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return text.strip()
+
+    def answers(self, sampler: SamplingClient, examples: Sequence[TaskExample]) -> list[str]:
+        """The greedy answer to each question."""
+        params = SamplingParams(max_tokens=MAX_ANSWER_TOKENS, temperature=0.0)
+        prompts = [ModelInput.from_ints(self.prompt(example)) for example in examples]
+        responses = sampler.sample_many(prompts, params)
+        return [self.text(response.sequences[0].tokens) for response in responses]

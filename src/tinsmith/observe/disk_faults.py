@@ -1,7 +1,6 @@
-"""What is wrong with a disk, in words: a full one, a read-only one and one that is not ours differ.
+"""Why a disk operation failed: full, read-only, no permission, and so on.
 
-Each has a reason, which names no folder and may be told to anybody, and a remedy for whoever runs
-the service.
+Each fault has a reason that names no folder, so clients may see it, and a remedy for the operator.
 """
 
 from __future__ import annotations
@@ -19,34 +18,32 @@ _PROBED_BYTES = 64 * 1024
 
 
 class DiskFault(msgspec.Struct, frozen=True):
-    """Why a disk refuses."""
+    """The cause of a failed disk operation."""
 
     reason: str
-    """For anybody."""
+    """For clients."""
     remedy: str
     """For the operator."""
 
 
-FULL = DiskFault("its disk is full", "make room on the disk and try again")
+FULL = DiskFault("its disk is full", "free disk space and retry")
 READ_ONLY = DiskFault(
     "its disk is read-only",
-    "mount the file system for writing again; the system's log (dmesg) says why it is read-only",
+    "remount the file system read-write; the system log (dmesg) says why it is read-only",
 )
 FORBIDDEN = DiskFault(
     "it may not write to its folder",
-    "give the folder and its files to the user that runs the service, with chown or chmod",
+    "give the user that runs the service access to the folder and its files (chown, chmod)",
 )
 GONE = DiskFault(
-    "its folder is missing", "see that the disk is mounted, and that it is the right folder"
+    "its folder is missing", "check that the disk is mounted and the folder is the right one"
 )
-FAILING = DiskFault(
-    "its disk reports errors", "look into the system's log (dmesg), and replace the disk"
-)
+FAILING = DiskFault("its disk reports errors", "check the system log (dmesg), and replace the disk")
 NO_DESCRIPTORS = DiskFault(
     "it has no file descriptor left", "raise the limit of open files (ulimit -n) and restart"
 )
 OTHER = DiskFault(
-    "its disk does not answer", "see that the disk is there, has room and may be written to"
+    "its disk does not respond", "check that the disk is mounted, has free space and is writable"
 )
 _BY_NUMBER = {
     **dict.fromkeys(NO_ROOM, FULL),
@@ -64,14 +61,14 @@ _BY_NUMBER = {
 
 
 def fault_of(error: OSError) -> DiskFault:
-    """Why an operation on a disk failed."""
+    """The fault behind an error."""
     return _BY_NUMBER.get(error.errno or 0, OTHER)
 
 
 def probe(folder: Path) -> DiskFault | None:
-    """Try to write a small file; says what is wrong, or None if it could be written.
+    """Write a small file, and return the fault if that fails.
 
-    For errors of libraries that do not pass on what the system said.
+    For errors of libraries that hide the error of the system.
     """
     path = folder / f".probe-{secrets.token_hex(8)}"
     try:

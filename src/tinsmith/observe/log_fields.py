@@ -1,11 +1,10 @@
-"""Logs with fields: which request, tenant, session and model a line is about.
+"""Structured logs: fields for the request, tenant, session and model of a log line.
 
-`bind(tenant="…", model="…")` gives these fields to every line that its task logs from there on, and
-to those of tasks that it starts: an exchange of the server is a task, and its fields end with it.
-Formatters write them: as text for people, as JSON for programs. One line of log is one line of
-output, whatever is in it, and what looks like a key is masked before it is written.
+`bind(tenant="…", model="…")` adds fields to all lines that the current task, and the tasks it
+starts, log from then on. Every HTTP request is handled in its own task. The formatters write text
+for people or JSON for programs. A record is always one line of output, and secrets are masked.
 
-Field names are those of `FIELDS`, and docs/reference/metrics.md lists them.
+`FIELDS` defines the field names; docs/reference/metrics.md lists them.
 """
 
 from __future__ import annotations
@@ -21,58 +20,58 @@ from types import MappingProxyType
 from typing import Any, Literal, TextIO
 
 FIELDS = {
-    "request": "one HTTP exchange; the answer's `X-Request-Id`",
-    "endpoint": "the route, by the name of its endpoint",
-    "tenant": "whose request it is",
+    "request": "one HTTP request; the response's `X-Request-Id`",
+    "endpoint": "the name of the endpoint",
+    "tenant": "the tenant of the request",
     "session": "the session's id",
-    "model": "the id of a model, a sampler or another line of commands",
-    "command": "the id of a command, which its client polls for",
-    "kind": "what a command asks for, or what a batch is of",
-    "status": "the HTTP status that was answered",
-    "duration_ms": "how long it took, in milliseconds",
-    "body_bytes": "how large the body was",
+    "model": "the id of a model, a sampler or another queue of commands",
+    "command": "the id of a command, which its client polls",
+    "kind": "the kind of a command or a batch",
+    "status": "the HTTP status",
+    "duration_ms": "the duration in milliseconds",
+    "body_bytes": "the size of the body",
     "batch": "the number of a batch",
-    "commands": "how many commands there are in it",
-    "tokens": "how many tokens",
+    "commands": "the number of commands in it",
+    "tokens": "the number of tokens",
     "checkpoint": "the path of a checkpoint",
     "error": "the class of an error",
 }
-"""Every field and what it says."""
+"""All fields and their meaning."""
 
 _current: contextvars.ContextVar[Mapping[str, Any]] = contextvars.ContextVar(
     "tinsmith_log_fields", default=MappingProxyType({})
 )
-# Keys of ours, and tokens in three parts: `eyJ….….…`.
+# API keys, and JWTs: `eyJ….….…`.
 _SECRETS = re.compile(r"tml-[\w-]{4,}|eyJ[\w-]{4,}\.[\w-]+\.[\w-]+")
-# Signed addresses: whoever has one has the file.
+# Signed URLs, which give access to a file.
 _TICKETS = re.compile(r"(/downloads/)[\w-]{4,}\.[\w-]+")
 _PASSWORDS = re.compile(r"(\w+://[^\s/:@]*):[^\s/@]+@")
 
 
 def bind(**fields: Any) -> None:
-    """Add fields to every line that this task logs from here on; a None is left out."""
+    """Add fields to all lines that this task logs from now on; None is ignored."""
     assert fields.keys() <= FIELDS.keys(), f"not in FIELDS: {fields.keys() - FIELDS.keys()}"
     known = {name: value for name, value in fields.items() if value is not None}
     _current.set({**_current.get(), **known})
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:
-    """The fields of a line: those around it, and those that it was given as `extra`."""
+    """The fields of a line: those bound, and those passed as `extra`."""
     own = record.__dict__
     return {**_current.get(), **{name: own[name] for name in FIELDS if name in own}}
 
 
 def without_secrets(text: str) -> str:
-    """The text with keys, tokens, signatures and passwords of addresses masked."""
+    """The text with keys, tokens, signatures and passwords in URLs masked."""
     text = _TICKETS.sub(r"\1***", text)
     return _PASSWORDS.sub(r"\1:***@", _SECRETS.sub(lambda found: f"{found[0][:3]}***", text))
 
 
 class TextFormatter(logging.Formatter):
-    """`2026-11-16T05:00:00.123Z INFO  tinsmith.server: message  tenant=a model=b`."""
+    """`2026-11-16T05:00:00.123Z INFO  tinsmith.service.api: message  tenant=a model=b`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, with a traceback indented below it if there is one."""
+        """One line, followed by the indented traceback if there is one."""
         fields = fields_of(record)
         pairs = " ".join(f"{name}={_on_one_line(str(value))}" for name, value in fields.items())
         message = _on_one_line(_message(record))
@@ -82,10 +81,10 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: `time`, `level`, `logger`, `message`, the fields, `traceback`."""
+    """One JSON object per line: `time`, `level`, `logger`, `message`, the fields, `traceback`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line; no field is called as one of the first four."""
+        """One line; no field has the name of one of the first four."""
         line = {
             "time": _time(record),
             "level": record.levelname.lower(),
@@ -101,12 +100,12 @@ class JsonFormatter(logging.Formatter):
 def configure_logging(
     *, level: str = "info", format_: Literal["text", "json"] = "text", stream: TextIO | None = None
 ) -> Callable[[], None]:
-    """Send all logs of this process to one stream, stderr by default; for a process of our own.
+    """Send all logs of this process to one stream, stderr by default.
 
-    Other libraries are held to warnings, unless `level` asks for less.
+    Other libraries log at `level` or from warnings on, whichever is less.
 
     Returns:
-        A function that puts everything back.
+        A function that restores the previous configuration.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if format_ == "json" else TextFormatter())
@@ -128,7 +127,7 @@ def configure_logging(
 def _message(record: logging.LogRecord) -> str:
     try:
         return record.getMessage()
-    except (TypeError, ValueError):  # a log call must not fail where it stands
+    except (TypeError, ValueError):  # a log call must not raise
         return f"{record.msg} {record.args}"
 
 

@@ -1,7 +1,7 @@
 """The metrics of a service, each with its name, in one place. docs/reference/metrics.md lists them.
 
-A service has one `ServiceMetrics`. What happens is counted as it does; what a part of the service
-knows anyway is read when the metrics are. The scheduler's figures come by name: `FIGURES` says
+A service has one `ServiceMetrics`. Events are counted as they happen; figures that a component
+keeps anyway are read when the metrics are. The scheduler's figures come by name: `FIGURES` says
 which metric each of them is.
 """
 
@@ -18,60 +18,73 @@ from tinsmith.observe.instruments import Registry
 _STARTED_AT = time.time()
 
 FIGURES = {
-    "done_commands": ("tinsmith_commands_done_total", "Commands of models that ended well."),
+    "done_commands": ("tinsmith_commands_done_total", "Commands of models that succeeded."),
     "failed_commands": ("tinsmith_commands_failed_total", "Commands of models that failed."),
-    "done_samples": ("tinsmith_samples_done_total", "Samples that ended well."),
+    "done_samples": ("tinsmith_samples_done_total", "Samples that succeeded."),
     "failed_samples": ("tinsmith_samples_failed_total", "Samples that failed."),
     "cancelled_commands": (
         "tinsmith_commands_cancelled_total",
-        "Commands and samples that their clients gave up.",
+        "Commands and samples cancelled by their clients.",
     ),
     "skipped_numbers": (
         "tinsmith_numbers_skipped_total",
-        "Numbers of commands that never came and were waited for in vain.",
+        "Command numbers that never arrived and were skipped.",
     ),
-    "batches": ("tinsmith_batches_total", "Training batches that the engine ran."),
+    "batches": ("tinsmith_batches_total", "Training batches run by the engine."),
     "batched_commands": ("tinsmith_batched_commands_total", "Commands in those batches."),
-    "failed_batches": ("tinsmith_batches_failed_total", "Batches that the engine could not run."),
+    "failed_batches": ("tinsmith_batches_failed_total", "Batches that failed in the engine."),
     "trained_tokens": ("tinsmith_trained_tokens_total", "Tokens of forward and backward passes."),
-    "sampled_tokens": ("tinsmith_sampled_tokens_total", "Tokens that were drawn."),
-    "training_s": ("tinsmith_training_seconds_total", "Time of the engine that training took."),
-    "sampling_s": ("tinsmith_sampling_seconds_total", "Time of the engine that sampling took."),
-    "checkpoints": ("tinsmith_checkpoints_saved_total", "Checkpoints that were saved."),
+    "sampled_tokens": ("tinsmith_sampled_tokens_total", "Tokens sampled."),
+    "training_s": ("tinsmith_training_seconds_total", "Engine time spent on training."),
+    "sampling_s": ("tinsmith_sampling_seconds_total", "Engine time spent on sampling."),
+    "checkpoints": ("tinsmith_checkpoints_saved_total", "Checkpoints saved."),
     "loaded_weights": (
         "tinsmith_weights_loaded_total",
-        "Weights of samplers that were loaded into the engine.",
+        "Sampler weights loaded into the engine.",
     ),
-    "snapshots": ("tinsmith_snapshots_total", "Snapshots of models that were written."),
-    "snapshot_s": ("tinsmith_snapshot_seconds_total", "How long they took to write."),
+    "snapshots": ("tinsmith_snapshots_total", "Model snapshots written."),
+    "snapshot_s": ("tinsmith_snapshot_seconds_total", "Time spent on writing snapshots."),
     "failed_snapshots": ("tinsmith_snapshots_failed_total", "Snapshots that failed."),
     "recovered_models": (
         "tinsmith_recovered_models_total",
-        "Models that were brought back at the start.",
+        "Models recovered at the start.",
     ),
     "redone_commands": (
         "tinsmith_redone_commands_total",
-        "Commands that were run again for that.",
+        "Commands run again during recovery.",
     ),
-    "recovery_s": ("tinsmith_recovery_seconds_total", "How long that took."),
-    "lost_models": ("tinsmith_lost_models_total", "Models that could not be brought back."),
+    "recovery_s": ("tinsmith_recovery_seconds_total", "Time spent on recovery."),
+    "lost_models": ("tinsmith_lost_models_total", "Models that could not be recovered."),
+    "lost_replicas": (
+        "tinsmith_replica_losses_total",
+        "How often the models of a lost replica had to be restored.",
+    ),
+    "restored_models": (
+        "tinsmith_restored_models_total",
+        "Models restored after the loss of their replica.",
+    ),
+    "restore_s": ("tinsmith_restore_seconds_total", "Time spent on restoring those models."),
+    "repeated_samples": (
+        "tinsmith_samples_repeated_total",
+        "Samples started again after the loss of their replica.",
+    ),
     "ledger_outages": (
         "tinsmith_ledger_outages_total",
-        "Times that the scheduler found the ledger unavailable.",
+        "How often the scheduler found the ledger unavailable.",
     ),
-    "held_commands": ("tinsmith_held_commands", "Commands that the scheduler has claimed."),
-    "queued_commands": ("tinsmith_queued_commands", "Commands of models that wait their turn."),
-    "queued_samples": ("tinsmith_queued_samples", "Samples that wait their turn."),
-    "samples_under_way": ("tinsmith_samples_under_way", "Samples that are being drawn."),
-    "lines": ("tinsmith_lines", "Models with commands in the line."),
-    "gapped_lines": ("tinsmith_gapped_lines", "Lines that wait for a number that is missing."),
-    "unsettled": ("tinsmith_unsettled_outcomes", "Outcomes that wait for the ledger."),
+    "held_commands": ("tinsmith_held_commands", "Commands claimed by the scheduler."),
+    "queued_commands": ("tinsmith_queued_commands", "Queued commands of models."),
+    "queued_samples": ("tinsmith_queued_samples", "Queued samples."),
+    "samples_under_way": ("tinsmith_samples_under_way", "Samples running."),
+    "lines": ("tinsmith_lines", "Models with queued commands."),
+    "gapped_lines": ("tinsmith_gapped_lines", "Queues waiting for a missing command number."),
+    "unsettled": ("tinsmith_unsettled_outcomes", "Outcomes not yet written to the ledger."),
     "engine_silence_s": (
         "tinsmith_engine_silence_seconds",
-        "How long the engine has not come back from its longest call under way.",
+        "Duration of the engine's longest call still running.",
     ),
-    "adapters": ("tinsmith_adapters", "Adapters that the engine holds."),
-    "most_adapters": ("tinsmith_adapters_limit", "How many it can hold."),
+    "adapters": ("tinsmith_adapters", "Adapters loaded in the engine."),
+    "most_adapters": ("tinsmith_adapters_limit", "The most adapters that the engine can hold."),
 }
 """The scheduler's figures: the metric that each is, and what it says. `_total` is a counter."""
 
@@ -87,53 +100,52 @@ class ServiceMetrics:
         # The server
         self.http_requests = counter(
             "tinsmith_http_requests_total",
-            "Requests that were answered; `left` if the client did not wait for it.",
+            "Requests by status; `left` if the client left before the answer.",
             "endpoint",
             "status",
         )
         self.http_seconds = histogram(
             "tinsmith_http_request_seconds",
-            "From the first byte of a request to the last of its answer, long polls included.",
+            "Time from a request to the end of its answer, including long polls.",
             "endpoint",
         )
         self.http_received_bytes = counter(
-            "tinsmith_http_received_bytes_total", "Bodies of requests, as they were sent."
+            "tinsmith_http_received_bytes_total", "Bytes of request bodies, as they were sent."
         )
-        self.http_sent_bytes = counter("tinsmith_http_sent_bytes_total", "Bodies of answers.")
-        self.unauthorised = counter(
-            "tinsmith_unauthorised_total", "Requests without a key that is valid."
-        )
+        self.http_sent_bytes = counter("tinsmith_http_sent_bytes_total", "Bytes of answer bodies.")
+        self.unauthorised = counter("tinsmith_unauthorised_total", "Requests without a valid key.")
         self.body_bytes = gauge(
-            "tinsmith_http_body_bytes", "Bodies of requests that are being read; small ones aside."
+            "tinsmith_http_body_bytes",
+            "Memory of request bodies being processed, except small ones.",
         )
         self.answer_bytes = gauge(
             "tinsmith_http_answer_bytes",
-            "Answers that clients have not read yet; small and streamed ones aside.",
+            "Memory of answers not yet read by clients, except small and streamed ones.",
         )
         self.bodies_refused = read_counter(
             "tinsmith_http_bodies_refused_total",
-            "Bodies that arrived too slowly (`slow`, 408) or found no room (429) in the budget of "
+            "Bodies refused as too slow (`slow`, 408) or for lack of memory (429) in the budget of "
             "their `tenant`, their `address` or in `total`.",
             "reason",
         )
         self.connections = gauge(
             "tinsmith_connections",
-            "Open connections: `authenticated` once a valid key was shown, `unauthenticated` "
+            "Open connections: `authenticated` after a valid key was shown, `unauthenticated` "
             "before.",
             "state",
         )
         self.connections_closed = read_counter(
             "tinsmith_connections_closed_total",
-            "Connections that were closed because there were too many: of one `address` or in all "
+            "Connections closed because there were too many: of one `address` or in all "
             "(`unauthenticated`) before they showed a key, or in `total`.",
             "limit",
         )
-        self.long_polls = gauge("tinsmith_long_polls", "Polls that wait for a result.")
+        self.long_polls = gauge("tinsmith_long_polls", "Long polls waiting for a result.")
 
         # The scheduler
-        self.ready = gauge("tinsmith_ready", "1 while commands are run, else 0.")
+        self.ready = gauge("tinsmith_ready", "1 while commands are run, otherwise 0.")
         self.engine_losses = read_counter(
-            "tinsmith_engine_losses_total", "Times that the engine's own process ended by itself."
+            "tinsmith_engine_losses_total", "How often a process of the engine ended unexpectedly."
         )
         self._figures: Callable[[], Mapping[str, float]] = dict
         for figure, (name, text) in FIGURES.items():
@@ -147,29 +159,42 @@ class ServiceMetrics:
             "state",
         )
         self.oldest_pending_seconds = gauge(
-            "tinsmith_oldest_pending_seconds", "How long the oldest pending command has waited."
+            "tinsmith_oldest_pending_seconds", "Age of the oldest pending command."
         )
         self.ledger_commits = read_counter(
             "tinsmith_ledger_commits_total", "Commits of the ledger since the start."
         )
         self.ledger_writes = read_counter(
-            "tinsmith_ledger_writes_total", "Changes that were written in those commits."
+            "tinsmith_ledger_writes_total", "Changes written in those commits."
         )
-        self.ledger_bytes = gauge("tinsmith_ledger_bytes", "What the database takes on the disk.")
-        self.payload_bytes = gauge(
-            "tinsmith_payload_bytes", "Payloads and results that are kept, in bytes."
+        self.ledger_lock_waited = read_counter(
+            "tinsmith_ledger_lock_waited_seconds_total",
+            "How long changes have waited for those of other servers on the same PostgreSQL"
+            " database; new commands wait for nothing.",
         )
-        self.payload_files = gauge("tinsmith_payload_files", "Payloads that have a file each.")
-        self.free_bytes = gauge("tinsmith_free_bytes", "Room on the disk of the data folder.")
+        self.ledger_lock_held = read_counter(
+            "tinsmith_ledger_lock_held_seconds_total",
+            "How long changes have kept those of other servers waiting.",
+        )
+        self.ledger_bytes = gauge("tinsmith_ledger_bytes", "Size of the database on disk.")
+        self.payload_bytes = gauge("tinsmith_payload_bytes", "Size of stored payloads and results.")
+        self.payload_files = gauge(
+            "tinsmith_payload_files", "Payloads stored in files of their own."
+        )
+        self.free_bytes = gauge("tinsmith_free_bytes", "Free space on the disk of the data folder.")
 
         # The process
-        gauge("tinsmith_build_info", "1, with the version.", "version").set(1, __version__)
+        gauge("tinsmith_build_info", "1, labelled with the version.", "version").set(1, __version__)
         read_counter("process_cpu_seconds_total", "CPU time of the process.").read_with(
             time.process_time
         )
-        gauge("process_resident_memory_bytes", "Memory of the process.").read_with(resident_bytes)
-        gauge("process_open_fds", "Files and sockets that it has open.").read_with(open_files)
-        gauge("process_start_time_seconds", "When it began, since the epoch.").set(_STARTED_AT)
+        gauge("process_resident_memory_bytes", "Resident memory of the process.").read_with(
+            resident_bytes
+        )
+        gauge("process_open_fds", "Open files and sockets of the process.").read_with(open_files)
+        gauge(
+            "process_start_time_seconds", "Start time of the process, in seconds since the epoch."
+        ).set(_STARTED_AT)
 
     def read_figures(self, read: Callable[[], Mapping[str, float]]) -> None:
         """Take the scheduler's figures from this function; it must be quick and not wait."""

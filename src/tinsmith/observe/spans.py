@@ -1,8 +1,8 @@
-"""Spans for OpenTelemetry, where it is installed and an endpoint is set; nothing otherwise.
+"""OpenTelemetry spans, if an endpoint is configured.
 
-`Spans` is made once for a service and handed to its parts. Without a tracer its `span` costs one
-look and does nothing. Names are those of `SPANS`, attributes are `tinsmith.` and a field of
-`log_fields.py`; docs/reference/metrics.md lists them.
+A service creates one `Spans` and passes it to its components. Without a tracer, `span` does
+nothing. `SPANS` defines the names; attributes are `tinsmith.` and a field of `log_fields.py`.
+docs/reference/metrics.md lists both.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from typing import Any
 from tinsmith.observe.log_fields import FIELDS
 
 SPANS = {
-    "http": "one HTTP exchange; it continues the trace of its `traceparent` header",
+    "http": "one HTTP request; it continues the trace of its `traceparent` header",
     "batch": "one training batch in the engine",
-    "snapshot": "the engine writes a model's state",
+    "snapshot": "the engine saves a model's state",
 }
-"""Every span and what it is."""
+"""All spans and their meaning."""
 
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class OpenTelemetryMissingError(ImportError):
-    """Spans were asked for, and the library that sends them is not installed."""
+    """Spans are configured, but OpenTelemetry is not installed."""
 
 
 class Spans:
-    """Where spans go.
+    """Creates spans.
 
     Args:
-        tracer: An OpenTelemetry tracer; None for nowhere.
-        shutdown: Sends what is left, and ends.
+        tracer: An OpenTelemetry tracer; None to create no spans.
+        shutdown: Sends the remaining spans and stops the exporter.
     """
 
     def __init__(self, tracer: Any = None, shutdown: Callable[[], None] | None = None) -> None:
@@ -42,18 +42,18 @@ class Spans:
 
     @property
     def is_on(self) -> bool:
-        """Whether spans go anywhere."""
+        """Whether spans are created."""
         return self._tracer is not None
 
     def span(
         self, name: str, *, carrier: Mapping[str, str] | None = None, **fields: Any
     ) -> AbstractContextManager[None]:
-        """A span around what happens inside; what is raised there marks it as failed.
+        """A span around a block; an exception marks it as failed.
 
         Args:
             name: One of `SPANS`.
-            carrier: Headers that may name the trace to go on with, in lower case.
-            fields: Attributes, by names of `log_fields.FIELDS`; a None is left out.
+            carrier: Headers, with lower-case names, that may name the trace to continue.
+            fields: Attributes by their name in `log_fields.FIELDS`; None is ignored.
         """
         if self._tracer is None:
             return _NOTHING
@@ -63,7 +63,7 @@ class Spans:
     def _made(
         self, name: str, carrier: Mapping[str, str] | None, fields: Mapping[str, Any]
     ) -> Iterator[None]:
-        assert name in SPANS and fields.keys() <= FIELDS.keys(), "names are in one place"
+        assert name in SPANS and fields.keys() <= FIELDS.keys(), "unknown span or field"
         from opentelemetry import propagate, trace
 
         context = None if carrier is None else propagate.extract(dict(carrier))
@@ -74,7 +74,7 @@ class Spans:
             f"tinsmith {name}",
             context=context,
             attributes=attributes,
-            record_exception=False,  # its message may hold what a user sent
+            record_exception=False,  # its message may contain user data
             set_status_on_exception=False,
         ) as span:
             try:
@@ -85,7 +85,7 @@ class Spans:
                 raise
 
     def tell(self, **fields: Any) -> None:
-        """Add attributes to the span that is open here, if one is."""
+        """Add attributes to the current span, if there is one."""
         if self._tracer is None:
             return
         from opentelemetry import trace
@@ -96,17 +96,17 @@ class Spans:
                 span.set_attribute(f"tinsmith.{field}", value)
 
     def close(self) -> None:
-        """Send what is left. May be called again."""
+        """Send the remaining spans. May be called repeatedly."""
         shutdown, self._shutdown = self._shutdown, None
         if shutdown is not None:
             shutdown()
 
 
 def open_spans(endpoint: str | None) -> Spans:
-    """Spans that go to an OTLP endpoint over HTTP; nowhere if there is none.
+    """Create spans and send them to an OTLP endpoint over HTTP; None for no spans.
 
     Raises:
-        OpenTelemetryMissingError: There is an endpoint, and the library is not installed.
+        OpenTelemetryMissingError: There is an endpoint, but OpenTelemetry is not installed.
     """
     if endpoint is None:
         return Spans()
@@ -117,8 +117,8 @@ def open_spans(endpoint: str | None) -> Spans:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ModuleNotFoundError as exc:
         raise OpenTelemetryMissingError(
-            f"otel_endpoint is set, and {exc.name} is not installed; "
-            "pip install 'tinsmith[otel]', or leave the setting out"
+            f"otel_endpoint is set, but {exc.name} is not installed; "
+            "run `pip install 'tinsmith[otel]'`, or remove the setting"
         ) from exc
     provider = TracerProvider(resource=Resource.create({"service.name": "tinsmith"}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))

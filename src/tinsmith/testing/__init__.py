@@ -8,29 +8,25 @@
         ...
         assert len(service.requests("asample")) == 3
 
-No network is trained: `arithmetic.py` says which formula stands for it. `import tinsmith` does not
-load this package.
+The service is the real one: its HTTP server, its API, its scheduler, a ledger in memory and the
+fake engine. `import tinsmith` does not load this package.
 """
 
+from tinsmith.service.api.api_call import StreamedReply
 from tinsmith.testing.faults import CommandFault, ExchangeFault, Faults
 from tinsmith.testing.holds import Hold
-from tinsmith.testing.http_reading import Incoming
-from tinsmith.testing.http_server import BrokenReply, HttpServer, StreamedReply
 from tinsmith.testing.received import ReceivedRequest
+from tinsmith.testing.scripted_settings import ScriptedServiceSettings
 from tinsmith.testing.service import ScriptedService, running_service
-from tinsmith.testing.settings import ServiceSettings
 
 __all__ = [
     "running_service",
     "ScriptedService",
-    "ServiceSettings",
+    "ScriptedServiceSettings",
     "ReceivedRequest",
     "Faults",
     "ExchangeFault",
     "CommandFault",
     "Hold",
-    "HttpServer",
-    "Incoming",
     "StreamedReply",
-    "BrokenReply",
 ]

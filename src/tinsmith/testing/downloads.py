@@ -1,23 +1,15 @@
-"""Files behind plain addresses: exported weights, archives and traces.
+"""Files that a test puts behind plain addresses, beside the service's own signed ones.
 
 They are fetched without a credential, whole or in parts. Requests for them are recorded, and
-struck by faults, under the name `download`. Knows nothing of what the files hold;
-`checkpoint_files` writes those of a checkpoint.
+struck by faults, under the name `download`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import re
-import struct
-import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-import msgspec
-
-from tinsmith.errors import NotFoundError
-from tinsmith.testing.http_reading import Incoming
 from tinsmith.wire.exchange import HttpReply
 
 FOLDER = "/downloads/"
@@ -39,18 +31,20 @@ class Downloads:
         self._files[path] = content
         return f"{self._base_url()}{FOLDER}{path}"
 
-    def get(self, path: str, incoming: Incoming) -> HttpReply:
-        """Answer with a file, or with the part of it that was asked for."""
-        content = self._files.get(path.removeprefix(FOLDER))
-        if content is None:
-            raise NotFoundError(f"there is no file {path!r}")
+    def has(self, path: str) -> bool:
+        """Whether a test has put a file there."""
+        return path.removeprefix(FOLDER) in self._files
+
+    def get(self, path: str, asked: Mapping[str, str]) -> HttpReply:
+        """Answer with a file that is there, or with the part of it that the headers ask for."""
+        content = self._files[path.removeprefix(FOLDER)]
         tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
         headers = {"Content-Type": "application/octet-stream", "ETag": tag}
         if not self._gives_parts:
             return HttpReply(200, headers, [content])
         headers["Accept-Ranges"] = "bytes"
-        wanted = _RANGE.fullmatch(incoming.headers.get("range", ""))
-        is_changed = incoming.headers.get("if-range", tag) != tag
+        wanted = _RANGE.fullmatch(asked.get("range", ""))
+        is_changed = asked.get("if-range", tag) != tag
         if wanted is None or is_changed:
             return HttpReply(200, headers, [content])
         start, stop = int(wanted[1]), int(wanted[2] or len(content) - 1) + 1
@@ -59,27 +53,3 @@ class Downloads:
         stop = min(stop, len(content))
         headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
         return HttpReply(206, headers, [content[start:stop]])
-
-
-def checkpoint_files(base_model: str, rank: int) -> dict[str, bytes]:
-    """An adapter as other programs read it: its settings and one small tensor of zeros."""
-    config = {"base_model_name_or_path": base_model, "peft_type": "LORA", "r": rank}
-    size_bytes = 4 * 4 * rank
-    tensor = {"dtype": "F32", "shape": [rank, 4], "data_offsets": [0, size_bytes]}
-    header = msgspec.json.encode({"lora_A.weight": tensor})
-    header += b" " * (-len(header) % 8)
-    return {
-        "adapter_config.json": msgspec.json.encode(config),
-        "adapter_model.safetensors": struct.pack("<Q", len(header)) + header + bytes(size_bytes),
-    }
-
-
-def archive(files: dict[str, bytes]) -> bytes:
-    """The files as one tar, the same bytes each time."""
-    written = io.BytesIO()
-    with tarfile.open(fileobj=written, mode="w") as tar:
-        for name, content in files.items():
-            entry = tarfile.TarInfo(name)
-            entry.size = len(content)
-            tar.addfile(entry, io.BytesIO(content))
-    return written.getvalue()

@@ -20,7 +20,7 @@ import msgspec
 from tinsmith.errors import RequestErrorCategory, ValidationError
 from tinsmith.testing.holds import Hold, Reversal
 from tinsmith.testing.received import ReceivedRequest, check_endpoint
-from tinsmith.types.futures import RequestFailedResponse
+from tinsmith.types.futures import QueueStateName, RequestFailedResponse
 
 Predicate: TypeAlias = Callable[[ReceivedRequest], bool]
 Names: TypeAlias = str | tuple[str, ...] | None
@@ -89,11 +89,13 @@ class ExchangeFault(Rule):
         ends = [self.status is not None, self.empty_400, self.reset, self.lose_reply]
         if sum([*ends, self.half_reply]) > 1:
             raise ValidationError(
-                "a fault ends in one way",
-                remedy="give one of status, empty_400, reset, lose_reply and half_reply",
+                "a fault can have only one outcome",
+                remedy="pass one of status, empty_400, reset, lose_reply and half_reply",
             )
         if not (any(ends) or self.half_reply or self.delay_s or self.hold):
-            raise ValidationError("a fault needs an effect", remedy="such as status=500")
+            raise ValidationError(
+                "a fault must have an effect", remedy="pass one, such as status=500"
+            )
 
     @property
     def does_work(self) -> bool:
@@ -151,7 +153,7 @@ class Faults:
         self,
         on: Names = None,
         *,
-        queue_state: str = "paused_capacity",
+        queue_state: QueueStateName = "paused_capacity",
         reason: str | None = None,
         retry_after_ms: float | None = None,
         polls: int | None = None,
@@ -228,7 +230,7 @@ class Faults:
         return hold
 
     def clear(self) -> None:
-        """Remove all rules, and let go of what they hold back."""
+        """Remove all rules, and release everything that they hold back."""
         with self._lock:
             rules = (*self._exchange, *self._command, *self._stream)
             holds = [rule.hold for rule in rules if rule.hold]
@@ -240,32 +242,25 @@ class Faults:
 
     def of_exchange(self, received: ReceivedRequest) -> ExchangeFault | None:
         """For the service: what shall go wrong with this exchange."""
-        due = self._due(self._exchange, received)
-        if not due:
-            return None
-        due[0].struck += 1
-        return due[0]
+        return next(iter(self._strike(self._exchange, received, most=1)), None)
 
     def of_command(self, received: ReceivedRequest) -> list[CommandFault]:
         """For the service: what shall go wrong with this work."""
-        due = self._due(self._command, received)
-        for rule in due:
-            rule.struck += 1
-        return due
+        return self._strike(self._command, received)
 
     def of_stream(self, received: ReceivedRequest) -> list[StreamFault]:
         """For the service: what shall go wrong with this stream."""
-        due = self._due(self._stream, received)
-        for rule in due:
-            rule.struck += 1
-        return due
+        return self._strike(self._stream, received)
 
-    def _due(self, rules: list[RuleT], received: ReceivedRequest) -> list[RuleT]:
-        """All rules that are due; each of them counts the request, also behind another."""
-        if not rules:
-            return []
+    def _strike(
+        self, rules: list[RuleT], received: ReceivedRequest, most: int | None = None
+    ) -> list[RuleT]:
+        """The first `most` rules that are due; each counts the request, also behind another."""
         with self._lock:
-            return [rule for rule in rules if rule.is_due(received)]
+            due = [rule for rule in rules if rule.is_due(received)][:most]
+            for rule in due:
+                rule.struck += 1
+        return due
 
     def _added(self, rules: list[RuleT], rule: RuleT) -> RuleT:
         with self._lock:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from types import TracebackType
 from typing import Self
 
 from tinsmith.testing.received import WAIT_TIMEOUT_S
+from tinsmith.types.futures import QueueStateName
 
 _Waiter = tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]"]
 
@@ -27,7 +27,7 @@ class Hold:
     def __init__(
         self,
         *,
-        queue_state: str = "active",
+        queue_state: QueueStateName = "active",
         reason: str | None = None,
         retry_after_ms: float | None = None,
         polls: int | None = None,
@@ -115,12 +115,7 @@ class Hold:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 

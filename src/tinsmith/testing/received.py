@@ -17,6 +17,7 @@ from tinsmith.testing.downloads import DOWNLOAD
 from tinsmith.wire.endpoints import ENDPOINTS
 
 WAIT_TIMEOUT_S = 60.0
+KEPT = 100_000
 
 
 class ReceivedRequest(msgspec.Struct, kw_only=True, eq=False):
@@ -50,8 +51,8 @@ class ReceivedRequest(msgspec.Struct, kw_only=True, eq=False):
 class RequestLog:
     """The newest requests, in order of arrival."""
 
-    def __init__(self, kept: int) -> None:
-        self._requests: collections.deque[ReceivedRequest] = collections.deque(maxlen=kept)
+    def __init__(self) -> None:
+        self._requests: collections.deque[ReceivedRequest] = collections.deque(maxlen=KEPT)
         self._changed = threading.Condition()
         self._count = 0
 
@@ -95,7 +96,7 @@ class RequestLog:
         if not came:
             raise TimeoutError(
                 f"{len(found)} of {count} requests to {endpoint or 'any endpoint'} "
-                f"came within {timeout_s:g} s"
+                f"arrived within {timeout_s:g} s"
             )
         return found
 
@@ -120,5 +121,5 @@ def check_endpoint(name: str | None) -> None:
     known = (*ENDPOINTS, DOWNLOAD)
     if name is not None and name not in known:
         raise ValidationError(
-            f"there is no endpoint {name!r}", remedy=f"the names are {', '.join(known)}"
+            f"unknown endpoint {name!r}", remedy=f"expected one of {', '.join(known)}"
         )

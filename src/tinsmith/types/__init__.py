@@ -11,10 +11,14 @@ from tinsmith.errors import RequestErrorCategory
 from tinsmith.types.checkpoints import (
     Checkpoint,
     CheckpointArchiveUrlResponse,
+    CheckpointSearchCursor,
+    CheckpointSearchResponse,
     CheckpointsListResponse,
     CheckpointType,
     CopyWeightsResponse,
     Cursor,
+    ExternalWeightsUploadFinishResponse,
+    ExternalWeightsUploadStartResponse,
     ExternalWeightsUrlsResponse,
     ParsedCheckpointTinkerPath,
 )
@@ -60,6 +64,7 @@ from tinsmith.types.requests import (
     AssignSessionProjectRequest,
     AuthTokenRequest,
     CheckpointRequest,
+    CheckpointSearchRequest,
     ClientConfigRequest,
     CopyWeightsRequest,
     CreateCustomLossRequest,
@@ -68,6 +73,8 @@ from tinsmith.types.requests import (
     CreateSessionRequest,
     EmptyRequest,
     ExportSessionTraceRequest,
+    ExternalWeightsUploadFinishRequest,
+    ExternalWeightsUploadStartRequest,
     FinishSessionRequest,
     ForwardBackwardRequest,
     ForwardRequest,
@@ -216,6 +223,13 @@ from tinsmith.types.usage import (
 )
 
 __all__ = [
+    "ExternalWeightsUploadStartResponse",
+    "ExternalWeightsUploadFinishResponse",
+    "CheckpointSearchResponse",
+    "CheckpointSearchCursor",
+    "ExternalWeightsUploadFinishRequest",
+    "ExternalWeightsUploadStartRequest",
+    "CheckpointSearchRequest",
     "AccessScope",
     "AccessibleSearchOwner",
     "ActiveSessionStatusQuery",

@@ -1,13 +1,20 @@
-"""Numbers held once, as typed memory that any array library can look at without a copy.
+"""Typed buffers of numbers, which any array library can view without a copy.
 
-The API knows three kinds of numbers: int32 token ids, int64 and float32 tensors, all
-little-endian. They are kept as `bytes` or as a `memoryview` of the caller's own array, so that the
-core needs no array library: numpy and torch are touched only when the caller passes or asks for
-one of their arrays.
+The API has three kinds of numbers: int32 token ids, and int64 and float32 tensors, all
+little-endian. They are stored as `bytes` or as a `memoryview` of the caller's array, so no array
+library is required: numpy and torch are used only if the caller passes or requests their arrays.
 
-Memory that came from a caller's numpy array or tensor is shared with it, not copied: a change made
-before the request is encoded is sent. A read-only view is copied, for others may write to what it
-shows: read-only memory in `Numbers` never changes, and whoever needs it unchanged may share it.
+The memory of a caller's numpy array or tensor is shared, not copied: changes made before the
+request is encoded are sent. A read-only view is copied, since its memory may be writable elsewhere.
+So read-only memory in `Numbers` never changes and can be shared.
+
+**`LastList`** caches the last list of token ids that was converted to a chunk. Converting a buffer
+back to Python numbers takes twice as long as formatting them as text. Programs usually create a
+prompt from a list and sample from it right away, while the list still exists. So a copy of the last
+list is cached, but only once it has been requested for the first time.
+
+There is one list for all threads. If two threads alternate, one of them finds the list of the
+other, and formats its ids from the buffer. No lock is needed, because the entry is one object.
 """
 
 from __future__ import annotations
@@ -24,32 +31,31 @@ from tinsmith.errors import ValidationError, shown
 if TYPE_CHECKING:
     import numpy as np
 
+
 if sys.byteorder != "little":  # pragma: no cover - no such machine to test on
-    raise ImportError(
-        "tinsmith shares array memory with the wire and needs a little-endian machine"
-    )
+    raise ImportError("tinsmith sends array memory as it is, and requires a little-endian machine")
 
 Kind: TypeAlias = Literal["int32", "int64", "float32"]
 Memory: TypeAlias = bytes | memoryview
-"""Raw little-endian bytes; a memoryview is one-dimensional, contiguous and of format "B"."""
+"""Little-endian bytes; a memoryview is one-dimensional, contiguous and of format "B"."""
 
 FORMATS: dict[Kind, Literal["i", "q", "f"]] = {"int32": "i", "int64": "q", "float32": "f"}
 ITEM_BYTES: dict[Kind, int] = {"int32": 4, "int64": 8, "float32": 4}
 _SEQUENCES = (list, tuple, range)
 FLOAT32_MAX = 3.4028234663852886e38
 _FLOAT32_OVERFLOW = 2.0**128 - 2.0**103
-"""From here on a number rounds to infinity in float32."""
+"""Numbers of at least this size round to infinity in float32."""
 
 
 class Numbers:
-    """A flat run of numbers of one kind."""
+    """A one-dimensional buffer of numbers of one kind."""
 
     __slots__ = ("kind", "memory")
 
     def __init__(self, memory: Memory, kind: Kind) -> None:
         if len(memory) % ITEM_BYTES[kind]:
             raise ValidationError(
-                f"{len(memory)} bytes do not hold whole {kind} numbers of {ITEM_BYTES[kind]} bytes"
+                f"{len(memory)} bytes are not a multiple of the {ITEM_BYTES[kind]} bytes of {kind}"
             )
         self.memory = memory
         self.kind: Kind = kind
@@ -58,13 +64,13 @@ class Numbers:
         return len(self.memory) // ITEM_BYTES[self.kind]
 
     def __eq__(self, other: object) -> bool:
-        # Bit for bit, so that NaN equals itself and no array library is asked.
+        # Bit for bit: NaN equals itself, and no array library is needed.
         if not isinstance(other, Numbers):
             return NotImplemented
         return self.kind == other.kind and self.memory == other.memory
 
     def __hash__(self) -> int:
-        return hash((self.kind, self.memory))  # of memory that cannot change
+        return hash((self.kind, self.memory))  # only works for read-only memory
 
     def __repr__(self) -> str:
         return f"Numbers({self.kind}, {shortened(self)})"
@@ -73,17 +79,17 @@ class Numbers:
         return Numbers, (bytes(self.memory), self.kind)
 
     def view(self) -> memoryview[Any]:
-        """The numbers as a typed memoryview: indexing and iteration give Python numbers."""
+        """A typed memoryview, whose items are Python numbers."""
         return memoryview(self.memory).cast(FORMATS[self.kind])
 
     def tolist(self) -> list[Any]:
-        """The numbers as a new Python list."""
+        """The numbers as a new list."""
         return self.view().tolist()
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """The numbers as a writable numpy array, sharing memory that is writable already."""
+        """A writable numpy array, which shares memory if it is writable."""
         memory = memoryview(self.memory)
-        # Copied as bytes, not as numbers: in a body they seldom lie where numpy copies fast.
+        # Copied as bytes, not numbers, because arrays in a body are rarely aligned.
         own = bytearray(memory) if memory.readonly else memory
         array: np.ndarray[Any, Any] = _require_numpy().frombuffer(own, dtype=self.kind)
         return array
@@ -95,35 +101,33 @@ class Numbers:
 
 
 def finite(value: float) -> float:
-    """The number, or where it is infinite the largest float32 of its sign, for JSON.
+    """The number for JSON: infinities become the largest float32 of their sign.
 
     Raises:
-        ValidationError: It is NaN, which JSON cannot hold.
+        ValidationError: The number is NaN, which JSON cannot represent.
     """
     if math.isnan(value):
-        raise ValidationError(
-            "there is a NaN, which JSON cannot hold", remedy="ask for protobuf instead"
-        )
+        raise ValidationError("JSON cannot represent NaN", remedy="use protobuf instead")
     return max(-FLOAT32_MAX, min(FLOAT32_MAX, value))
 
 
 def shortened(numbers: Numbers) -> str:
-    """The first few numbers, for a repr that stays readable whatever the length."""
+    """The first few numbers, for a short repr."""
     shown = numbers.slice(0, min(8, len(numbers))).tolist()
     rest = len(numbers) - len(shown)
     return f"[{', '.join(map(str, shown))}{f', … {rest} more' if rest else ''}]"
 
 
 def pack(values: Any, kind: Kind, what: str = "value") -> tuple[Numbers, list[int]]:
-    """Hold `values` as numbers of one kind, and say their shape.
+    """Convert values to `Numbers` of a kind, and return them with their shape.
 
-    A contiguous array of that kind is shared if it can be written to; anything else is converted or
-    copied into new memory, but for `bytes`, which cannot change.
+    A writable contiguous array of that kind is shared, and so is `bytes`; anything else is
+    converted or copied.
 
     Args:
         values: A nested list or tuple, a numpy array, a torch tensor, or any buffer of numbers.
-        kind: The kind of number wanted.
-        what: What the values are, for error messages.
+        kind: The kind of numbers.
+        what: The name of the values, for error messages.
     """
     if isinstance(values, Numbers) and values.kind == kind:
         return values, [len(values)]
@@ -157,7 +161,7 @@ def is_numpy_array(value: object) -> bool:
 
 
 def torch_to_numpy(tensor: Any, what: str = "tensor") -> Any:
-    """The tensor's memory as a numpy array; bfloat16, which numpy lacks, is widened to float32."""
+    """The tensor as a numpy array; bfloat16, which numpy lacks, becomes float32."""
     if tensor.requires_grad:
         raise RuntimeError(f"{what} requires grad; call .detach() before sending it")
     if tensor.is_floating_point() and str(tensor.dtype) == "torch.bfloat16":
@@ -166,12 +170,12 @@ def torch_to_numpy(tensor: Any, what: str = "tensor") -> Any:
     return tensor.cpu().resolve_conj().resolve_neg().numpy()
 
 
-# Both move bytes rather than numbers: a Python number takes ten times what it is made from, and
-# what a decoder takes must stay in proportion to its input.
+# Both move bytes: Python numbers take ten times the memory, and that of a decoder must stay
+# proportional to its input.
 
 
 def widen_int32(memory: Memory) -> memoryview:
-    """int32 numbers as int64: the upper half repeats the sign."""
+    """Convert int32 to int64: the upper half repeats the sign."""
     wide = bytearray(2 * len(memory))
     for place in range(4):
         wide[place::8] = memory[place::4]
@@ -182,7 +186,7 @@ def widen_int32(memory: Memory) -> memoryview:
 
 
 def widen_bfloat16(memory: Memory) -> memoryview:
-    """bfloat16 numbers as float32: a bfloat16 is the upper half of a float32."""
+    """Convert bfloat16 to float32: a bfloat16 is the upper half of a float32."""
     wide = bytearray(2 * len(memory))
     wide[2::4] = memory[0::2]
     wide[3::4] = memory[1::2]
@@ -197,8 +201,7 @@ def _require_numpy() -> Any:
         import numpy
     except ImportError as exc:
         raise ImportError(
-            "this call returns or takes a numpy array and numpy is not installed; "
-            'install it with: pip install "tinsmith[numpy]"'
+            'this call requires numpy, which is not installed; run `pip install "tinsmith[numpy]"`'
         ) from exc
     return numpy
 
@@ -208,23 +211,23 @@ def _from_numpy(array: Any, kind: Kind, what: str) -> tuple[Numbers, list[int]]:
     flat = fitting.ravel()
     memory = _shared(flat.data)
     if fitting is not array:
-        memory = memoryview(memory).toreadonly()  # nobody else holds it, so it need not be copied
+        memory = memoryview(memory).toreadonly()  # a new array, so it need not be copied
     return Numbers(memory, kind), list(array.shape)
 
 
 def _shared(view: memoryview) -> Memory:
-    """A caller's memory as it is, or a copy if it is read-only here and perhaps not elsewhere."""
+    """The caller's memory, or a copy if it is read-only here but perhaps not elsewhere."""
     if not view.nbytes or (view.readonly and not isinstance(view.obj, bytes)):
         return bytes(view)  # a view with no elements cannot be cast
     return view.cast("B")
 
 
 def _fit_array(array: Any, kind: Kind, what: str) -> Any:
-    """The array as numbers of a kind; numpy alone would cut what does not fit into other values."""
+    """Convert an array to a kind; numpy alone would silently wrap values that do not fit."""
     if array.dtype.kind not in "biuf":
         raise ValidationError(f"{what} is a numpy array of {array.dtype}, not of numbers")
     numpy = sys.modules["numpy"]
-    with numpy.errstate(over="ignore", invalid="ignore"):  # as in lists: too large is infinite
+    with numpy.errstate(over="ignore", invalid="ignore"):  # as for lists: overflow becomes infinity
         fitting = array.astype(kind)
     if kind != "float32" and not numpy.array_equal(fitting, array):
         index = int((fitting != array).reshape(-1).argmax())
@@ -235,7 +238,7 @@ def _fit_array(array: Any, kind: Kind, what: str) -> Any:
 
 def _from_view(view: memoryview, kind: Kind, what: str) -> tuple[Numbers, list[int]]:
     shape = list(view.shape or ())
-    given = view.format.lstrip("@=<")  # ctypes arrays say their byte order
+    given = view.format.lstrip("@=<")  # ctypes arrays include the byte order
     same_format = given == FORMATS[kind] or (given == "l" and kind == "int64")
     if same_format and view.itemsize == ITEM_BYTES[kind] and view.c_contiguous:
         return Numbers(_shared(view), kind), shape
@@ -254,8 +257,8 @@ def _flattened(values: Sequence[Any], what: str) -> tuple[Sequence[Any], list[in
         width = len(values[0])
         if any(not isinstance(row, list | tuple) or len(row) != width for row in values):
             raise ValidationError(
-                f"{what} is ragged: each nested list must have the same length",
-                remedy="pad it, or pass one datum per length",
+                f"{what} is ragged: all nested lists must have the same length",
+                remedy="pad it, or use one datum per length",
             )
         values = [item for row in values for item in row]
         shape.append(width)
@@ -271,10 +274,9 @@ def _pack_sequence(values: Sequence[Any], kind: Kind, what: str) -> bytes:
 
 
 def _packed(values: Sequence[Any], kind: Kind) -> bytes:
-    # struct is the fastest way from a list to machine numbers: array and numpy take three times as
-    # long. The numbers are its only arguments: beside others they would be gathered twice. They
-    # take a tuple of eight bytes each meanwhile; packing in blocks spares it and takes a quarter
-    # longer, because each block is gathered twice.
+    # struct is the fastest way from a list to a buffer: array and numpy take three times as long.
+    # The numbers are the only arguments, since further ones would copy them into a second tuple.
+    # Packing in blocks would save the tuple's memory, but takes a quarter longer.
     return _packer(kind, len(values))(*values)
 
 
@@ -284,15 +286,15 @@ def _packer(kind: Kind, count: int) -> Callable[..., bytes]:
 
 
 def _fit_one(value: Any, kind: Kind, index: int, what: str) -> int | float:
-    """One number as the kind wants it, or the error that says which one does not fit and why."""
+    """Convert one number to a kind, or raise an error that names it."""
     try:
         number = float(value) if kind == "float32" else _integral(value)
     except (TypeError, ValueError, OverflowError):
         raise ValidationError(
-            f"{what}[{index}] is {shown(value)}, which is no {kind} number"
+            f"{what}[{index}] is {shown(value)}, which is not a valid {kind}"
         ) from None
     if kind == "float32":
-        # What overflows float32 becomes infinite, as in numpy and torch.
+        # Overflow becomes infinity, as in numpy and torch.
         is_too_large = math.isfinite(number) and abs(number) >= _FLOAT32_OVERFLOW
         return math.copysign(math.inf, number) if is_too_large else number
     bits = 8 * ITEM_BYTES[kind]
@@ -310,5 +312,46 @@ def _integral(value: Any) -> int:
 
 
 def rows(numbers: Numbers, width: int) -> Iterator[tuple[Any, ...]]:
-    """The numbers in runs of `width`."""
+    """The numbers as tuples of `width`."""
     return struct.iter_unpack(f"{width}{FORMATS[numbers.kind]}", numbers.memory)
+
+
+MAX_IDS = 128 * 1024
+"""The longest list to cache: up to 5 MB with its numbers."""
+
+
+class LastList:
+    """Caches one list, once it has been requested."""
+
+    def __init__(self) -> None:
+        self._is_used = False
+        self._cached: tuple[Numbers, Sequence[Any]] | None = None
+
+    def copied(self, values: Any) -> Any:
+        """The values to pack: an immutable copy if they will be cached."""
+        # Packing converts a list to a tuple anyway, so this costs nothing.
+        will_cache = self._is_used and type(values) is list and len(values) <= MAX_IDS
+        return tuple(values) if will_cache else values
+
+    def keep(self, numbers: Numbers, values: Any) -> None:
+        """Cache the result of `copied` with the numbers that were packed from it."""
+        if not self._is_used or type(values) is not tuple or len(values) > MAX_IDS:
+            return
+        # Not elements of a tensor: each would keep the whole tensor in memory, perhaps on a GPU.
+        if values and type(values[0]) is int:
+            self._cached = (numbers, values)
+
+    def take(self, numbers: Numbers) -> Sequence[Any] | None:
+        """Remove and return the values that these numbers were packed from, if they are cached.
+
+        The values are valid but have the caller's types: an integer may be a bool.
+        """
+        self._is_used = True
+        cached = self._cached
+        if cached is None or cached[0] is not numbers:
+            return None
+        self._cached = None
+        return cached[1]
+
+
+LAST_LIST = LastList()

@@ -1,9 +1,9 @@
-"""What a client may report of itself to the service."""
+"""Types of telemetry that a client may send to the service."""
 
 from __future__ import annotations
 
 import datetime
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from tinsmith.types.record import Record
 
@@ -14,19 +14,15 @@ Severity: TypeAlias = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 
 
 class _Event(Record, tag_field="event"):
+    event: ClassVar[str]
     event_id: str
     event_session_index: int
     severity: Severity
     timestamp: datetime.datetime
 
-    @property
-    def event(self) -> str:
-        """What kind of event this is."""
-        return str(self.__struct_config__.tag)
-
 
 class SessionStartEvent(_Event, tag="SESSION_START"):
-    """A session began."""
+    """A session started."""
 
 
 class SessionEndEvent(_Event, tag="SESSION_END"):
@@ -36,7 +32,7 @@ class SessionEndEvent(_Event, tag="SESSION_END"):
 
 
 class UnhandledExceptionEvent(_Event, tag="UNHANDLED_EXCEPTION"):
-    """An error reached the user."""
+    """An exception was not handled."""
 
     error_message: str
     error_type: str
@@ -44,7 +40,7 @@ class UnhandledExceptionEvent(_Event, tag="UNHANDLED_EXCEPTION"):
 
 
 class GenericEvent(_Event, tag="GENERIC_EVENT"):
-    """Anything else, by name."""
+    """Any other event, by name."""
 
     event_name: str
     event_data: dict[str, Any] = {}
@@ -66,6 +62,6 @@ class TelemetryBatch(Record):
 
 
 class TelemetryResponse(Record):
-    """The events arrived."""
+    """The events were accepted."""
 
     status: Literal["accepted"]

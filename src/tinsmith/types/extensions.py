@@ -1,6 +1,6 @@
-"""What travels in tinsmith's extensions of the protocol; `docs/extensions.md` is their contract.
+"""Types of tinsmith's protocol extensions, which `docs/extensions.md` specifies.
 
-None of these is sent to a service that has not offered them in its flags.
+They are used only with services that offer them in their flags.
 """
 
 from __future__ import annotations
@@ -15,22 +15,21 @@ from tinsmith.types.service import ClientConfigResponse
 DEFAULT_BATCH_BYTES = 4 * 1024 * 1024
 DEFAULT_ANSWER_BYTES = 4 * 1024 * 1024
 MOST_REPORTED = 10_000
-"""How many ids a poll may report."""
+"""The largest number of ids that a poll may acknowledge."""
 MOST_FETCHED = 1000
-"""How many results may be asked for at once."""
+"""The largest number of results per request."""
 STREAMED_RESULT_BYTES = 1024 * 1024
-"""A larger result is not part of a stream."""
+"""Larger results are not part of a stream."""
 
 
 class ServiceFlags(ClientConfigResponse):
-    """The flags of `client/config`, and those by which a service offers the extensions."""
+    """The flags of `client/config`, including those that offer the extensions."""
 
     tinsmith_batch_items: int = 0
     tinsmith_batch_bytes: int = DEFAULT_BATCH_BYTES
     tinsmith_inline_bytes: int = 0
     tinsmith_stream: bool = False
     tinsmith_packed_prompts: bool = False
-    tinsmith_import_bytes: int = 0
     tinsmith_parallel_chunks: bool = False
 
 
@@ -38,16 +37,16 @@ class ServiceFlags(ClientConfigResponse):
 
 
 class SampleManyRequest(Request):
-    """Sample from many prompts. Each item is read by itself, so that one bad one spoils no other.
+    """Sample from many prompts. Items are decoded separately, so an invalid one fails alone.
 
-    Made from bodies of `SampleRequest`s that are already written; see `client/samples/sender.py`.
+    It is assembled from encoded `SampleRequest`s.
     """
 
     samples: list[dict[str, Any]]
 
 
 class SampleManyItem(Record):
-    """What became of one sample: accepted under `request_id`, or refused with a `status`."""
+    """One sample: accepted as `request_id`, or refused with a `status`."""
 
     request_id: str | None = None
     sample_sequence_ids: list[str] | None = None
@@ -57,16 +56,16 @@ class SampleManyItem(Record):
 
 
 class SampleManyResponse(Record):
-    """One item for each sample, in order."""
+    """One item per sample, in order."""
 
     items: list[SampleManyItem]
 
 
-# Results in the poll
+# Results in polls
 
 
 class ResultsRetrieveRequest(Request):
-    """As `FuturesRetrieveRequest`, with small results in the answer."""
+    """Like `FuturesRetrieveRequest`, with small results in the response."""
 
     target: SamplingSessionFuturesTarget
     prev_cursor: int = 0
@@ -78,7 +77,7 @@ class ResultsRetrieveRequest(Request):
 
 
 class ResultFinished(Record, tag_field="state", tag="finished"):
-    """A sample is done; its payload is here, unless it is too large or no longer kept."""
+    """A sample is finished; `payload` is its result unless it is too large or was deleted."""
 
     request_id: str
     response_payload_uncompressed_size: int | None = None
@@ -86,7 +85,7 @@ class ResultFinished(Record, tag_field="state", tag="finished"):
 
 
 class ResultFailed(Record, tag_field="state", tag="failed"):
-    """A sample failed; why is fetched like a result if it is not said here."""
+    """A sample failed; if `error` is missing, it is retrieved like a result."""
 
     request_id: str
     error: str | None = None
@@ -94,13 +93,13 @@ class ResultFailed(Record, tag_field="state", tag="failed"):
 
 
 class ResultPending(Record, tag_field="state", tag="pending"):
-    """A sample is not done."""
+    """A sample is not finished."""
 
     request_id: str
 
 
 class ResultGone(Record, tag_field="state", tag="gone"):
-    """A sample's result is no longer kept."""
+    """A sample's result was deleted."""
 
     request_id: str
 
@@ -118,7 +117,7 @@ FetchedResult: TypeAlias = (
 
 
 class ResultsRetrieveResponse(Record):
-    """What ended since the last poll, with small results, and where to go on."""
+    """The samples that finished since the last poll, and the cursor for the next one."""
 
     completions: list[ResultCompletion]
     cursor: int
@@ -128,30 +127,30 @@ class ResultsRetrieveResponse(Record):
 
 
 class ResultsFetchRequest(Request):
-    """Ask for many results at once, without waiting."""
+    """Retrieve many results at once, without waiting."""
 
     request_ids: list[str]
     answer_bytes: int = DEFAULT_ANSWER_BYTES
 
 
 class ResultsFetchResponse(Record):
-    """The results, in the order of the ids, as far as the answer had room."""
+    """The results in the order of the ids, as many as fit into the response."""
 
     results: list[FetchedResult]
 
 
-# Tokens as they are drawn
+# Streams of tokens
 
 
 class StreamOpened(Record):
-    """The first event of a stream: what the sample and its sequences are called."""
+    """The first event of a stream: the ids of the sample and its sequences."""
 
     request_id: str
     sample_sequence_ids: list[str]
 
 
 class StreamedTokens(Record):
-    """New tokens of one sequence, of which `offset` came before."""
+    """New tokens of one sequence, after the first `offset` tokens."""
 
     index: int
     offset: int
@@ -161,7 +160,7 @@ class StreamedTokens(Record):
 
 
 class StreamedQueueState(Record):
-    """Whether the sample is being held back, and why."""
+    """Whether the sample is paused, and why."""
 
     queue_state: str
     queue_state_reason: str | None = None
@@ -169,7 +168,7 @@ class StreamedQueueState(Record):
 
 
 class StreamedResult(Record):
-    """The end of a stream: the whole result, or how large it is."""
+    """The end of a stream: the whole result, or its size."""
 
     payload: bytes | None = None
     response_payload_uncompressed_size: int | None = None

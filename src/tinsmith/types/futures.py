@@ -1,4 +1,4 @@
-"""Work that was accepted and is awaited: its number, its state, its failure."""
+"""Types of futures: accepted requests, their state and their failure."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tinsmith.types.training import (
 )
 
 _MOST_SHOWN = 64 * 1024
-"""How much is kept of an error that is not text."""
+"""The longest text of an error that is not a string."""
 
 QueueStateName: TypeAlias = Literal["active", "paused_capacity", "paused_rate_limit"]
 
 
 class UntypedAPIFuture(Record):
-    """The work was accepted; its result is asked for under `request_id`."""
+    """The request was accepted; its result is retrieved by `request_id`."""
 
     request_id: str
     model_id: str | None = None
@@ -32,9 +32,9 @@ class UntypedAPIFuture(Record):
 
 
 class TryAgainResponse(Record):
-    """The work is not done; ask again. `queue_state` says whether it is being held back, and why.
+    """The result is not ready; poll again. `queue_state` says whether the request is paused.
 
-    A state that is not known is kept as it came: a newer server may have more of them.
+    An unknown state is kept as it is, since newer services may have others.
     """
 
     type: Literal["try_again"] = "try_again"
@@ -45,23 +45,23 @@ class TryAgainResponse(Record):
 
 
 class MetadataOnlyResponse(Record):
-    """The work is done and its result is large; ask again for all of it when there is room."""
+    """The result is ready but large; retrieve it when there is enough memory."""
 
     status: Literal["complete_metadata"] = "complete_metadata"
     response_payload_size: int
 
 
 class RequestFailedResponse(Record):
-    """The work failed."""
+    """The request failed."""
 
     error: str
     category: RequestErrorCategory
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> RequestFailedResponse:
-        """Read either shape of a failure: `error` as text, or as an object with a message.
+        """Parse a failure whose `error` is text or an object with a message.
 
-        The category may be in any case, missing or unknown.
+        The category is case-insensitive and may be missing or unknown.
         """
         error, category = plain.get("error"), plain.get("category")
         if isinstance(error, dict):
@@ -72,25 +72,25 @@ class RequestFailedResponse(Record):
 
 
 class FutureFinished(Record, tag_field="state", tag="finished"):
-    """A sample is done; its payload takes this many bytes."""
+    """A sample is finished; its result has this size."""
 
     request_id: str
     response_payload_uncompressed_size: int | None = None
 
     @property
     def state(self) -> Literal["finished"]:
-        """How it ended."""
+        """The state."""
         return "finished"
 
 
 class FutureFailed(Record, tag_field="state", tag="failed"):
-    """A sample failed; its error is fetched like a result."""
+    """A sample failed; its error is retrieved like a result."""
 
     request_id: str
 
     @property
     def state(self) -> Literal["failed"]:
-        """How it ended."""
+        """The state."""
         return "failed"
 
 
@@ -98,7 +98,7 @@ FutureCompletion: TypeAlias = FutureFinished | FutureFailed
 
 
 class FuturesRetrieveResponse(Record):
-    """What ended since the last poll, and where to go on."""
+    """The samples that finished since the last poll, and the cursor for the next one."""
 
     completions: list[FutureCompletion]
     cursor: int

@@ -1,4 +1,4 @@
-"""What goes into a model: chunks of text, images and audio, and the data of a training step."""
+"""The inputs of a model: chunks of text, images and audio, and training examples."""
 
 from __future__ import annotations
 
@@ -10,19 +10,17 @@ from typing import Any, Literal, Self, TypeAlias
 from msgspec.structs import force_setattr
 
 from tinsmith.errors import ValidationError, shown
-from tinsmith.types.buffers import Numbers, pack, shortened
-from tinsmith.types.last_list import LAST_LIST
+from tinsmith.types.buffers import LAST_LIST, Numbers, pack, shortened
 from tinsmith.types.record import ArrayWriter, Frozen, FrozenModel, Request, set_once, to_plain
-from tinsmith.types.tensors import MOST_DIMENSIONS, TensorData, TensorDtype, tensor_from
+from tinsmith.types.tensors import MAX_DIMENSIONS, TensorData, TensorDtype, tensor_from
 
 ImageFormat: TypeAlias = Literal["png", "jpeg"]
 
 
 class EncodedTextChunk(FrozenModel):
-    """Token ids, held as int32 in memory and never changed.
+    """An immutable sequence of token ids.
 
-    `tokens` may be given as a list, a tuple, a numpy array, a torch tensor or any buffer of
-    integers.
+    `tokens` may be a list, a tuple, a numpy array, a torch tensor or any buffer of integers.
     """
 
     __slots__ = ("__weakref__", "_list", "_numbers")
@@ -38,11 +36,11 @@ class EncodedTextChunk(FrozenModel):
     ) -> None:
         _check_type(self, type)
         if isinstance(tokens, str | bytes):
-            raise ValidationError("tokens must be token ids, not text; encode it first")
+            raise ValidationError("tokens must be token ids, not text; encode the text first")
         tokens = LAST_LIST.copied(tokens)
         numbers, shape = pack(tokens, "int32", "tokens")
         if len(shape) != 1:
-            raise ValidationError(f"tokens must be one flat list, not of shape {shape}")
+            raise ValidationError(f"tokens must be one-dimensional, not of shape {shape}")
         is_shared = isinstance(numbers.memory, memoryview) and not numbers.memory.readonly
         own = Numbers(bytes(numbers.memory), "int32") if is_shared else numbers
         set_once(self, "_numbers", own)
@@ -51,21 +49,21 @@ class EncodedTextChunk(FrozenModel):
 
     @property
     def tokens(self) -> list[int]:
-        """The token ids as a list of the caller's own."""
+        """The token ids as a new list."""
         made = self._list
         if made is None:
             made = self._numbers.tolist()
-            set_once(self, "_list", made)  # to copy it costs a tenth of making it
+            set_once(self, "_list", made)  # copying it takes a tenth of the time
         return made.copy()
 
     @property
     def numbers(self) -> Numbers:
-        """The token ids in memory."""
+        """The token ids as a buffer."""
         return self._numbers
 
     @property
     def length(self) -> int:
-        """How many tokens this chunk takes."""
+        """The number of tokens."""
         return len(self._numbers)
 
     def _arguments(self) -> dict[str, Any]:
@@ -92,7 +90,7 @@ class EncodedTextChunk(FrozenModel):
 
 
 class ImageChunk(Request, weakref=True):
-    """An image's bytes. `data` may be given as base64 text and is kept as bytes."""
+    """An image. `data` may be bytes or base64 text, and is stored as bytes."""
 
     data: bytes
     format: ImageFormat
@@ -105,7 +103,7 @@ class ImageChunk(Request, weakref=True):
 
     @property
     def length(self) -> int:
-        """How many tokens this image is expected to take."""
+        """The expected number of tokens."""
         return _expected(self.expected_tokens, "ImageChunk")
 
     def __repr__(self) -> str:
@@ -114,7 +112,7 @@ class ImageChunk(Request, weakref=True):
 
 
 class ImageAssetPointerChunk(Request, weakref=True):
-    """An image that the service fetches from `location`. For sampling only."""
+    """An image that the service fetches from `location`; for sampling only."""
 
     format: ImageFormat
     location: str
@@ -123,12 +121,12 @@ class ImageAssetPointerChunk(Request, weakref=True):
 
     @property
     def length(self) -> int:
-        """How many tokens this image is expected to take."""
+        """The expected number of tokens."""
         return _expected(self.expected_tokens, "ImageAssetPointerChunk")
 
 
 class DmelChunk(Request, weakref=True):
-    """Audio frames in the API's tensor container. `dmel` may be given as base64 text."""
+    """Audio frames in the API's tensor container. `dmel` may be bytes or base64 text."""
 
     dmel: bytes
     type: Literal["dmel"] = "dmel"
@@ -139,7 +137,7 @@ class DmelChunk(Request, weakref=True):
 
     @property
     def length(self) -> int:
-        """How many tokens the audio takes: the first dimension named in its header."""
+        """The number of tokens: the first dimension in the header."""
         return _container_shape(self.dmel)[0]
 
 
@@ -155,14 +153,14 @@ _TYPE_OF_KEY = {
     "location": "image_asset_pointer",
     "data": "image",
     "dmel": "dmel",
-    "tokens": "encoded_text",  # last: images of SDK 0.3 say under this name how many they take
+    "tokens": "encoded_text",  # last: images of SDK 0.3 use this key for their number of tokens
 }
 
 
 def chunk_from_plain(plain: Any) -> ModelInputChunk:
-    """A chunk from its JSON form; SDK 0.16 and older leave `type` out, so the keys tell."""
+    """Convert a chunk from JSON; SDK 0.16 and older omit `type`, so the keys decide."""
     if not isinstance(plain, dict):
-        raise ValidationError(f"a chunk is an object, not {type(plain).__name__}")
+        raise ValidationError(f"a chunk must be an object, not {type(plain).__name__}")
     kind = plain.get("type")
     if kind is None:
         kind = next((_TYPE_OF_KEY[key] for key in _TYPE_OF_KEY if key in plain), None)
@@ -170,7 +168,7 @@ def chunk_from_plain(plain: Any) -> ModelInputChunk:
     if cls is None:
         raise ValidationError(
             f"unknown chunk type {shown(plain.get('type'))}",
-            remedy=f"known are {', '.join(_CHUNKS)}",
+            remedy=f"expected one of {', '.join(_CHUNKS)}",
         )
     names = ("tokens",) if cls is EncodedTextChunk else cls.__struct_fields__
     fields = {name: plain[name] for name in names if plain.get(name) is not None}
@@ -183,7 +181,7 @@ def chunk_from_plain(plain: Any) -> ModelInputChunk:
 
 
 class ModelInput(FrozenModel):
-    """What a model reads: chunks of text, images and audio in order. Treat it as immutable."""
+    """The input of a model: chunks of text, images and audio. Treat it as immutable."""
 
     __slots__ = ("chunks",)
 
@@ -198,20 +196,20 @@ class ModelInput(FrozenModel):
 
     @classmethod
     def from_ints(cls, tokens: Any) -> Self:
-        """Text alone, from token ids in a list, array, tensor or buffer."""
+        """An input of text only, from token ids in a list, array, tensor or buffer."""
         return cls([EncodedTextChunk(tokens)])
 
     @classmethod
     def empty(cls) -> Self:
-        """Nothing yet; `append` to it."""
+        """An input without chunks; add some with `append`."""
         return cls([])
 
     def append(self, chunk: ModelInputChunk) -> ModelInput:
-        """A new input with `chunk` at its end."""
+        """A new input with `chunk` appended."""
         return ModelInput([*self.chunks, chunk])
 
     def append_int(self, token: int) -> ModelInput:
-        """A new input with one token more, in a chunk of its own."""
+        """A new input with one token appended, as a separate chunk."""
         return self.append(EncodedTextChunk([token]))
 
     def to_ints(self) -> list[int]:
@@ -224,14 +222,14 @@ class ModelInput(FrozenModel):
         for chunk in self.chunks:
             if not isinstance(chunk, EncodedTextChunk):
                 raise ValidationError(
-                    f"to_ints works for text alone; this input has a {type(chunk).__name__}"
+                    f"to_ints supports only text, but this input has a {type(chunk).__name__}"
                 )
             tokens += chunk.tokens
         return tokens
 
     @property
     def length(self) -> int:
-        """How many tokens the input takes."""
+        """The number of tokens."""
         return sum(chunk.length for chunk in self.chunks)
 
     def _parts(self) -> tuple[Any, ...]:
@@ -273,11 +271,11 @@ class _ProvenanceSpan(Request):
 
 
 class PromptProvenanceSpan(_ProvenanceSpan):
-    """A run of positions that were the prompt of a sampled sequence."""
+    """A range of positions that were part of the prompt of a sampled sequence."""
 
 
 class SampledProvenanceSpan(_ProvenanceSpan):
-    """A run of positions that were sampled."""
+    """A range of positions that were sampled."""
 
 
 ProvenanceSpans: TypeAlias = list[PromptProvenanceSpan | SampledProvenanceSpan]
@@ -296,15 +294,15 @@ _LIST_DTYPES: dict[str, TensorDtype] = {
 
 
 class Datum(Frozen):
-    """One training example: what the model reads and what the loss needs beside it.
+    """One training example: the model's input, and the inputs of the loss function.
 
-    The values of `loss_fn_inputs` may be given as lists, numpy arrays, torch tensors or
-    `TensorData`, and are kept as `TensorData`. Provenance spans come as a pair that tiles the
-    input and the targets.
+    The values of `loss_fn_inputs` may be lists, numpy arrays, torch tensors or `TensorData`, and
+    are stored as `TensorData`. The provenance spans, given both or not at all, cover the input and
+    the targets.
 
-    `target_tokens` must have a row for each token of the input, which is checked here. Other inputs
-    of a named loss must have as many rows, which `forward` and `forward_backward` check: a loss of
-    your own may take inputs of any shape.
+    `target_tokens` must have one row per token of the input, which is checked here. The other
+    inputs of a named loss must have as many rows, which `forward` and `forward_backward` check.
+    Custom losses may have inputs of any shape.
 
     Raises:
         ValidationError: `target_tokens` and the input differ in length.
@@ -336,20 +334,20 @@ class Datum(Frozen):
         )
         if (model_input_spans is None) != (loss_fn_input_spans is None):
             raise ValidationError(
-                "provenance comes as a pair", remedy="give both lists of spans or neither"
+                "only one list of provenance spans was given", remedy="give both or neither"
             )
 
     def with_provenance(
         self, model_input: ProvenanceSpans, loss_fn_inputs: ProvenanceSpans
     ) -> Datum:
-        """A copy that says where its tokens came from.
+        """A copy with the provenance of its tokens.
 
         Args:
-            model_input: Runs that tile the input's tokens, in order.
-            loss_fn_inputs: Runs that tile `target_tokens`, in order.
+            model_input: Spans that cover the input's tokens, in order.
+            loss_fn_inputs: Spans that cover `target_tokens`, in order.
 
         Raises:
-            ValueError: The runs do not add up to the length of what they tile.
+            ValueError: The lengths of the spans do not add up to the number of tokens.
         """
         _check_tiling("model_input", model_input, self.model_input.length)
         targets = self.loss_fn_inputs.get("target_tokens")
@@ -370,7 +368,7 @@ class Datum(Frozen):
         return f"Datum({self.model_input!r}, loss_fn_inputs={self.loss_fn_inputs!r}{spans})"
 
     def _to_plain(self, write_array: ArrayWriter) -> dict[str, Any]:
-        """The JSON form of SDK 0.24 and older, which knows no provenance."""
+        """The JSON format of SDK 0.24 and older, which has no provenance."""
         return {
             "model_input": self.model_input._to_plain(write_array),
             "loss_fn_inputs": {
@@ -396,7 +394,7 @@ class Datum(Frozen):
         model_input_spans: ProvenanceSpans | None = None,
         loss_fn_input_spans: ProvenanceSpans | None = None,
     ) -> Self:
-        """A datum as somebody sent it: lengths are for whoever runs it to check."""
+        """A datum from the wire, without checking its lengths; the service checks them later."""
         datum = object.__new__(cls)
         set_once(datum, "model_input", model_input)
         set_once(datum, "loss_fn_inputs", _tensors(loss_fn_inputs))
@@ -405,13 +403,13 @@ class Datum(Frozen):
         return datum
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self).received, self._parts()  # it was checked, or is not to be
+        return type(self).received, self._parts()  # already checked, or deliberately not
 
     def check_rows(self) -> None:
-        """Check that inputs which named losses read have a row for each target.
+        """Check that the inputs of named losses have one row per target.
 
         Raises:
-            ValidationError: One has more or fewer.
+            ValidationError: One of them has another number of rows.
         """
         targets = self.loss_fn_inputs.get("target_tokens")
         if targets is None:
@@ -422,7 +420,7 @@ class Datum(Frozen):
                 raise ValidationError(
                     f"loss_fn_inputs[{name!r}] has length {_rows(tensor)}, but target_tokens has "
                     f"length {_rows(targets)}",
-                    remedy="give one value for each target; 0 excludes a target from the loss",
+                    remedy="give one value per target; 0 excludes a target from the loss",
                 )
 
 
@@ -440,7 +438,7 @@ def _rows(tensor: TensorData) -> int:
 def _check_target_rows(model_input: ModelInput, tensors: LossFnInputs) -> None:
     targets = tensors.get("target_tokens")
     chunks = model_input.chunks
-    # The length of an image or of audio is for the service to say; no input at all is yet to come.
+    # Only the service knows the length of images and audio; an empty input is filled in later.
     if (
         targets is None
         or not chunks
@@ -466,7 +464,7 @@ def _binary(what: str, value: Any) -> bytes:
         try:
             return base64.b64decode(value, validate=True)
         except (binascii.Error, ValueError) as exc:
-            raise ValidationError(f"{what} is text and not valid base64: {exc}") from exc
+            raise ValidationError(f"{what} is not valid base64: {exc}") from exc
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     raise ValidationError(f"{what} must be bytes or base64 text, not {type(value).__name__}")
@@ -474,7 +472,7 @@ def _binary(what: str, value: Any) -> bytes:
 
 def _expected(tokens: int | None, what: str) -> int:
     if tokens is None:
-        raise ValidationError(f"{what} has no length until expected_tokens is given")
+        raise ValidationError(f"the length of {what} is unknown unless expected_tokens is given")
     return tokens
 
 
@@ -492,8 +490,8 @@ def _check_tiling(what: str, spans: ProvenanceSpans, length: int) -> None:
     covered = sum(span.length for span in spans)
     if covered != length:
         raise ValidationError(
-            f"the {what} spans cover {covered} positions and there are {length}",
-            remedy="the runs must tile them exactly",
+            f"the {what} spans cover {covered} positions, but there are {length}",
+            remedy="the spans must cover all positions exactly once",
         )
 
 
@@ -508,12 +506,10 @@ def _container_shape(data: bytes) -> list[int]:
     """
     position = 1 if data[:1] == bytes([_CONSTANT_MARKER]) else 0
     if len(data) <= position or data[position] not in _DTYPE_CODES:
-        raise ValidationError("dmel does not begin with a tensor container's header")
+        raise ValidationError("dmel does not start with the header of a tensor container")
     rank, position = _read_varint(data, position + 1)
-    if not 1 <= rank <= MOST_DIMENSIONS:
-        raise ValidationError(
-            f"dmel says it has {rank} dimensions; 1 to {MOST_DIMENSIONS} are allowed"
-        )
+    if not 1 <= rank <= MAX_DIMENSIONS:
+        raise ValidationError(f"dmel has {rank} dimensions: expected 1 to {MAX_DIMENSIONS}")
     shape = []
     for _ in range(rank):
         size, position = _read_varint(data, position)
@@ -531,4 +527,4 @@ def _read_varint(data: bytes, position: int) -> tuple[int, int]:
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
             return value, position
-    raise ValidationError("dmel ends inside its header")
+    raise ValidationError("dmel is truncated in its header")

@@ -1,12 +1,12 @@
-"""What an uploaded loss may be made of: the operations that are run, and the rules of names.
+"""The operations that an uploaded loss may use, and the rules for its names.
 
-A loss arrives as data (`CustomLossGraph`) and is rebuilt from these tables alone. Whoever receives
-one checks it against them, whoever runs it looks its operations up in them. Functions go by the
-names that torch's tracer writes: softplus is `torch._C._nn.softplus`.
+A loss is sent as data (`CustomLossGraph`) and rebuilt from these tables alone: the receiver checks
+it against them, and the engine looks its operations up in them. Functions have the names that
+torch's tracer writes; softplus is `torch._C._nn.softplus`.
 
-Left out on purpose: what draws random numbers, because a pass that is run again must give the same;
-what writes into a tensor; what leaves torch, reads files or devices; and what makes much of little
-(`einsum`, `kron`, `cartesian_prod`).
+Excluded on purpose are operations that use random numbers, because a repeated pass must give the
+same result; in-place operations; anything that leaves torch, or reads files or devices; and
+operations whose output can be much larger than their input (`einsum`, `kron`, `cartesian_prod`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 LOGPROBS = "logprobs"
 """The name of the first input of every loss."""
-MOST_INPUTS = 16
+MAX_INPUTS = 16
 
 INPUT_NAME = re.compile(r"[a-z_][a-z0-9_]{0,63}")
 METRIC_NAME = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
@@ -27,7 +27,7 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Of one tensor or several, as functions of torch and as methods of tensors.
+# Both functions of torch and methods of tensors.
 _EITHER = _words(
     """
     abs absolute acos acosh add addcdiv addcmul all amax amin aminmax any arccos arcsin arctan
@@ -109,7 +109,7 @@ METHODS = _EITHER | _words(
 """Targets of `call_method`."""
 
 ATTRIBUTES = _words("T device dtype indices mT ndim shape values")
-"""What `getattr` may ask of a tensor, or of the tensors that an operation gave by name."""
+"""Attributes that `getattr` may read from a tensor or a named tuple of tensors."""
 
 DTYPES = _words(
     "bfloat16 bool double float float16 float32 float64 half int int16 int32 int64 int8 long uint8"
@@ -117,24 +117,23 @@ DTYPES = _words(
 LAYOUTS = _words("strided")
 MEMORY_FORMATS = _words("contiguous_format preserve_format")
 DEVICE = re.compile(r"(cpu|cuda|mps)(:[0-9]{1,3})?")
-"""Where a loss was traced. It runs where the model is."""
+"""The device on which a loss was traced. It runs on that of the model."""
 
 
 def argument_of(
     plain: Any, made: Mapping[str, Any], constant: Callable[[str | None, str], Any]
 ) -> Any:
-    """An argument of a node, as it is passed to its operation.
+    """Convert an argument of a node from JSON to the value passed to its operation.
 
-    Numbers, None and booleans stand for themselves, and so does text. All else is a dict of one
-    item: `{"ref": NODE}`, `{"tuple": […]}`, `{"dict": {…}}`, `{"slice": [start, stop, step]}`,
-    `{"ellipsis": true}`, `{"float": "inf"}`, or the name of something of torch's, such as
-    `{"dtype": "float32"}`.
+    Numbers, None, booleans and text are themselves. Everything else is a dict of one item:
+    `{"ref": NODE}`, `{"tuple": […]}`, `{"dict": {…}}`, `{"slice": [start, stop, step]}`,
+    `{"ellipsis": true}`, `{"float": "inf"}`, or a torch constant such as `{"dtype": "float32"}`.
 
     Args:
-        plain: The argument as it travels, already checked.
-        made: What each node before this one gave.
-        constant: Gives what a kind (`dtype`, `device`, `layout`, `memory_format`; None for plain
-            text) and a name stand for.
+        plain: The argument as JSON, already checked.
+        made: The result of each earlier node.
+        constant: Returns the torch constant of a kind (`dtype`, `device`, `layout`,
+            `memory_format`; None for plain text) and a name.
     """
     if isinstance(plain, list):
         return [argument_of(one, made, constant) for one in plain]

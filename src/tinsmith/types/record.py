@@ -1,12 +1,12 @@
-"""What the types of the API share: how they are made, checked and turned into plain data.
+"""The base classes of the API's types: construction, validation and conversion to plain data.
 
-`Record` is an answer of the service: made by a decoder, which has checked it. `Request` is
-something a caller makes, and checks itself when made. Both are frozen and know their own JSON
-shape through `to_plain`; `wire/` turns that into bytes.
+A `Record` is a response, checked by the decoder that creates it. A `Request` is created by a caller
+and checks itself. Both are frozen; `to_plain` converts them to JSON-compatible values, which
+`wire/` encodes.
 
-One rule decides what is written (S26): a field that is `None` is left out, a field of any other
-value is written even where it equals its default. Where the API tells "absent" from `null`, the
-field's default is `UNSET`, and `None` is written as `null`.
+A field that is `None` is omitted; any other value is written, even if it is the default (S26).
+Where the API distinguishes a missing field from `null`, the default is `UNSET`, and `None` is
+written as `null`.
 """
 
 from __future__ import annotations
@@ -42,19 +42,26 @@ from tinsmith.types.buffers import Numbers
 __all__ = ["UNSET", "Record", "Request", "UnsetType", "to_plain"]
 
 ArrayWriter: TypeAlias = Callable[[Numbers], Any]
-"""Turns an array into what stands for it in plain data: a list, or text that is already JSON."""
+"""Converts an array for plain data: to a list, or to encoded JSON."""
 
 _SCALARS = frozenset({str, int, float, bool, type(None), msgspec.Raw})
 
 
 class _RecordMeta(msgspec.StructMeta):
-    """Makes fields keyword-only, and names the nearest field when one is misspelt."""
+    """Makes fields keyword-only, and suggests the nearest field for a misspelt one.
+
+    The tag of a member of a union is an attribute too, under the name that it has in JSON.
+    """
 
     def __new__(
         mcls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **config: Any
     ) -> Any:
         # msgspec inherits every setting but this one.
-        return super().__new__(mcls, name, bases, namespace, **{"kw_only": True, **config})
+        made = super().__new__(mcls, name, bases, namespace, **{"kw_only": True, **config})
+        tag_field = made.__struct_config__.tag_field
+        if tag_field is not None:
+            setattr(made, tag_field, made.__struct_config__.tag)
+        return made
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -63,7 +70,7 @@ class _RecordMeta(msgspec.StructMeta):
             known = cls.__struct_fields__
             config = cls.__struct_config__
             if config.tag is not None and kwargs.get(config.tag_field or "") == config.tag:
-                del kwargs[config.tag_field or ""]  # said, though it goes without saying
+                del kwargs[config.tag_field or ""]  # given explicitly, though it is fixed
                 return cls(*args, **kwargs)
             for name in kwargs:
                 if name not in known:
@@ -81,16 +88,16 @@ def _unknown_field(owner: str, name: str, known: tuple[str, ...]) -> UnknownFiel
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(msgspec.field,))
 class Record(msgspec.Struct, frozen=True, metaclass=_RecordMeta):
-    """An answer of the service. Unknown fields in the bytes it is read from are ignored."""
+    """A response of the service. Unknown fields are ignored when it is decoded."""
 
     def model_dump(
         self, *, mode: Literal["python", "json"] = "python", exclude_none: bool = False
     ) -> dict[str, Any]:
-        """The fields as plain dicts and lists, nested records included.
+        """The fields as dicts and lists, including nested records.
 
         Args:
-            mode: `"json"` also writes datetimes, enums and bytes as JSON would.
-            exclude_none: Leave out fields that are None, as requests do on the wire.
+            mode: `"json"` also converts datetimes, enums and bytes to JSON types.
+            exclude_none: Omit fields that are None, as on the wire.
         """
         plain = to_plain(self, keep_none=not exclude_none)
         if mode == "json":
@@ -108,7 +115,7 @@ class Record(msgspec.Struct, frozen=True, metaclass=_RecordMeta):
 
     @classmethod
     def model_validate(cls, value: Any) -> Self:
-        """Make one from a dict of its fields, checking each; an instance is returned as it is."""
+        """Create an instance from a dict, with validation; an instance is returned unchanged."""
         try:
             return msgspec.convert(value, cls, dec_hook=convert_custom)
         except (msgspec.ValidationError, RecursionError, UnicodeError) as exc:
@@ -116,7 +123,7 @@ class Record(msgspec.Struct, frozen=True, metaclass=_RecordMeta):
 
     @classmethod
     def model_validate_json(cls, text: str | bytes) -> Self:
-        """Make one from JSON text, checking each field."""
+        """Create an instance from JSON text, with validation."""
         try:
             return msgspec.json.decode(text, type=cls, dec_hook=convert_custom)
         except (msgspec.MsgspecError, RecursionError, UnicodeError) as exc:
@@ -127,7 +134,7 @@ class Record(msgspec.Struct, frozen=True, metaclass=_RecordMeta):
 
 
 class Request(Record):
-    """Something a caller makes. It checks its fields when made and refuses unknown ones."""
+    """A value created by the caller, with validation; unknown fields are an error."""
 
     def __post_init__(self) -> None:
         for name, plain_types, declared, default in _checks(type(self)):
@@ -139,12 +146,12 @@ class Request(Record):
                 force_setattr(self, name, value)
             if type(value) is float and not math.isfinite(value):
                 raise ValidationError(
-                    f"{type(self).__name__}.{name} is {value}, which cannot be sent"
+                    f"invalid {type(self).__name__}.{name} {value}: expected a finite number"
                 )
 
     @classmethod
     def model_validate(cls, value: Any) -> Self:
-        """As `Record.model_validate`; a field that the type does not have is refused."""
+        """Create an instance from a dict, with validation; unknown fields are an error."""
         if isinstance(value, dict):
             for name in value:
                 if name not in cls.__struct_fields__ and name != cls.__struct_config__.tag_field:
@@ -153,7 +160,7 @@ class Request(Record):
 
     @classmethod
     def model_validate_json(cls, text: str | bytes) -> Self:
-        """As `Record.model_validate_json`; a field that the type does not have is refused."""
+        """Create an instance from JSON text, with validation; unknown fields are an error."""
         try:
             return cls.model_validate(msgspec.json.decode(text))
         except (msgspec.MsgspecError, RecursionError, UnicodeError) as exc:
@@ -162,7 +169,7 @@ class Request(Record):
 
 @functools.cache
 def _checks(cls: type[Request]) -> tuple[tuple[str, frozenset[type], Any, Any], ...]:
-    """For each field: its name, types that need no closer look, declaration and default."""
+    """For each field: its name, types that are always valid, its declared type and default."""
     return tuple(
         (field.name, _plain_types(field.type), field.type, field.default)
         for field in msgspec.structs.fields(cls)
@@ -170,7 +177,7 @@ def _checks(cls: type[Request]) -> tuple[tuple[str, frozenset[type], Any, Any], 
 
 
 def _plain_types(declared: Any) -> frozenset[type]:
-    """The classes whose instances always fit; none for literals and bounds."""
+    """The classes whose instances are always valid; none for literals and bounds."""
     if get_origin(declared) in (typing.Union, python_types.UnionType):
         return frozenset[type]().union(*(_plain_types(member) for member in get_args(declared)))
     is_simple = isinstance(declared, type) and declared not in (list, dict)
@@ -178,13 +185,13 @@ def _plain_types(declared: Any) -> frozenset[type]:
 
 
 def _fitted(cls: type, name: str, declared: Any, value: Any) -> Any:
-    """The value as the field wants it: numpy scalars and numeric text are taken for numbers."""
+    """Convert a value to the type of a field; numpy scalars and numeric text become numbers."""
     value = own_numbers(value)
     try:
         return msgspec.convert(value, declared, dec_hook=convert_custom)
     except (msgspec.ValidationError, UnicodeError) as exc:
         try:
-            # Settings often come as text: a YAML reader gives "1e-4" for 1e-4.
+            # Settings are often text: YAML parsers return "1e-4" as a string.
             if isinstance(value, str | float):
                 return msgspec.convert(value, declared, strict=False)
         except (msgspec.ValidationError, UnicodeError):
@@ -193,7 +200,7 @@ def _fitted(cls: type, name: str, declared: Any, value: Any) -> Any:
 
 
 def own_numbers(value: Any) -> Any:
-    """Python's own numbers for those of numpy and torch, also inside of a list."""
+    """Convert numbers of numpy and torch to Python numbers, also in lists."""
     if isinstance(value, list | tuple):
         return [own_numbers(item) for item in value]
     is_array = hasattr(value, "tolist") and hasattr(value, "ndim")
@@ -201,14 +208,14 @@ def own_numbers(value: Any) -> Any:
 
 
 set_once = object.__setattr__
-"""Gives a `Frozen` object an attribute while it is being made."""
+"""Sets an attribute of a `Frozen` object in its constructor."""
 
 
 MadeT = TypeVar("MadeT")
 
 
 def made_once(owner: Any, name: str, make: Callable[[], MadeT]) -> MadeT:
-    """What `make` gives, kept in the owner's `_made` for the next time."""
+    """The result of `make`, cached in the owner's `_made`."""
     made: dict[str, MadeT] = owner._made
     if name not in made:
         made[name] = make()
@@ -216,10 +223,10 @@ def made_once(owner: Any, name: str, make: Callable[[], MadeT]) -> MadeT:
 
 
 def checked_list(value: Any, what: str) -> list[Any] | None:
-    """A list from plain data, or None.
+    """Check that a value is a list or None.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: It is neither.
     """
     if value is not None and not isinstance(value, list):
         raise ValueError(f"Expected {what} to be a list")
@@ -227,11 +234,10 @@ def checked_list(value: Any, what: str) -> list[Any] | None:
 
 
 class Frozen:
-    """A value that holds arrays and so is no struct: it cannot be changed once made.
+    """An immutable value with arrays, which msgspec structs cannot have.
 
-    Subclasses say what they are made of with `_parts`, in the order of their constructor: by it
-    they are compared, pickled and copied. They write and read their own plain form with
-    `_to_plain` and `_from_plain`.
+    Subclasses return their constructor's arguments from `_parts`, by which they are compared,
+    pickled and copied. They convert themselves with `_to_plain` and `_from_plain`.
     """
 
     __slots__ = ()
@@ -245,7 +251,7 @@ class Frozen:
         return self._parts() == other._parts()
 
     def __hash__(self) -> int:
-        # Most share memory with arrays that may change.
+        # Most share memory with mutable arrays.
         raise TypeError(f"unhashable type: {type(self).__name__!r}")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -253,23 +259,23 @@ class Frozen:
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(
-            f"{type(self).__name__}.{name} cannot be changed; make a new {type(self).__name__}"
+            f"{type(self).__name__}.{name} cannot be changed; create a new {type(self).__name__}"
         )
 
     def __delattr__(self, name: str) -> None:
-        raise AttributeError(f"{type(self).__name__}.{name} cannot be removed")
+        raise AttributeError(f"{type(self).__name__}.{name} cannot be deleted")
 
     def _to_plain(self, write_array: ArrayWriter) -> Any:
-        raise NotImplementedError(f"{type(self).__name__} has no JSON form")
+        raise NotImplementedError(f"{type(self).__name__} has no JSON format")
 
 
 class FrozenModel(Frozen):
-    """A frozen value that is a model in the official SDK, with the methods that models have."""
+    """A frozen value that is a pydantic model in the official SDK, with the usual methods."""
 
     __slots__ = ()
 
     def model_dump(self, *, mode: str = "python", exclude_none: bool = False) -> Any:
-        """The fields as plain dicts and lists; the same in every mode."""
+        """The fields as dicts and lists; the same in every mode."""
         del mode, exclude_none
         return self._to_plain(Numbers.tolist)
 
@@ -279,17 +285,17 @@ class FrozenModel(Frozen):
         return msgspec.json.encode(self.model_dump(), enc_hook=foreign_to_plain).decode()
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Another one, with some fields replaced. It never changes, and so is its own deep copy."""
+        """A copy with some fields replaced; `deep` makes no difference for an immutable value."""
         del deep
         return type(self)(**{**self._arguments(), **(update or {})})
 
     def _arguments(self) -> dict[str, Any]:
-        """What its constructor makes it from."""
+        """The arguments of its constructor."""
         raise NotImplementedError
 
     @classmethod
     def model_validate_json(cls, text: str | bytes) -> Self:
-        """As `model_validate`, from JSON text."""
+        """Create an instance from JSON text, with validation."""
         try:
             return cls.model_validate(msgspec.json.decode(text))
         except msgspec.DecodeError as exc:
@@ -297,7 +303,7 @@ class FrozenModel(Frozen):
 
     @classmethod
     def model_validate(cls, value: Any) -> Self:
-        """Make one from a dict of its fields, checking each; an instance is returned as it is."""
+        """Create an instance from a dict, with validation; an instance is returned unchanged."""
         if isinstance(value, cls):
             return value
         try:
@@ -309,12 +315,12 @@ class FrozenModel(Frozen):
 def to_plain(
     value: Any, *, write_array: ArrayWriter = Numbers.tolist, keep_none: bool = False
 ) -> Any:
-    """Dicts, lists and scalars that stand for `value` in JSON.
+    """Convert a value to JSON-compatible dicts, lists and scalars.
 
     Args:
-        value: A record, or anything that may be found in one.
-        write_array: What stands for an array of numbers; the default is a list.
-        keep_none: Write None fields of records as null instead of leaving them out.
+        value: A record, or the value of one of its fields.
+        write_array: Converts arrays; to lists by default.
+        keep_none: Write fields that are None as null instead of omitting them.
     """
     kind = type(value)
     if kind in _SCALARS:
@@ -351,14 +357,14 @@ def _record_to_plain(record: Record, write_array: ArrayWriter, keep_none: bool) 
 
 @functools.cache
 def nullable_fields(cls: type[Record]) -> frozenset[str]:
-    """Fields for which null means something else than absent: those that may be UNSET."""
+    """Fields for which null differs from a missing field: those that may be UNSET."""
     return frozenset(
         field.name for field in msgspec.structs.fields(cls) if UnsetType in get_args(field.type)
     )
 
 
 def foreign_to_plain(value: Any) -> Any:
-    """Values of other libraries inside free-form fields, such as numpy scalars in metadata."""
+    """Convert values of other libraries, such as numpy scalars in metadata."""
     if isinstance(value, bytes | bytearray | memoryview):
         return base64.b64encode(value).decode("ascii")
     if isinstance(value, enum.Enum):
@@ -368,20 +374,20 @@ def foreign_to_plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     raise ValidationError(
-        f"a value of type {type(value).__name__} cannot be written as JSON",
+        f"a value of type {type(value).__name__} cannot be encoded as JSON",
         remedy="use numbers, text, lists and dicts",
     )
 
 
 def convert_custom(declared: type, plain: Any) -> Any:
-    """Make a type that is no struct from its plain form; what msgspec calls a decoding hook."""
+    """The decoding hook of msgspec: convert plain data to a type that is not a struct."""
     from_plain = getattr(declared, "_from_plain", None)
     if from_plain is None:
-        raise NotImplementedError(f"{declared.__name__} has no plain form")
+        raise NotImplementedError(f"{declared.__name__} cannot be created from plain data")
     return from_plain(plain)
 
 
 class Tagged(Record, tag_field="type"):
-    """A member of a union told apart by `type` in JSON; subclasses give their `tag`."""
+    """A member of a union that is tagged by `type` in JSON; subclasses set their `tag`."""
 
     type: ClassVar[str]

@@ -1,7 +1,7 @@
-"""Every request of the API, as one value that holds all it says: path, query and body alike.
+"""The requests of the API. A request has all its fields, whether they go into path, query or body.
 
-`wire/endpoints.py` says which of the fields go where. A caller that misspells a field is told at
-once; a server that reads one with fields it does not know ignores them.
+`wire/endpoints.py` defines where each field goes. Constructing a request with an unknown field is
+an error; a server ignores unknown fields that it receives.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 import msgspec
 
 from tinsmith.errors import ValidationError
+from tinsmith.types.checkpoints import CheckpointSearchCursor, CheckpointType
 from tinsmith.types.events import TelemetryEvent
 from tinsmith.types.inputs import ModelInput
 from tinsmith.types.record import (
@@ -47,11 +48,11 @@ from tinsmith.types.training import (
 )
 from tinsmith.types.usage import AuditEventType
 
-# Start-up, credentials
+# Configuration and credentials
 
 
 class ClientConfigRequest(Request):
-    """Ask for the flags of `ClientConfigResponse`."""
+    """Get the flags of `ClientConfigResponse`."""
 
     sdk_version: str
 
@@ -61,11 +62,11 @@ class AuthTokenRequest(Request):
 
 
 class EmptyRequest(Request):
-    """Nothing is said beyond the route itself."""
+    """A request without fields."""
 
 
 class TelemetrySendRequest(Request):
-    """Report events."""
+    """Send telemetry events."""
 
     events: list[TelemetryEvent]
     platform: str
@@ -78,7 +79,7 @@ class TelemetrySendRequest(Request):
 
 
 class CreateSessionRequest(Request):
-    """Open a session."""
+    """Create a session."""
 
     tags: list[str]
     user_metadata: dict[str, Any] | None = None
@@ -89,14 +90,14 @@ class CreateSessionRequest(Request):
 
 
 class SessionHeartbeatRequest(Request):
-    """Say that the session's client still runs."""
+    """Keep a session alive."""
 
     session_id: str
     type: Literal["session_heartbeat"] = "session_heartbeat"
 
 
 class FinishSessionRequest(Request):
-    """End a session and say how it went; the first reason given stays."""
+    """End a session and report how it went; only the first reason counts."""
 
     session_id: str
     reason: ClientSessionFinishReason
@@ -104,14 +105,14 @@ class FinishSessionRequest(Request):
 
 
 class GetSessionRequest(Request):
-    """Ask what a session holds."""
+    """Get the training runs and samplers of a session."""
 
     session_id: str
     access_scope: AccessScope = "owned"
 
 
 class ListSessionsRequest(Request):
-    """Ask for a page of session ids."""
+    """Get a page of session ids."""
 
     limit: int = 20
     offset: int = 0
@@ -119,20 +120,20 @@ class ListSessionsRequest(Request):
 
 
 class AssignSessionProjectRequest(Request):
-    """Put a session into a project."""
+    """Assign a session to a project."""
 
     session_id: str
     project_id: str
 
 
 class ExportSessionTraceRequest(Request):
-    """Ask for a session's trace; asked again until it is ready."""
+    """Export a session's trace; repeated until it is ready."""
 
     session_id: str
 
 
 class SessionSearchRequest(Request):
-    """Find sessions; a field left out does not narrow the search."""
+    """Search sessions; fields that are not set do not restrict the search."""
 
     session_id: str | None = None
     project_ids: list[str] | None = None
@@ -148,7 +149,7 @@ class SessionSearchRequest(Request):
 
 
 class CreateModelRequest(Request):
-    """Make a model with a fresh adapter."""
+    """Create a model with a new adapter."""
 
     session_id: str
     model_seq_id: int
@@ -160,27 +161,27 @@ class CreateModelRequest(Request):
 
 
 class UnloadModelRequest(Request):
-    """Let go of a model's adapter."""
+    """Unload a model's adapter."""
 
     model_id: str
     type: Literal["unload_model"] = "unload_model"
 
 
 class GetInfoRequest(Request):
-    """Ask what a model is."""
+    """Get the base model, adapter and optimizer of a model."""
 
     model_id: str
     type: Literal["get_info"] = "get_info"
 
 
 class WeightsInfoRequest(Request):
-    """Ask what a checkpoint was trained from."""
+    """Get the base model and adapter of a checkpoint."""
 
     tinker_path: str
 
 
 class ForwardBackwardRequest(Frozen):
-    """Run a batch through the model, and unless `forward_only` add up the gradients."""
+    """Run a forward pass and, unless `forward_only`, accumulate gradients."""
 
     __slots__ = ("forward_backward_input", "forward_only", "model_id", "seq_id")
 
@@ -203,7 +204,7 @@ class ForwardBackwardRequest(Frozen):
         set_once(self, "forward_only", forward_only)
 
     def _parts(self) -> tuple[Any, ...]:
-        # A missing number and 0 are the same on the wire.
+        # A missing number and 0 are equal on the wire.
         return self.forward_backward_input, self.model_id, self.seq_id or 0, self.forward_only
 
     def __eq__(self, other: object) -> bool:
@@ -211,7 +212,7 @@ class ForwardBackwardRequest(Frozen):
             return NotImplemented
         return self._parts() == other._parts()
 
-    __hash__ = None  # type: ignore[assignment]  # its tensors may share memory that changes
+    __hash__ = None  # type: ignore[assignment]  # its tensors may share mutable memory
 
     def __repr__(self) -> str:
         name = "ForwardRequest" if self.forward_only else "ForwardBackwardRequest"
@@ -225,7 +226,7 @@ class ForwardBackwardRequest(Frozen):
         return _rebuild_forward, (type(self), *parts)
 
     def _to_plain(self, write_array: ArrayWriter) -> dict[str, Any]:
-        """The JSON form of SDK 0.24 and older, where the two directions have a route each."""
+        """The JSON format of SDK 0.24 and older, which has two endpoints."""
         key = "forward_input" if self.forward_only else "forward_backward_input"
         plain = {key: self.forward_backward_input._to_plain(write_array), "model_id": self.model_id}
         return plain if self.seq_id is None else {**plain, "seq_id": self.seq_id}
@@ -236,7 +237,7 @@ class ForwardBackwardRequest(Frozen):
             raise ValueError("Expected an object with a model_id")
         seq_id = plain.get("seq_id")
         if seq_id is not None and type(seq_id) is not int:
-            raise ValueError("Expected seq_id to be a whole number")
+            raise ValueError("Expected seq_id to be an integer")
         forward_only = "forward_input" in plain
         body = plain.get("forward_input" if forward_only else "forward_backward_input")
         made = ForwardBackwardInput._from_plain(body)
@@ -250,14 +251,14 @@ def _rebuild_forward(
     seq_id: int | None,
     forward_only: bool,
 ) -> ForwardBackwardRequest:
-    # Past the constructor of `ForwardRequest`, which has other arguments.
+    # Not by the constructor of `ForwardRequest`, which has other arguments.
     request = cls.__new__(cls)
     ForwardBackwardRequest.__init__(request, given, model_id, seq_id, forward_only=forward_only)
     return request
 
 
 class ForwardRequest(ForwardBackwardRequest):
-    """Run a batch through the model without gradients; `forward_input` is what is run."""
+    """Run a forward pass without gradients."""
 
     __slots__ = ()
 
@@ -268,15 +269,15 @@ class ForwardRequest(ForwardBackwardRequest):
 
     @property
     def forward_input(self) -> ForwardBackwardInput:
-        """What is run."""
+        """The data and the loss function."""
         return self.forward_backward_input
 
 
 class OptimStepRequest(FrozenModel):
-    """Apply the gathered gradients.
+    """Apply the accumulated gradients.
 
-    The settings may be given as `optim_params`, `adam_params` or `optimizer_params`; Adam's are
-    written under the second name, those of other families under the third.
+    The settings may be passed as `optim_params`, `adam_params` or `optimizer_params`. Those of Adam
+    are sent as `adam_params`, those of other optimizers as `optimizer_params`.
     """
 
     __slots__ = ("model_id", "optim_params", "seq_id")
@@ -300,7 +301,7 @@ class OptimStepRequest(FrozenModel):
         if len(given) != 1 or not isinstance(given[0], AdamParams | OptimParamsBase):
             raise ValidationError(
                 "OptimStepRequest needs one of optim_params, adam_params and optimizer_params",
-                remedy="give AdamParams or the parameters of another optimizer family",
+                remedy="pass AdamParams or the parameters of another optimizer",
             )
         if type != "optim_step":
             raise ValidationError(f"OptimStepRequest.type is always 'optim_step', not {type!r}")
@@ -313,11 +314,6 @@ class OptimStepRequest(FrozenModel):
 
     def _arguments(self) -> dict[str, Any]:
         return dict(zip(("model_id", "optim_params", "seq_id"), self._parts(), strict=True))
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, OptimStepRequest):
-            return NotImplemented
-        return self._parts() == other._parts()
 
     def __hash__(self) -> int:
         return hash(self._parts())
@@ -345,10 +341,7 @@ class OptimStepRequest(FrozenModel):
 
     @classmethod
     def _from_plain(cls, plain: Any) -> Self:
-        return cls._from_body(msgspec.convert(plain, _OptimStepBody))
-
-    @classmethod
-    def _from_body(cls, body: _OptimStepBody) -> Self:
+        body = msgspec.convert(plain, _OptimStepBody)
         given = (body.optim_params, body.adam_params, body.optimizer_params)
         params = [_params_from_plain(plain) for plain in given if plain is not None]
         if len(params) != 1:
@@ -378,7 +371,7 @@ def _rebuild_step(model_id: str, params: OptimParams, seq_id: int | None) -> Opt
 
 
 class CreateCustomLossRequest(Request):
-    """Upload a loss to be used in this session."""
+    """Upload a loss for use in this session."""
 
     session_id: str
     custom_loss_seq_id: int
@@ -392,7 +385,7 @@ class CreateCustomLossRequest(Request):
 
 
 class SaveWeightsRequest(Request):
-    """Save training state under the bare name `path`."""
+    """Save the training state under the name `path`."""
 
     model_id: str
     path: str | None = None
@@ -404,7 +397,7 @@ class SaveWeightsRequest(Request):
 
 
 class SaveWeightsForSamplerRequest(Request):
-    """Save sampler weights under the name `path`, or without one into a sampler of their own."""
+    """Save sampler weights under the name `path`, or into a new sampler if it is None."""
 
     model_id: str
     path: str | None = None
@@ -416,18 +409,19 @@ class SaveWeightsForSamplerRequest(Request):
 
 
 class SaveWeightsExternalRequest(Request):
-    """Save weights for other programs, encrypted if there are recipients."""
+    """Export weights for other programs, encrypted if there are recipients."""
 
     model_id: str
     path: str
     seq_id: int | None = None
     ttl_seconds: int | None = None
     age_encryption_recipients: list[str] | None = None
+    user_metadata: dict[str, str] | None = None
     type: Literal["save_weights_external"] = "save_weights_external"
 
 
 class LoadWeightsRequest(Request):
-    """Load a checkpoint into a model, or make a model of it: by `model_id` or by `session_id`."""
+    """Load a checkpoint into the model `model_id`, or into a new one of `session_id`."""
 
     model_id: str | None = None
     seq_id: int | None = None
@@ -440,6 +434,34 @@ class LoadWeightsRequest(Request):
     optimizer_config: OptimizerConfig | None = None
     weights_access_token: str | None = None
     type: Literal["load_weights"] = "load_weights"
+
+
+class ExternalWeightsUploadStartRequest(Request):
+    """Start the upload of an adapter that was trained elsewhere."""
+
+    base_model: str
+    lora_config: LoraConfig
+    destination_project_id: str | None = None
+    user_metadata: dict[str, str] | None = None
+    """Stored with the checkpoint; an extension of tinsmith."""
+
+
+class ExternalWeightsUploadFinishRequest(Request):
+    """Make a checkpoint of the files that were uploaded."""
+
+    upload_id: str
+
+
+class CheckpointSearchRequest(Request):
+    """Search checkpoints; fields that are not set do not restrict the search."""
+
+    project_ids: list[str] | None = None
+    user_metadata: dict[str, str] = {}
+    checkpoint_type: CheckpointType | None = None
+    owner: SearchOwner = OwnSearchOwner()
+    base_models: list[str] | None = None
+    limit: Annotated[int, msgspec.Meta(ge=1, le=200)] = 50
+    cursor: CheckpointSearchCursor | None = None
 
 
 class CopyWeightsRequest(Request):
@@ -457,7 +479,7 @@ class CopyWeightsRequest(Request):
 
 
 class CreateSamplingSessionRequest(Request):
-    """Make a sampler of a base model or of a checkpoint."""
+    """Create a sampler for a base model or a checkpoint."""
 
     session_id: str
     sampling_session_seq_id: int
@@ -467,14 +489,14 @@ class CreateSamplingSessionRequest(Request):
 
 
 class JoinSamplingSessionRequest(Request):
-    """Ask for a clone's number."""
+    """Get the number of a clone of a sampling client."""
 
     sampling_session_id: str
     type: Literal["join_sampling_session"] = "join_sampling_session"
 
 
 class GetSamplerRequest(Request):
-    """Ask what a sampler samples from."""
+    """Get the model that a sampler samples from."""
 
     sampler_id: str
 
@@ -503,14 +525,14 @@ class SampleRequest(Request):
 
 
 class FutureRetrieveRequest(Request):
-    """Ask for a result, or for its size alone where it is large."""
+    """Get a result, or only its size if it is large."""
 
     request_id: str
     allow_metadata_only: bool = False
 
 
 class SamplingSessionFuturesTarget(Request):
-    """The samples of one sampler and clone."""
+    """The samples of one sampler and one clone of its client."""
 
     type: Literal["sampling_session"] = "sampling_session"
     sampling_session_id: str
@@ -518,7 +540,7 @@ class SamplingSessionFuturesTarget(Request):
 
 
 class FuturesRetrieveRequest(Request):
-    """Ask what ended since `prev_cursor`, and say which results have arrived."""
+    """Get the samples that finished since `prev_cursor`, and acknowledge received results."""
 
     target: SamplingSessionFuturesTarget
     prev_cursor: int = 0
@@ -527,7 +549,7 @@ class FuturesRetrieveRequest(Request):
 
 
 class FutureCancelRequest(Request):
-    """Say that a sample's result is no longer wanted."""
+    """Cancel a sample."""
 
     request_id: str
 
@@ -536,7 +558,7 @@ class FutureCancelRequest(Request):
 
 
 class ListTrainingRunsRequest(Request):
-    """Ask for a page of training runs."""
+    """Get a page of training runs."""
 
     limit: int = 20
     offset: int = 0
@@ -545,27 +567,27 @@ class ListTrainingRunsRequest(Request):
 
 
 class GetTrainingRunRequest(Request):
-    """Ask for one training run."""
+    """Get a training run."""
 
     training_run_id: str
     access_scope: AccessScope = "owned"
 
 
 class ListCheckpointsRequest(Request):
-    """Ask for all checkpoints of a run."""
+    """Get all checkpoints of a run."""
 
     training_run_id: str
 
 
 class ListUserCheckpointsRequest(Request):
-    """Ask for a page of the caller's checkpoints."""
+    """Get a page of the caller's checkpoints."""
 
     limit: int = 100
     offset: int = 0
 
 
 class CheckpointRequest(Request):
-    """Name a checkpoint: to delete, publish, unpublish or fetch it."""
+    """Delete, publish, unpublish or download a checkpoint."""
 
     training_run_id: str
     checkpoint_id: str
@@ -583,20 +605,20 @@ class SetCheckpointTtlRequest(Request):
 
 
 class GetBillingUsageRequest(Request):
-    """Ask for usage by hour."""
+    """Get the usage by the hour."""
 
     starting_on: datetime.datetime
     ending_before: datetime.datetime
 
 
 class GetCurrentCheckpointStorageUsageRequest(Request):
-    """Ask what checkpoints take now."""
+    """Get the current checkpoint storage."""
 
     project_id: str | None = None
 
 
 class GetAuditLogRequest(Request):
-    """Ask what was done, on one day if given."""
+    """Get the audit log, of one day if given."""
 
     event_type: AuditEventType = "all"
     day: datetime.date | None = None

@@ -1,4 +1,4 @@
-"""Training runs and sessions: what they are, how they ended, how they are found."""
+"""Types of training runs and sessions: details, status and search."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ AccessScope: TypeAlias = Literal["owned", "accessible"]
 
 
 def short_run_id(run_id: str) -> str:
-    """A run's id as people read it: eight characters of its session, and which of its runs."""
+    """The short form of a run's id: eight characters of its session, and the run's number."""
     session, colon, rest = run_id.removeprefix("session-").partition(":")
     return f"{session[:8]}{colon}{rest}"
 
 
 def is_short_for(given: str, run_id: str) -> bool:
-    """Whether text is the beginning of a run's session, and names the run if the id does."""
+    """Whether `given` is a short form of the id; the run's number may be omitted."""
     session, _, rest = run_id.removeprefix("session-").partition(":")
     start, colon, named = given.removeprefix("session-").partition(":")
     return bool(start) and session.startswith(start) and (not colon or rest == named)
 
 
 class TrainingRun(Record):
-    """A model in training and its newest checkpoints.
+    """A training run and its newest checkpoints.
 
     Only tinsmith services report the last three fields, which may be a few seconds old.
     """
@@ -49,7 +49,7 @@ class TrainingRun(Record):
     steps: int | None = None
     """Optimizer steps taken."""
     loss_per_token: float | None = None
-    """The loss per token of its last pass with gradients."""
+    """The loss per token of the last `forward_backward`."""
 
 
 class TrainingRunsResponse(Record):
@@ -60,7 +60,7 @@ class TrainingRunsResponse(Record):
 
 
 class WeightsInfoResponse(Record):
-    """What a checkpoint was trained from, enough to make a model that it fits."""
+    """The base model and adapter of a checkpoint, enough to create a matching model."""
 
     base_model: str
     optimizer_config: OptimizerConfig = msgspec.field(default_factory=AdamOptimizerConfig)
@@ -72,7 +72,7 @@ class WeightsInfoResponse(Record):
 
 
 class CreateSessionResponse(Record):
-    """A session is open; messages are shown to the user at their level."""
+    """The session was created; the messages are logged at their level."""
 
     type: Literal["create_session"] = "create_session"
     info_message: str | None = None
@@ -88,7 +88,7 @@ class SessionHeartbeatResponse(Record):
 
 
 class GetSessionResponse(Record):
-    """What a session holds."""
+    """The training runs and samplers of a session."""
 
     training_run_ids: list[str]
     sampler_ids: list[str]
@@ -97,39 +97,33 @@ class GetSessionResponse(Record):
 
 
 class ListSessionsResponse(Record):
-    """A page of session ids; the official service sends no cursor with it."""
+    """A page of session ids; the hosted service sends no cursor."""
 
     sessions: list[str]
     cursor: Cursor | None = None
 
 
 class TraceExportResponse(Record):
-    """How far the export of a session's trace is."""
+    """The state of the export of a session's trace."""
 
     status: Literal["pending", "ready", "failed"]
     url: str | None = None
     error: str | None = None
 
 
-# How a session ended, as its client said
+# How a session ended, as reported by its client
 
 
 class ClientSessionFinishSuccess(Tagged, tag="success"):
-    """The program ended well."""
-
-    type = "success"
+    """The program succeeded."""
 
 
 class ClientSessionFinishErrored(Tagged, tag="errored"):
-    """The program ended with an error."""
-
-    type = "errored"
+    """The program failed."""
 
 
 class ClientSessionFinishInterrupted(Tagged, tag="interrupted"):
-    """The program was stopped."""
-
-    type = "interrupted"
+    """The program was interrupted."""
 
 
 ClientSessionFinishReason: TypeAlias = (
@@ -138,26 +132,22 @@ ClientSessionFinishReason: TypeAlias = (
 ClientSessionFinishReasonType: TypeAlias = Literal["success", "errored", "interrupted"]
 
 
-# What a session's state is
+# The status of a session
 
 
 class SessionActive(Tagged, tag="active"):
-    """It can be used."""
-
-    type = "active"
+    """The session is active."""
 
 
 class SessionCancelled(Tagged, tag="cancelled"):
-    """It was ended from outside."""
+    """The session was cancelled."""
 
-    type = "cancelled"
     detail: str | None = None
 
 
 class ClientSessionFinished(Tagged, tag="client_finished"):
-    """Its client ended it."""
+    """The client ended the session."""
 
-    type = "client_finished"
     reason: ClientSessionFinishReason
     detail: str | None = None
 
@@ -165,7 +155,6 @@ class ClientSessionFinished(Tagged, tag="client_finished"):
 class SessionFailedRequestReason(Tagged, tag="request"):
     """A request failed."""
 
-    type = "request"
     request_id: str
     request_type: str
 
@@ -173,14 +162,12 @@ class SessionFailedRequestReason(Tagged, tag="request"):
 class SessionFailedTrainingRunReason(Tagged, tag="training_run"):
     """A training run failed."""
 
-    type = "training_run"
     training_run_id: str
 
 
 class SessionFailedSamplingSessionReason(Tagged, tag="sampling_session"):
     """A sampler failed."""
 
-    type = "sampling_session"
     sampling_session_id: str
 
 
@@ -190,9 +177,8 @@ SessionFailedReason: TypeAlias = (
 
 
 class SessionFailed(Tagged, tag="failed"):
-    """It failed, and what failed in it."""
+    """The session failed; `reason` says what failed."""
 
-    type = "failed"
     category: Literal["user", "internal"]
     reason: SessionFailedReason
     message: str
@@ -207,19 +193,14 @@ SessionStatus: TypeAlias = SessionFailed | SessionCancelled | ClientSessionFinis
 class OwnSearchOwner(Tagged, Request, tag="own"):
     """Sessions of the caller."""
 
-    type = "own"
-
 
 class AccessibleSearchOwner(Tagged, Request, tag="accessible"):
-    """Sessions that the caller may see."""
-
-    type = "accessible"
+    """Sessions that are visible to the caller."""
 
 
 class UserSearchOwner(Tagged, Request, tag="user"):
     """Sessions of up to ten named owners."""
 
-    type = "user"
     owner_urns: Annotated[list[str], msgspec.Meta(min_length=1, max_length=10)]
 
 
@@ -227,27 +208,20 @@ SearchOwner: TypeAlias = OwnSearchOwner | AccessibleSearchOwner | UserSearchOwne
 
 
 class ActiveSessionStatusQuery(Tagged, Request, tag="active"):
-    """Sessions that can be used."""
-
-    type = "active"
+    """Active sessions."""
 
 
 class CancelledSessionStatusQuery(Tagged, Request, tag="cancelled"):
-    """Sessions ended from outside."""
-
-    type = "cancelled"
+    """Cancelled sessions."""
 
 
 class FailedSessionStatusQuery(Tagged, Request, tag="failed"):
     """Sessions that failed."""
 
-    type = "failed"
-
 
 class ClientFinishedSessionStatusQuery(Tagged, Request, tag="client_finished"):
-    """Sessions that their client ended, for one of `reasons` if given."""
+    """Sessions that their client ended, with one of `reasons` if given."""
 
-    type = "client_finished"
     reasons: Annotated[list[ClientSessionFinishReasonType], msgspec.Meta(min_length=1)] | None = (
         None
     )
@@ -262,14 +236,14 @@ SessionStatusQuery: TypeAlias = (
 
 
 class SessionSearchCursor(Request):
-    """Where the next page begins. The time must say its offset from UTC."""
+    """The start of the next page. The time must have a UTC offset."""
 
     last_created_at: AwareDatetime
     last_session_id: str
 
 
 class SessionSummary(Record):
-    """A session as search shows it."""
+    """A session in search results."""
 
     session_id: str
     created_at: datetime.datetime

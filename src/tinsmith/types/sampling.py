@@ -1,4 +1,4 @@
-"""What is asked of a sampler and what it answers."""
+"""Types of sampling: parameters and results."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ StopReason: TypeAlias = Literal["length", "stop"]
 
 
 class SamplingParams(Request):
-    """How to draw tokens.
+    """How to sample tokens.
 
-    `stop` is text, a list of texts or a list of token ids; None stops at the end-of-sequence token
-    and an empty list at nothing, so that the sample runs to `max_tokens`. `top_k` -1 means all
-    tokens.
+    `stop` is a string, a list of strings or a list of token ids. None stops at the end-of-sequence
+    token; an empty list stops only at `max_tokens`. `top_k` -1 means all tokens.
     """
 
     max_tokens: int | None = None
@@ -43,10 +42,10 @@ class SamplingParams(Request):
 
 
 class SampledSequence(Frozen):
-    """One sampled sequence: its tokens, why it stopped, and logprobs if they were asked for.
+    """One sampled sequence: its tokens, why it stopped, and logprobs if requested.
 
-    Numbers stay in memory as they arrived; `tokens`, `logprobs` and `topk_logprobs` are the Python
-    forms, made on first use, and the names ending in `_np` the numpy ones.
+    The numbers are kept as received. `tokens`, `logprobs` and `topk_logprobs` are Python values,
+    created on first use; the names ending in `_np` are numpy arrays.
     """
 
     __slots__ = ("_logprobs", "_made", "_tokens", "_topk", "sequence_id", "stop_reason")
@@ -76,25 +75,25 @@ class SampledSequence(Frozen):
         set_once(self, "sequence_id", sequence_id)
         set_once(self, "_tokens", _held(() if given is None else given, "int32", "tokens"))
         given = logprobs if logprobs_np is None else logprobs_np
-        set_once(self, "_logprobs", _optional(given, "float32", "logprobs"))
+        set_once(self, "_logprobs", _optional(given, "logprobs"))
         set_once(self, "_topk", topk_logprobs_np)
         set_once(self, "_made", {})
 
     @property
     def tokens(self) -> list[int]:
-        """The token ids; the same list each time."""
+        """The token ids; the same list every time."""
         return made_once(self, "tokens", self._tokens.tolist)
 
     @property
     def logprobs(self) -> list[float] | None:
-        """The log-probability of each token, or None; the same list each time."""
+        """The log-probability of each token, or None; the same list every time."""
         if self._logprobs is None:
             return None
         return made_once(self, "logprobs", self._logprobs.tolist)
 
     @property
     def topk_logprobs(self) -> TopkRows | None:
-        """The most likely tokens at each position, read like a list of rows, or None."""
+        """The most likely tokens at each position, as a sequence of rows, or None."""
         return None if self._topk is None else TopkRows(self._topk)
 
     @property
@@ -116,16 +115,16 @@ class SampledSequence(Frozen):
 
     @property
     def token_numbers(self) -> Numbers:
-        """The token ids in memory."""
+        """The token ids as a buffer."""
         return self._tokens
 
     @property
     def logprob_numbers(self) -> Numbers | None:
-        """The log-probabilities in memory, or None."""
+        """The log-probabilities as a buffer, or None."""
         return self._logprobs
 
     def with_sequence_id(self, sequence_id: str) -> SampledSequence:
-        """The same sequence under the id that its submission was answered with."""
+        """A copy with this id, which the service assigned at submission."""
         return SampledSequence(
             self.stop_reason, sequence_id, self._tokens, self._logprobs, self._topk
         )
@@ -140,7 +139,7 @@ class SampledSequence(Frozen):
         )
 
     def _to_plain(self, write_array: ArrayWriter) -> dict[str, Any]:
-        """The JSON form of SDK 0.24 and older, which knows no ids."""
+        """The JSON format of SDK 0.24 and older, which has no ids."""
         plain: dict[str, Any] = {
             "stop_reason": self.stop_reason,
             "tokens": write_array(self._tokens),
@@ -161,7 +160,7 @@ class SampledSequence(Frozen):
 
 
 class PromptAltTokens(Frozen):
-    """Tokens drawn at each prompt position instead of the one that stands there."""
+    """Tokens sampled at each position of the prompt as alternatives to the actual one."""
 
     __slots__ = ("logprobs", "tokens")
 
@@ -180,10 +179,10 @@ class PromptAltTokens(Frozen):
 
 
 class SampleResponse(Frozen):
-    """The sequences of one sample request, and what was asked about its prompt.
+    """The sequences of one sample request, and the requested values of its prompt.
 
-    Prompt logprobs have one entry per position; the first, and those not computed, are None in the
-    list and NaN in the numpy form.
+    Prompt logprobs have one entry per position. The first one, and those not computed, are None in
+    the list and NaN in the numpy array.
     """
 
     __slots__ = (
@@ -221,14 +220,14 @@ class SampleResponse(Frozen):
         set_once(self, "target_prompt_logprobs", target_prompt_logprobs)
         set_once(self, "prompt_cache_hit_tokens", prompt_cache_hit_tokens)
         set_once(self, "prompt_alt_tokens", prompt_alt_tokens)
-        held = _optional(prompt_logprobs_np, "float32", "prompt_logprobs")
+        held = _optional(prompt_logprobs_np, "prompt_logprobs")
         set_once(self, "_prompt_logprobs", held)
         set_once(self, "_topk_prompt", topk_prompt_logprobs_np)
         set_once(self, "_made", {})
 
     @property
     def prompt_logprobs(self) -> list[float | None] | None:
-        """The log-probability of each prompt token after those before it; one list always."""
+        """The log-probability of each prompt token given those before; the same list every time."""
         if self._prompt_logprobs is None:
             return None
         return made_once(self, "prompt_logprobs", self._list_prompt_logprobs)
@@ -239,12 +238,12 @@ class SampleResponse(Frozen):
 
     @property
     def topk_prompt_logprobs(self) -> TopkRows | None:
-        """The most likely tokens at each prompt position, read like a list of rows, or None."""
+        """The most likely tokens at each prompt position, as a sequence of rows, or None."""
         return None if self._topk_prompt is None else TopkRows(self._topk_prompt)
 
     @property
     def prompt_logprobs_np(self) -> np.ndarray[Any, Any] | None:
-        """The prompt's log-probabilities as a numpy float32 array, NaN where there is none."""
+        """The prompt's log-probabilities as a numpy float32 array, NaN where missing, or None."""
         if self._prompt_logprobs is None:
             return None
         return made_once(self, "prompt_logprobs_np", self._prompt_logprobs.numpy)
@@ -256,18 +255,18 @@ class SampleResponse(Frozen):
 
     @property
     def prompt_logprob_numbers(self) -> Numbers | None:
-        """The prompt's log-probabilities in memory, or None."""
+        """The prompt's log-probabilities as a buffer, or None."""
         return self._prompt_logprobs
 
     def with_sequence_ids(self, sequence_ids: Sequence[str]) -> SampleResponse:
-        """The same answer with the ids of its submission, which are in the sequences' order.
+        """A copy whose sequences have these ids, in order.
 
         Raises:
-            ValueError: There are more or fewer ids than sequences.
+            ValueError: The numbers of ids and sequences differ.
         """
         if len(sequence_ids) != len(self.sequences):
             raise ValidationError(
-                f"{len(self.sequences)} sequences came with {len(sequence_ids)} sequence ids"
+                f"received {len(self.sequences)} sequences with {len(sequence_ids)} sequence ids"
             )
         named = [
             sequence.with_sequence_id(sequence_id)
@@ -289,7 +288,7 @@ class SampleResponse(Frozen):
         return f"SampleResponse(sequences={list(self.sequences)!r})"
 
     def _to_plain(self, write_array: ArrayWriter) -> dict[str, Any]:
-        """The JSON form of SDK 0.24 and older."""
+        """The JSON format of SDK 0.24 and older."""
         plain: dict[str, Any] = {
             "sequences": [sequence._to_plain(write_array) for sequence in self.sequences],
             "type": "sample",
@@ -315,33 +314,33 @@ class SampleResponse(Frozen):
 
 
 class CreateSamplingSessionResponse(Record):
-    """A sampler is ready."""
+    """The sampler was created."""
 
     type: Literal["create_sampling_session"] = "create_sampling_session"
     sampling_session_id: str
 
 
 class JoinSamplingSessionResponse(Record):
-    """The number under which a clone's samples are counted."""
+    """The number that identifies a clone of a sampling client."""
 
     type: Literal["join_sampling_session"] = "join_sampling_session"
     client_counter: int
 
 
 class GetSamplerResponse(Record):
-    """What a sampler samples from."""
+    """The model that a sampler samples from."""
 
     sampler_id: str
     base_model: str
     model_path: str | None = None
     tokenizer_id: str | None = None
-    """Told by our services alone; others have the model's name stand for it."""
+    """Only from tinsmith services; otherwise use the name of the base model."""
 
 
-def _optional(values: Any, kind: Kind, what: str) -> Numbers | None:
-    return None if values is None else _held(values, kind, what)
+def _optional(values: Any, what: str) -> Numbers | None:
+    return None if values is None else _held(values, "float32", what)
 
 
 def _held(values: Any, kind: Kind, what: str) -> Numbers:
-    is_held = isinstance(values, Numbers) and values.kind == kind  # as all that decoders make
+    is_held = isinstance(values, Numbers) and values.kind == kind  # as from all decoders
     return values if is_held else pack(values, kind, what)[0]

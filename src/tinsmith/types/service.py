@@ -1,4 +1,4 @@
-"""The service itself: its health, what it offers, and how it asks its clients to behave."""
+"""Types of the service itself: health, models, client configuration and API keys."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tinsmith.types.record import Record
 
 
 class HealthResponse(Record):
-    """The service runs."""
+    """The service is running."""
 
     status: Literal["ok"]
 
@@ -21,17 +21,17 @@ class SupportedModel(Record):
     trainable: bool | None = None
     sampleable: bool | None = None
     alias_of: str | None = None
-    """Of which model this is only another name; a field of our own service."""
+    """The model that this name is an alias of; only from tinsmith services."""
 
 
 class GetServerCapabilitiesResponse(Record):
-    """What the service offers."""
+    """The models that the service offers."""
 
     supported_models: list[SupportedModel]
 
 
 class ClientConfigResponse(Record):
-    """Flags that a client reads once at its start, with what an empty answer means."""
+    """Flags that a client reads when it starts; the defaults apply to missing ones."""
 
     pjwt_auth_enabled: bool = False
     credential_default_source: str = "api_key"
@@ -54,7 +54,7 @@ class ClientConfigResponse(Record):
 
 
 class ClientDynamicConfigResponse(Record):
-    """Flags that a client reads again every so often."""
+    """Flags that a client refreshes periodically."""
 
     refresh_interval_sec: int = 300
     sample_cancel_enabled: bool = False
@@ -68,7 +68,7 @@ class AuthTokenResponse(Record):
 
 
 class WhoamiResponse(Record):
-    """Who the credential belongs to."""
+    """The owner of the credential."""
 
     user_urn: str
     org_urn: str
@@ -76,26 +76,26 @@ class WhoamiResponse(Record):
 
 
 class OrganisationDetails(Record):
-    """The organisation of a key."""
+    """The organization of an API key."""
 
     name: str
 
 
 class UserDetails(Record):
-    """The user of a key."""
+    """The user of an API key."""
 
     email: str
 
 
 class ApiKeyOwner(Record):
-    """Who a key was made for."""
+    """The owner of an API key."""
 
     org_details: OrganisationDetails
     user_details: UserDetails
 
 
 class ApiKeyResponse(Record):
-    """A key as the command line shows it after a login."""
+    """An API key and its owner."""
 
     key_id: int
     name: str

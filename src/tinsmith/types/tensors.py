@@ -1,7 +1,7 @@
-"""Tensors as the API knows them: int64 or float32, dense or compressed by rows.
+"""Tensors of the API: int64 or float32, dense or in compressed sparse row (CSR) format.
 
-A tensor's numbers are held once, as `Numbers`, and go to the wire from there. numpy and torch are
-touched only when the caller passes or asks for one of their arrays.
+A tensor's values are stored once, as `Numbers`, and sent from there. numpy and torch are used only
+if the caller passes or requests one of their arrays.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 TensorDtype: TypeAlias = Literal["int64", "float32"]
 
 _DTYPES: tuple[TensorDtype, ...] = ("int64", "float32")
-MOST_DIMENSIONS = 32
+MAX_DIMENSIONS = 32
 _DTYPE_OF_NUMPY_KIND: dict[str, TensorDtype] = {"f": "float32", "i": "int64"}
 
 
 class TensorData(Frozen):
-    """Numbers of one dtype with a shape, dense or in compressed sparse row (CSR) form.
+    """A tensor, dense or in compressed sparse row (CSR) format.
 
-    A sparse tensor lists its stored values row by row: `sparse_crow_indices[i]` is where row `i`
-    begins in `data`, and `sparse_col_indices` gives each value's column; `shape` is that of the
-    whole matrix.
+    The data of a sparse tensor are its stored values, row by row: `sparse_crow_indices[i]` is the
+    index in `data` where row `i` starts, and `sparse_col_indices` are the columns of the values.
+    `shape` is that of the whole matrix.
 
-    An array that is already of the right dtype is shared, not copied. Tensors are equal when
-    dtype, shape and every bit of their numbers are.
+    An array that already has the right dtype is shared, not copied. Tensors are equal if their
+    dtypes, shapes and values are, bit for bit.
     """
 
     __slots__ = ("_columns", "_numbers", "_row_starts", "dtype", "shape")
@@ -64,7 +64,7 @@ class TensorData(Frozen):
             raise TypeError(f"TensorData needs dtype 'int64' or 'float32', not {dtype!r}")
         numbers, given_shape = pack(() if data is None else data, dtype, "data")
         if shape is None and len(given_shape) != 1:
-            shape = given_shape  # a nested list or an array says its own shape
+            shape = given_shape  # that of a nested list or an array
         set_once(self, "dtype", dtype)
         set_once(self, "shape", None if shape is None else _checked_shape(shape))
         set_once(self, "_numbers", numbers)
@@ -74,7 +74,7 @@ class TensorData(Frozen):
 
     @classmethod
     def of_numbers(cls, numbers: Numbers, dtype: TensorDtype, shape: list[int] | None) -> Self:
-        """A dense tensor of numbers known to be right in kind and count; unchecked."""
+        """A dense tensor, without checking the dtype and the number of values."""
         tensor = object.__new__(cls)
         set_once(tensor, "dtype", dtype)
         set_once(tensor, "shape", shape)
@@ -88,7 +88,7 @@ class TensorData(Frozen):
             self._check_sparse()
         elif self.shape is not None and math.prod(self.shape) != len(self._numbers):
             raise ValidationError(
-                f"shape {self.shape} holds {math.prod(self.shape)} numbers, data has "
+                f"shape {self.shape} has {math.prod(self.shape)} values, but data has "
                 f"{len(self._numbers)}"
             )
 
@@ -98,48 +98,50 @@ class TensorData(Frozen):
                 "a sparse tensor needs both sparse_crow_indices and sparse_col_indices"
             )
         if self.shape is None or len(self.shape) != 2:
-            raise ValidationError(f"a sparse tensor needs a shape of two sizes, not {self.shape}")
+            raise ValidationError(
+                f"a sparse tensor needs a shape of two dimensions, not {self.shape}"
+            )
         row_count, column_count = self.shape
         starts, columns = self._row_starts.view(), self._columns.view()
         value_count = len(self._numbers)
         if len(starts) != row_count + 1 or starts[0] != 0 or starts[-1] != value_count:
             raise ValidationError(
-                f"sparse_crow_indices must be {row_count + 1} numbers from 0 to {value_count}"
+                f"sparse_crow_indices must be {row_count + 1} integers from 0 to {value_count}"
             )
         if any(starts[row] > starts[row + 1] for row in range(row_count)):
-            raise ValidationError("sparse_crow_indices must not fall")
+            raise ValidationError("sparse_crow_indices must not decrease")
         if len(columns) != value_count:
             raise ValidationError(
-                f"sparse_col_indices has {len(columns)} numbers, data has {value_count}"
+                f"sparse_col_indices has {len(columns)} values, but data has {value_count}"
             )
         if value_count and not (min(columns) >= 0 and max(columns) < column_count):
-            raise ValidationError(f"sparse_col_indices must lie in 0…{column_count - 1}")
+            raise ValidationError(f"sparse_col_indices must be between 0 and {column_count - 1}")
 
     @classmethod
     def from_numpy(cls, array: np.ndarray[Any, Any]) -> Self:
-        """Hold a numpy array of floats as float32, or of signed integers as int64.
+        """Convert a numpy array: floats to float32, signed integers to int64.
 
-        Memory is shared where the dtype is already the right one.
+        Memory is shared if the array already has that dtype.
         """
         dtype = _DTYPE_OF_NUMPY_KIND.get(array.dtype.kind)
         if dtype is None:
             raise ValidationError(
-                f"a numpy array of {array.dtype} is neither float nor signed integer",
+                f"unsupported numpy dtype {array.dtype}: expected float or signed integer",
                 remedy="convert it with .astype('int64') or .astype('float32')",
             )
         return cls._whole(array, dtype, "data")
 
     @classmethod
     def _whole(cls, values: Any, dtype: TensorDtype, what: str) -> Self:
-        """A dense tensor of the shape that the values have by themselves."""
+        """A dense tensor with the shape of the values."""
         numbers, shape = pack(values, dtype, what)
-        if len(shape) > MOST_DIMENSIONS:
-            raise ValidationError(f"{what} has more than {MOST_DIMENSIONS} dimensions")
+        if len(shape) > MAX_DIMENSIONS:
+            raise ValidationError(f"{what} has more than {MAX_DIMENSIONS} dimensions")
         return cls.of_numbers(numbers, dtype, shape)
 
     @classmethod
     def from_torch(cls, tensor: torch.Tensor) -> Self:
-        """Hold a torch tensor; as `from_numpy`, with bfloat16 widened to float32.
+        """Convert a torch tensor, as `from_numpy` does; bfloat16 becomes float32.
 
         Raises:
             RuntimeError: The tensor requires grad.
@@ -148,9 +150,9 @@ class TensorData(Frozen):
 
     @classmethod
     def from_torch_sparse(cls, tensor: torch.Tensor, pad_value: int = 0) -> Self:
-        """Hold a matrix without the cells that equal `pad_value`, if that takes less room.
+        """Convert a matrix, omitting cells equal to `pad_value` if that is smaller.
 
-        Tensors of other ranks are held whole.
+        Tensors of other ranks stay dense.
         """
         array = torch_to_numpy(tensor)
         dense = cls.from_numpy(array)
@@ -171,50 +173,50 @@ class TensorData(Frozen):
 
     @property
     def data(self) -> list[Any]:
-        """The numbers as a new flat list; of a sparse tensor, the stored values."""
+        """The values as a new flat list; for a sparse tensor, the stored values."""
         return self._numbers.tolist()
 
     @property
     def numbers(self) -> Numbers:
-        """The numbers in memory; of a sparse tensor, the stored values."""
+        """The values as a buffer; for a sparse tensor, the stored values."""
         return self._numbers
 
     @property
     def row_starts(self) -> Numbers | None:
-        """Where each row begins among the stored values, in memory; None for a dense tensor."""
+        """The start of each row in the stored values, as a buffer; None if dense."""
         return self._row_starts
 
     @property
     def columns(self) -> Numbers | None:
-        """The column of each stored value, in memory; None for a dense tensor."""
+        """The column of each stored value, as a buffer; None if dense."""
         return self._columns
 
     @property
     def sparse_crow_indices(self) -> list[int] | None:
-        """Where each row begins among the stored values; None for a dense tensor."""
+        """The start of each row in the stored values; None if dense."""
         return None if self._row_starts is None else self._row_starts.tolist()
 
     @property
     def sparse_col_indices(self) -> list[int] | None:
-        """The column of each stored value; None for a dense tensor."""
+        """The column of each stored value; None if dense."""
         return None if self._columns is None else self._columns.tolist()
 
     @property
     def is_sparse(self) -> bool:
-        """Whether only some of the cells are stored."""
+        """Whether the tensor is in CSR format."""
         return self._row_starts is not None
 
     @property
     def nbytes(self) -> int:
-        """What the numbers take in memory and on the wire, indices included."""
+        """The size of the values and indices in bytes."""
         parts = (self._numbers, self._row_starts, self._columns)
         return sum(len(part.memory) for part in parts if part is not None)
 
     def to_numpy(self, pad_value: int = 0) -> np.ndarray[Any, Any]:
-        """A writable numpy array; shares memory where the tensor was made from writable memory.
+        """A writable numpy array; it shares memory if the tensor was created from writable memory.
 
         Args:
-            pad_value: What the cells that a sparse tensor does not store are filled with.
+            pad_value: The value of cells that a sparse tensor does not store.
         """
         values = self._numbers.numpy()
         if not self.is_sparse:
@@ -229,24 +231,23 @@ class TensorData(Frozen):
         return dense
 
     def to_torch(self, pad_value: int = 0) -> torch.Tensor:
-        """A torch tensor; memory and `pad_value` as in `to_numpy`."""
+        """A torch tensor; `pad_value` and shared memory as for `to_numpy`."""
         try:
             import torch
         except ImportError as exc:
             raise ImportError(
-                "to_torch returns a torch tensor and torch is not installed; "
-                "install it with: pip install torch"
+                "to_torch requires torch, which is not installed; run `pip install torch`"
             ) from exc
         return torch.from_numpy(self.to_numpy(pad_value))
 
     def tolist(self, pad_value: int = 0) -> list[Any]:
-        """Nested lists of the tensor's shape; `pad_value` as in `to_numpy`."""
+        """The values as nested lists; `pad_value` as for `to_numpy`."""
         if self.is_sparse:
             return self._sparse_rows(pad_value)
         values = self._numbers.tolist()
         shape = self.shape or [len(values)]
         for level in range(len(shape) - 1, 0, -1):
-            # Not by the number of values: rows may be empty and still be there.
+            # Not by the number of values, since rows may be empty.
             size, count = shape[level], math.prod(shape[:level])
             values = [values[i * size : (i + 1) * size] for i in range(count)]
         return values[0] if self.shape == [] else values
@@ -297,15 +298,15 @@ class TensorData(Frozen):
 
 
 def _checked_shape(shape: Iterable[Any]) -> list[int]:
-    """The sizes, bounded in number and value: a product of many huge ones takes minutes to form."""
+    """The sizes, limited in number and value: multiplying many huge ones would take minutes."""
     try:
-        sizes = [operator.index(size) for size in itertools.islice(shape, MOST_DIMENSIONS + 1)]
+        sizes = [operator.index(size) for size in itertools.islice(shape, MAX_DIMENSIONS + 1)]
     except TypeError as exc:
-        raise ValidationError(f"a tensor's shape must be whole numbers: {exc}") from exc
-    if len(sizes) > MOST_DIMENSIONS:
-        raise ValidationError(f"a tensor's shape has more than {MOST_DIMENSIONS} dimensions")
+        raise ValidationError(f"invalid shape: expected integers: {exc}") from exc
+    if len(sizes) > MAX_DIMENSIONS:
+        raise ValidationError(f"invalid shape: more than {MAX_DIMENSIONS} dimensions")
     if not all(0 <= size < 1 << 63 for size in sizes):
-        raise ValidationError("a tensor's shape has a size that is negative or above 64 bits")
+        raise ValidationError("invalid shape: a size is negative or exceeds 64 bits")
     return sizes
 
 
@@ -314,17 +315,17 @@ def _indices(values: Any, what: str) -> Numbers | None:
 
 
 def tensor_from(name: str, value: Any, dtype: TensorDtype | None) -> TensorData:
-    """A tensor from whatever a caller put into a datum.
+    """Convert an input of a loss function to a tensor.
 
     Args:
-        name: The loss input's name, for error messages.
-        value: A tensor, a torch tensor, a numpy array or a (nested) list.
-        dtype: The dtype for lists; None if this input takes no lists.
+        name: The name of the input, for error messages.
+        value: A `TensorData`, a torch tensor, a numpy array or a (nested) list.
+        dtype: The dtype for lists; None if this input may not be a list.
     """
     if isinstance(value, TensorData):
         return value
     if is_torch_tensor(value):
-        if value.ndim == 2 and name in _SPARSE_WHERE_SMALLER:
+        if value.ndim == 2 and name in _SPARSE_IF_SMALLER:
             return TensorData.from_torch_sparse(value)
         return TensorData.from_torch(value)
     if hasattr(value, "dtype") and hasattr(value, "shape"):
@@ -336,10 +337,10 @@ def tensor_from(name: str, value: Any, dtype: TensorDtype | None) -> TensorData:
         )
     if dtype is None:
         raise KeyError(
-            f"loss_fn_inputs[{name!r}] is a list and its dtype is not known; "
+            f"loss_fn_inputs[{name!r}] is a list, but its dtype is unknown; "
             "pass a numpy array, a torch tensor or TensorData"
         )
     return TensorData._whole(value, dtype, name)
 
 
-_SPARSE_WHERE_SMALLER = frozenset({"target_tokens", "weights"})
+_SPARSE_IF_SMALLER = frozenset({"target_tokens", "weights"})

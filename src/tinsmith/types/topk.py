@@ -1,4 +1,4 @@
-"""The k most likely tokens at each position: held as two matrices, read as rows of pairs."""
+"""The k most likely tokens at each position: stored as two matrices, read as rows of pairs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ if TYPE_CHECKING:
     import numpy as np
 
 EMPTY_LOGPROB = -99999.0
-"""Stands, with token id 0, in the unused cells of a top-k matrix."""
+"""The log-probability, with token id 0, in unused cells of a top-k matrix."""
 
 TopkRow: TypeAlias = list[tuple[int, float]] | None
 
 
 class TopkLogprobs(Frozen):
-    """The k most likely tokens at each position, as two matrices of `length` rows.
+    """The k most likely tokens at each position, as two matrices of `length` rows and `k` columns.
 
-    Matrices may be given as numpy arrays or nested lists. Unused cells hold id 0 and -99999.0.
+    The matrices may be numpy arrays or nested lists. Unused cells have the id 0 and the
+    log-probability -99999.0.
     """
 
     __slots__ = ("_ids", "_logprobs", "_made", "_shape")
@@ -37,7 +38,7 @@ class TopkLogprobs(Frozen):
         if shape is None:
             if len(ids_shape) != 2 or ids_shape != values_shape:
                 raise ValidationError(
-                    f"token_ids and logprobs must be matrices of one shape, "
+                    f"token_ids and logprobs must be matrices of the same shape, "
                     f"not {ids_shape} and {values_shape}"
                 )
             shape = (ids_shape[0], ids_shape[1])
@@ -53,7 +54,7 @@ class TopkLogprobs(Frozen):
 
     @classmethod
     def of_numbers(cls, ids: Numbers, logprobs: Numbers, shape: tuple[int, int]) -> Self:
-        """Matrices of numbers known to be right in kind and count; unchecked."""
+        """Create it from buffers, without checking their kind and size."""
         topk = object.__new__(cls)
         set_once(topk, "_ids", ids)
         set_once(topk, "_logprobs", logprobs)
@@ -63,32 +64,32 @@ class TopkLogprobs(Frozen):
 
     @property
     def length(self) -> int:
-        """How many positions there are."""
+        """The number of positions."""
         return self._shape[0]
 
     @property
     def k(self) -> int:
-        """How many cells each position has."""
+        """The number of tokens per position."""
         return self._shape[1]
 
     @property
     def token_ids(self) -> np.ndarray[Any, Any]:
-        """The ids as a numpy int32 matrix of shape (length, k); the same one each time."""
+        """The ids as a numpy int32 matrix of shape (length, k); the same every time."""
         return made_once(self, "token_ids", lambda: self._ids.numpy().reshape(self._shape))
 
     @property
     def logprobs(self) -> np.ndarray[Any, Any]:
-        """The log-probabilities as a numpy float32 matrix of that shape; the same one each time."""
+        """The log-probabilities as a numpy float32 matrix (length, k); the same every time."""
         return made_once(self, "logprobs", lambda: self._logprobs.numpy().reshape(self._shape))
 
     @property
     def id_numbers(self) -> Numbers:
-        """The ids in memory, row by row."""
+        """The ids as a buffer, row by row."""
         return self._ids
 
     @property
     def logprob_numbers(self) -> Numbers:
-        """The log-probabilities in memory, row by row."""
+        """The log-probabilities as a buffer, row by row."""
         return self._logprobs
 
     def _parts(self) -> tuple[Any, ...]:
@@ -105,10 +106,10 @@ class TopkLogprobs(Frozen):
 
 
 class TopkRows(Sequence[TopkRow]):
-    """Top-k logprobs read as a list: each row is `[(token id, logprob), …]`, best first, or None.
+    """Top-k logprobs as a sequence of rows `[(token id, logprob), …]`, best first, or None.
 
-    A row is made when it is read. A long answer with k = 20 has so many cells that making them all
-    costs more than everything else the client does for it; `list(rows)` makes them all.
+    Rows are created when they are read. For a long response with k = 20, creating all of them takes
+    longer than everything else the client does for it; `list(rows)` does so.
     """
 
     __slots__ = ("_topk",)
@@ -127,7 +128,7 @@ class TopkRows(Sequence[TopkRow]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
-            raise IndexError(f"there are {len(self)} positions, not {index}")
+            raise IndexError(f"index {index} is out of range for {len(self)} positions")
         start = (index % len(self)) * self._topk.k
         stop = start + self._topk.k
         ids, logprobs = self._topk.id_numbers, self._topk.logprob_numbers
@@ -143,7 +144,7 @@ class TopkRows(Sequence[TopkRow]):
         return map(_row, ids, logprobs)
 
     def _are_all_full(self) -> bool:
-        """Whether no row begins or ends with an unused cell; nearly always."""
+        """Whether no row starts or ends with an unused cell, which is the common case."""
         logprobs, k = self._topk.logprob_numbers.view(), self._topk.k
         return EMPTY_LOGPROB not in logprobs[::k] and EMPTY_LOGPROB not in logprobs[k - 1 :: k]
 
@@ -164,7 +165,7 @@ class TopkRows(Sequence[TopkRow]):
 
 
 def _row(ids: tuple[int, ...], logprobs: tuple[float, ...]) -> TopkRow:
-    if EMPTY_LOGPROB not in (logprobs[0], logprobs[-1]):  # nearly always: the row is full
+    if EMPTY_LOGPROB not in (logprobs[0], logprobs[-1]):  # the common case: a full row
         return list(zip(ids, logprobs, strict=True))
     used = len(ids)
     while used and ids[used - 1] == 0 and logprobs[used - 1] == EMPTY_LOGPROB:
@@ -179,7 +180,7 @@ def _is_same_row(mine: TopkRow, other: object) -> bool:
 
 
 def topk_from_plain(plain: Any) -> TopkLogprobs | None:
-    """Rows of `[id, logprob]` pairs, some None and some short, as matrices."""
+    """Convert rows of `[id, logprob]` pairs, of which some may be None or short."""
     listed = checked_list(plain, "topk_prompt_logprobs")
     if listed is None:
         return None
@@ -187,24 +188,24 @@ def topk_from_plain(plain: Any) -> TopkLogprobs | None:
     k = max(map(len, given), default=0)
     if k == 0:
         return None
-    if k * len(given) > _MOST_PADDING * (len(given) + sum(map(len, given))):
-        raise ValueError("Expected the rows of topk_prompt_logprobs to be of like length")
+    if k * len(given) > _MAX_PADDING * (len(given) + sum(map(len, given))):
+        raise ValueError("Expected the rows of topk_prompt_logprobs to be of similar length")
     if any(not isinstance(cell, list) or len(cell) != 2 for row in given for cell in row):
-        raise ValueError("Expected topk_prompt_logprobs to hold pairs of a token id and a logprob")
+        raise ValueError("Expected topk_prompt_logprobs to be pairs of a token id and a logprob")
     ids = _padded(given, 0, k, "int32", unused=0)
     logprobs = _padded(given, 1, k, "float32", unused=EMPTY_LOGPROB)
     return TopkLogprobs(ids, logprobs, shape=(len(given), k))
 
 
-_MOST_PADDING = 24
-"""How many cells one row or cell that came may be padded to; a matrix of one long row and many
-empty ones would take the square of what was sent."""
+_MAX_PADDING = 24
+"""The largest ratio of padded to received cells; one long row and many empty ones would otherwise
+take memory quadratic in the size of the message."""
 
 
 def _padded(
     given: Sequence[Sequence[Any]], place: int, k: int, kind: Kind, *, unused: float
 ) -> Numbers:
-    """The ids or the logprobs of all rows as one matrix, each row filled up to `k`."""
+    """The ids or the logprobs of all rows as one matrix, with rows padded to `k`."""
     empty_cell = bytes(pack([unused], kind)[0].memory)
     matrix = bytearray(empty_cell) * (k * len(given))
     for index, row in enumerate(given):

@@ -1,4 +1,4 @@
-"""What a training run is made of: adapters, optimizers, losses, and what each step answers."""
+"""Types of training: adapters, optimizers, losses, and the results of each call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ import msgspec
 
 from tinsmith.errors import ValidationError, shown
 from tinsmith.observe.training_metrics import TOKENS, WEIGHTED_TOKENS
-from tinsmith.types.checkpoints import ParsedCheckpointTinkerPath
+from tinsmith.types.checkpoints import (
+    ParsedCheckpointTinkerPath,
+    checkpoint_console_url,
+    console_url,
+)
 from tinsmith.types.inputs import Datum, LossFnOutput
 from tinsmith.types.record import (
     ArrayWriter,
@@ -22,8 +26,6 @@ from tinsmith.types.record import (
     set_once,
     to_plain,
 )
-
-CONSOLE_URL = "https://tinker.thinkingmachines.ai"
 
 ModelID: TypeAlias = str
 RequestID: TypeAlias = str
@@ -41,7 +43,7 @@ LossFnType: TypeAlias = Literal[
 
 
 class LoraConfig(Request):
-    """The shape of a LoRA adapter and which layers it trains."""
+    """The rank of a LoRA adapter, its seed, and the layers it trains."""
 
     rank: int
     seed: int | None = None
@@ -51,7 +53,7 @@ class LoraConfig(Request):
 
 
 class AdamParams(Request):
-    """AdamW settings for one step; `grad_clip_norm` 0 means no clipping, decay is decoupled."""
+    """AdamW settings for one step; weight decay is decoupled, and `grad_clip_norm` 0 means off."""
 
     learning_rate: float = 0.0001
     beta1: float = 0.9
@@ -62,7 +64,7 @@ class AdamParams(Request):
 
 
 class _Family(FrozenModel):
-    """An object told apart by `type` whose further fields depend on it."""
+    """An object whose fields depend on its `type`."""
 
     __slots__ = ("_extra", "type")
 
@@ -111,14 +113,14 @@ class _Family(FrozenModel):
 
 
 def _rebuild_family(cls: type[_Family], fields: dict[str, Any]) -> _Family:
-    # Past the constructor: that of a user's subclass may have arguments of its own.
+    # Not by the constructor: that of a user's subclass may take other arguments.
     family = cls.__new__(cls)
     _Family.__init__(family, **fields)
     return family
 
 
 class OptimizerConfigBase(_Family):
-    """An optimizer family, chosen when a model is made. Subclass it for a family of your own."""
+    """The optimizer of a model, chosen when it is created. Subclass it for other optimizers."""
 
     __slots__ = ()
 
@@ -164,7 +166,7 @@ OptimizerConfig: TypeAlias = OptimizerConfigBase
 
 
 class OptimParamsBase(_Family):
-    """Settings for one step of an optimizer other than Adam. Subclass it for your own."""
+    """Settings for one step of an optimizer other than Adam. Subclass it for other optimizers."""
 
     __slots__ = ()
 
@@ -178,7 +180,7 @@ class OptimParamsBase(_Family):
 
 
 class DimuonParams(OptimParamsBase):
-    """Dimuon settings for one step; clipping is off where `grad_clip_norm` is not above 0."""
+    """Dimuon settings for one step; `grad_clip_norm` 0 or less means no clipping."""
 
     __slots__ = ()
 
@@ -207,7 +209,7 @@ OptimParams: TypeAlias = AdamParams | OptimParamsBase
 
 
 class ForwardBackwardInput(Frozen):
-    """The data of one forward pass, the loss to take of it, and that loss's settings."""
+    """The data of one forward pass, the loss function, and its settings."""
 
     __slots__ = ("data", "loss_fn", "loss_fn_config")
 
@@ -268,9 +270,9 @@ class ForwardBackwardInput(Frozen):
 
 
 class ForwardBackwardOutput(Frozen):
-    """What one forward pass gave: a dict of tensors per datum, and metrics named `name:reduction`.
+    """The result of a forward pass: a dict of tensors per datum, and metrics `name:reduction`.
 
-    `metrics` is a plain dict that callers may add to.
+    `metrics` is a plain dict, which callers may extend.
     """
 
     __slots__ = ("_count_tokens", "loss_fn_output_type", "loss_fn_outputs", "metrics")
@@ -293,11 +295,11 @@ class ForwardBackwardOutput(Frozen):
 
     @property
     def loss(self) -> float:
-        """The mean loss of a *datum*, which is a sum over its tokens: a few hundred is common.
+        """The mean loss per *datum*, each of which is a sum over tokens: a few hundred is common.
 
-        `loss_per_token` does not grow with the length of the data. This is `loss:mean` if the
-        server sent it, else `loss`, else `loss:sum` divided by the number of outputs.
-        NaN if there is nothing to take a mean of: no such metric, or `loss:sum` and no outputs.
+        Use `loss_per_token` for a value that does not grow with the length of the data. This is the
+        metric `loss:mean` if the service sent it, else `loss`, else `loss:sum` divided by the
+        number of outputs; NaN if there is no such metric or no output.
         """
         for name in ("loss:mean", "loss"):
             if name in self.metrics:
@@ -308,24 +310,24 @@ class ForwardBackwardOutput(Frozen):
 
     @property
     def loss_per_token(self) -> float:
-        """The mean loss of a token: `loss:sum` divided by the number of tokens of the request.
+        """The mean loss per token: `loss:sum` divided by the number of tokens in the request.
 
-        With `weights` it is the weighted mean, so their scale does not matter: each token counts
-        with the absolute value of its weight. With `advantages`, tokens whose advantage is not 0
-        count; otherwise every token does. Meant for losses that are sums over tokens, as all named
-        ones are. For `cross_entropy`, uniform predictions over V tokens have a loss of log(V), and
-        perfect ones 0.
+        With `weights` it is the weighted mean: each token counts with the absolute value of its
+        weight, so the scale of the weights does not matter. With `advantages`, only tokens with a
+        non-zero advantage count; otherwise all tokens do. This is meaningful for losses that are
+        sums over tokens, as all named losses are. For `cross_entropy`, uniform predictions over V
+        tokens have a loss of log(V), perfect ones 0.
 
-        If the output was unpickled, or not made by a training client, the number of tokens is taken
-        from its metrics, else from its log-probabilities, weighted or not. NaN without `loss:sum`,
-        or if no token counts.
+        If the output was unpickled, or not returned by a training client, the number of tokens
+        comes from its metrics, else from its log-probabilities. NaN without `loss:sum`, or if no
+        token counts.
         """
         loss = self.metrics.get("loss:sum", math.nan)
         tokens = self._tokens() if self._count_tokens is None else self._count_tokens()
         return loss / tokens if tokens else math.nan
 
     def _tokens(self) -> float:
-        """How many tokens there are, as far as the reply says."""
+        """The number of tokens according to the response."""
         for name in (WEIGHTED_TOKENS, TOKENS):
             if self.metrics.get(name):
                 return self.metrics[name]
@@ -333,7 +335,7 @@ class ForwardBackwardOutput(Frozen):
         return sum(len(tensor.numbers) for tensor in found if tensor is not None)
 
     def _with_tokens(self, count: Callable[[], float]) -> Self:
-        """The same, which knows how many tokens the request has; counted when it is asked."""
+        """A copy that gets the request's number of tokens from `count`, when it is needed."""
         made = type(self)(*self._parts())
         set_once(made, "_count_tokens", count)
         return made
@@ -370,53 +372,57 @@ class ForwardBackwardOutput(Frozen):
 
 
 class OptimStepResponse(Record):
-    """What an optimizer step reports; metric names are free."""
+    """The metrics of an optimizer step; names are up to the service."""
 
     metrics: dict[str, float] | None = None
 
 
 class CreateModelResponse(Record):
-    """The model is ready to be trained."""
+    """The model was created and is ready for training."""
 
     model_id: str
     type: Literal["create_model"] = "create_model"
 
 
 class UnloadModelResponse(Record):
-    """The model's adapter is no longer held."""
+    """The model's adapter was unloaded."""
 
     model_id: str
     type: Literal["unload_model"] | None = None
 
 
 class SaveWeightsResponse(Record):
-    """Where training state was saved, as a `tinker://` path."""
+    """The `tinker://` path of the saved training state."""
 
     path: str
     type: Literal["save_weights"] | None = None
 
-    def get_console_url(self) -> str:
-        """The page of this checkpoint in the hosted service's console."""
-        return _checkpoint_url(self.path)
+    def get_console_url(self) -> str | None:
+        """The URL of this checkpoint in its service's console; None if that has no console."""
+        return checkpoint_console_url(self.path)
 
 
 class SaveWeightsForSamplerResponse(Record):
-    """Where sampler weights were saved, as a `tinker://` path."""
+    """The `tinker://` path of the saved sampler weights."""
 
     path: str
     type: Literal["save_weights_for_sampler"] | None = None
 
-    def get_console_url(self) -> str:
-        """The page of this checkpoint in the hosted service's console."""
-        return _checkpoint_url(self.path)
+    def get_console_url(self) -> str | None:
+        """The URL of this checkpoint in its service's console; None if that has no console."""
+        return checkpoint_console_url(self.path)
 
-    def get_playground_url(self) -> str:
-        """The page where this checkpoint can be tried out in the hosted service's console."""
-        return f"{CONSOLE_URL}/playground?mode=checkpoint&checkpoint={_quoted(self.path)}"
+    def get_playground_url(self) -> str | None:
+        """The URL of a playground for this checkpoint; None if its service has no console."""
+        from urllib.parse import quote  # 0.4 MB that clients that only sample never need
+
+        run_id = ParsedCheckpointTinkerPath.from_tinker_path(self.path).training_run_id
+        path = quote(self.path, safe="")
+        return console_url(f"playground?mode=checkpoint&checkpoint={path}", run_id)
 
 
 class SaveWeightsForSamplerResponseInternal(Record):
-    """As answered: a named save gives `path`, an ephemeral one `sampling_session_id`."""
+    """The wire format: `path` of a named save, `sampling_session_id` of an ephemeral one."""
 
     path: str | None = None
     sampling_session_id: str | None = None
@@ -424,14 +430,14 @@ class SaveWeightsForSamplerResponseInternal(Record):
 
 
 class SaveWeightsExternalResponse(Record):
-    """Where weights for other programs were saved, as a `tinker://` path."""
+    """The `tinker://` path of weights exported for other programs."""
 
     path: str
     type: Literal["save_weights_external"] | None = None
 
 
 class SaveWeightsExternalResponseInternal(Record):
-    """As answered, with the size."""
+    """The response on the wire, with the size."""
 
     path: str | None = None
     size_bytes: int | None = None
@@ -447,7 +453,7 @@ class LoadWeightsResponse(Record):
 
 
 class ModelData(Record):
-    """What is known of a model's base."""
+    """The base model of a training run."""
 
     arch: str | None = None
     model_name: str | None = None
@@ -455,7 +461,7 @@ class ModelData(Record):
 
 
 class GetInfoResponse(Record):
-    """A training run's model, adapter and optimizer."""
+    """The model, adapter and optimizer of a training run."""
 
     type: Literal["get_info"] | None = None
     model_data: ModelData
@@ -470,7 +476,7 @@ CustomLossInputRank: TypeAlias = Literal[0, 1, 2]
 
 
 class CustomLossInput(Request):
-    """A parameter of an uploaded loss and how many dimensions it has."""
+    """A parameter of an uploaded loss, and its number of dimensions."""
 
     name: str
     rank: CustomLossInputRank
@@ -487,29 +493,17 @@ class CustomLossNode(Request):
 
 
 class CustomLossGraph(Request):
-    """An uploaded loss as data: its operations in the order they run."""
+    """An uploaded loss: its operations in the order they run."""
 
     format: Literal[1] = 1
     nodes: list[CustomLossNode]
 
 
 class CreateCustomLossResponse(Record):
-    """The name under which an uploaded loss can be used in its session."""
+    """The id of an uploaded loss, valid in its session."""
 
     loss_id: str
     type: Literal["create_custom_loss"] = "create_custom_loss"
-
-
-def _checkpoint_url(path: str) -> str:
-    parsed = ParsedCheckpointTinkerPath.from_tinker_path(path)
-    run, checkpoint = _quoted(parsed.training_run_id), _quoted(parsed.checkpoint_id)
-    return f"{CONSOLE_URL}/checkpoints/{run}/{checkpoint}"
-
-
-def _quoted(text: str) -> str:
-    from urllib.parse import quote  # 0.4 MB, which a client that only samples never needs
-
-    return quote(text, safe="")
 
 
 def _fields_with_type(plain: Any) -> dict[str, Any]:

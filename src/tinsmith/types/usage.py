@@ -1,4 +1,4 @@
-"""What was used and by whom: billing, storage and the audit log."""
+"""Types of usage: billing, storage and the audit log."""
 
 from __future__ import annotations
 
@@ -9,38 +9,33 @@ from tinsmith.types.record import Record, Tagged
 
 
 class TrainingBillingEvent(Tagged, tag="training"):
-    """Tokens trained on."""
+    """Training tokens."""
 
-    type = "training"
     token_count: int
 
 
 class SamplingPrefillBillingEvent(Tagged, tag="sampling_prefill"):
-    """Prompt tokens read, and whether they were cached."""
+    """Prompt tokens, cached or not."""
 
-    type = "sampling_prefill"
     cached: bool
     token_count: int
 
 
 class SamplingSampleBillingEvent(Tagged, tag="sampling_sample"):
-    """Tokens sampled."""
+    """Sampled tokens."""
 
-    type = "sampling_sample"
     token_count: int
 
 
 class CheckpointBillingEvent(Tagged, tag="checkpoint"):
-    """Checkpoints written."""
+    """Saved checkpoints."""
 
-    type = "checkpoint"
     count: int
 
 
 class StorageBillingEvent(Tagged, tag="storage"):
-    """Checkpoints kept."""
+    """Stored checkpoints."""
 
-    type = "storage"
     gigabyte_hours: float
 
 
@@ -54,7 +49,7 @@ BillingEventInfo: TypeAlias = (
 
 
 class BillingUsageEvent(Record):
-    """What was used in one hour, for one purpose."""
+    """The usage of one hour, for one purpose."""
 
     bucket_start: datetime.datetime
     bucket_end: datetime.datetime
@@ -70,13 +65,13 @@ class BillingUsageEvent(Record):
 
 
 class BillingUsageSession(Record):
-    """A session named in a usage report."""
+    """A session in a usage report."""
 
     user_metadata: dict[str, str] | None = None
 
 
 class BillingUsageResponse(Record):
-    """Usage by hour, and the sessions it names."""
+    """Usage by the hour, and its sessions."""
 
     data: list[BillingUsageEvent]
     sessions: dict[str, BillingUsageSession] = {}
@@ -84,7 +79,7 @@ class BillingUsageResponse(Record):
 
 
 class CurrentCheckpointStorageUsageItem(Record):
-    """What one owner's checkpoints take now."""
+    """The current checkpoint storage of one owner."""
 
     project_id: str | None = None
     org_user_urn: str | None = None
@@ -97,7 +92,7 @@ class CurrentCheckpointStorageUsageItem(Record):
 
 
 class CurrentCheckpointStorageUsageResponse(Record):
-    """What checkpoints take now, by owner."""
+    """The current checkpoint storage by owner."""
 
     effective_rate_usd_per_gigabyte_month: float | None = None
     data: list[CurrentCheckpointStorageUsageItem]
@@ -107,7 +102,7 @@ AuditEventType: TypeAlias = Literal["all", "checkpoints", "projects", "teams", "
 
 
 class AuditLogEntry(Record):
-    """One thing that was done."""
+    """One entry of the audit log."""
 
     timestamp: datetime.datetime
     event: str
@@ -118,6 +113,6 @@ class AuditLogEntry(Record):
 
 
 class AuditLogResponse(Record):
-    """What was done, in order."""
+    """Entries of the audit log, in order."""
 
     entries: list[AuditLogEntry]

@@ -1,4 +1,4 @@
-"""The words in which `endpoints.py` describes a route: what is sent, answered, retried, and how."""
+"""The types that describe an endpoint in `endpoints.py`: request, response, retries, format."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ API_PREFIX = "/api/v1"
 
 
 class Format(enum.Enum):
-    """How a body is written."""
+    """The format of a body."""
 
     JSON = JSON_TYPE
     PROTOBUF = PROTOBUF_TYPE
 
 
 class Answer(enum.Enum):
-    """What the reply to a call is."""
+    """What the response to a call contains."""
 
     DIRECT = "direct"
     """The result itself."""
     FUTURE = "future"
-    """A request id, under which the result is fetched with `retrieve_future`."""
+    """A request id; `retrieve_future` returns the result."""
     RESULT = "result"
-    """Whatever the awaited request gave; see `FUTURE_RESULTS` of `endpoints.py`."""
+    """The result of an earlier request; see `FUTURE_RESULTS` in `endpoints.py`."""
     NOTHING = "nothing"
-    """A status; a body is ignored."""
+    """A status only; a body is ignored."""
     EVENTS = "events"
-    """A stream of server-sent events, whose names and data are of `types/extensions.py`."""
+    """A stream of server-sent events, defined in `types/extensions.py`."""
 
 
 class RetryClass(enum.Enum):
-    """Which failures are tried again, and by whom."""
+    """What is retried after a failure."""
 
     PATIENT = "patient"
-    """The exchange is retried, and then the call as a whole: reads, and training submissions."""
+    """The HTTP request, then the whole call: reads, and training submissions."""
     CALL = "call"
-    """Only the call as a whole is retried, keeping its number: samples and saves."""
+    """Only the whole call, keeping its number: samples and saves."""
     EXCHANGE = "exchange"
-    """Only the exchange is retried: what makes sessions, models and samplers."""
+    """Only the HTTP request: creating sessions, models and samplers."""
     OWN = "own"
-    """The caller has a loop of its own: polls, heartbeats, telemetry."""
+    """Nothing; the caller has its own loop: polls, heartbeats, telemetry."""
 
 
 class Pool(enum.Enum):
-    """Which connections carry a call, so that slow ones never hold up others (S22)."""
+    """The connection pool of a call; slow calls must not block others (S22)."""
 
-    __hash__ = object.__hash__  # an enum's own is Python code, and pools are looked up by it
+    __hash__ = object.__hash__  # faster than the enum's own, which is Python code
 
     SESSION = "session"
     SAMPLE = "sample"
@@ -63,7 +63,7 @@ class Pool(enum.Enum):
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One route."""
+    """One endpoint of the API."""
 
     name: str
     method: str
@@ -76,26 +76,27 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     pool: Pool = Pool.REST
     timeout_s: float = 60.0
     identity: tuple[str, ...] = ()
-    """Fields that tell whether two submissions are the same; without any, the idempotency key
-    does."""
+    """Fields that identify a submission, so that a retry is recognized; if empty, the idempotency
+    key does."""
     result: str | None = None
-    """What a future's result is called in `X-Tinker-Request-Type`."""
+    """The name of a future's result in `X-Tinker-Request-Type`."""
     header_fields: dict[str, str] = {}
     headers: dict[str, str] = {}
-    takes_bytes: bool = False
-    """Whether the body is bytes of no form, and the fields are in the path and the query alone."""
+    takes_stream: bool = False
+    """Whether the body is raw bytes, which the handler reads as they arrive; the fields are then in
+    the path and the query."""
     is_management: bool = False
-    """Whether the call names its SDK version and method in headers."""
+    """Whether the call sends its SDK version and method in headers."""
     follows_redirects: bool = False
     until: str | None = None
-    """The last SDK release that calls it, if it is no longer called."""
+    """The last SDK release that calls it, if newer ones do not."""
     is_extension: bool = False
-    """Whether it is ours: called only where a service's flags offer it; see
+    """Whether it is a tinsmith extension, used only if the service offers it; see
     `docs/extensions.md`."""
 
     @property
     def path_fields(self) -> tuple[str, ...]:
-        """The request's fields that stand in the path."""
+        """The request's fields that are part of the path."""
         return _path_fields(self.path)
 
 
@@ -105,7 +106,7 @@ def _path_fields(path: str) -> tuple[str, ...]:
 
 
 class FutureResult(msgspec.Struct, frozen=True):
-    """What `retrieve_future` gives for one kind of request."""
+    """What `retrieve_future` returns for one kind of request."""
 
     type: Any
     format: Format = Format.JSON

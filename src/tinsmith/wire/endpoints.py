@@ -1,11 +1,10 @@
-"""Every route of the API, once.
+"""The table of all endpoints of the API.
 
-The client calls through this table and the server routes by it: method, path, what is sent and
-answered, in which format, how it is retried, over which connections, within what time, and what
-makes two submissions the same one.
+Client and server use it for the method, path, types and format of each call, for its retries,
+connection pool and timeout, and to recognize repeated submissions.
 
-A request's fields that the path names go into the path, those in `header_fields` into headers, and
-the rest into the query of a GET or DELETE and into the body of a POST or PUT.
+Fields of a request that occur in the path go there, those in `header_fields` into headers, and the
+rest into the query of a GET or DELETE, or the body of a POST or PUT.
 """
 
 from __future__ import annotations
@@ -40,10 +39,9 @@ FUTURE_RESULTS: dict[str, FutureResult] = {
 }
 
 
-def _direct(name: str, path: str, request: Any, response: Any, **rest: Any) -> Endpoint:
-    return Endpoint(
-        name=name, method="POST", path=API_PREFIX + path, request=request, response=response, **rest
-    )
+def _direct(name: str, request: Any, response: Any, *, path: str = "", **rest: Any) -> Endpoint:
+    settings: dict[str, Any] = {"method": "POST", "path": API_PREFIX + (path or f"/{name}"), **rest}
+    return Endpoint(name=name, request=request, response=response, **settings)
 
 
 def _submit(
@@ -83,57 +81,47 @@ _RUN = "/training_runs/{training_run_id}"
 _CHECKPOINT = _RUN + "/checkpoints/{checkpoint_id:path}"
 
 _START = [
-    _direct("client_config", "/client/config", r.ClientConfigRequest, x.ServiceFlags),
+    _direct("client_config", r.ClientConfigRequest, x.ServiceFlags, path="/client/config"),
     _direct(
         "client_dynamic_config",
-        "/client/dynamic_config",
         r.ClientConfigRequest,
         t.ClientDynamicConfigResponse,
         retry=RetryClass.OWN,
         pool=Pool.SESSION,
         timeout_s=10.0,
+        path="/client/dynamic_config",
     ),
     _direct(
         "auth_token",
-        "/auth/token",
         r.AuthTokenRequest,
         t.AuthTokenResponse,
         retry=RetryClass.EXCHANGE,
         pool=Pool.SESSION,
+        path="/auth/token",
     ),
-    Endpoint(
-        name="healthz",
-        method="GET",
-        path=f"{API_PREFIX}/healthz",
-        request=r.EmptyRequest,
-        response=t.HealthResponse,
+    _direct("healthz", r.EmptyRequest, t.HealthResponse, method="GET"),
+    _direct(
+        "get_server_capabilities", r.EmptyRequest, t.GetServerCapabilitiesResponse, method="GET"
     ),
-    Endpoint(
-        name="get_server_capabilities",
+    _direct(
+        "get_api_key",
+        r.EmptyRequest,
+        t.ApiKeyResponse,
+        path="/auth/apikey/me",
         method="GET",
-        path=f"{API_PREFIX}/get_server_capabilities",
-        request=r.EmptyRequest,
-        response=t.GetServerCapabilitiesResponse,
-    ),
-    Endpoint(
-        name="get_api_key",
-        method="GET",
-        path=f"{API_PREFIX}/auth/apikey/me",
-        request=r.EmptyRequest,
-        response=t.ApiKeyResponse,
         timeout_s=30.0,
     ),
-    Endpoint(
-        name="delete_api_key",
+    _direct(
+        "delete_api_key",
+        r.EmptyRequest,
+        None,
+        path="/auth/apikey/me",
         method="DELETE",
-        path=f"{API_PREFIX}/auth/apikey/me",
-        request=r.EmptyRequest,
         answer=Answer.NOTHING,
         timeout_s=30.0,
     ),
     _direct(
         "telemetry",
-        "/telemetry",
         r.TelemetrySendRequest,
         t.TelemetryResponse,
         retry=RetryClass.OWN,
@@ -145,7 +133,6 @@ _START = [
 _SESSIONS = [
     _direct(
         "create_session",
-        "/create_session",
         r.CreateSessionRequest,
         t.CreateSessionResponse,
         retry=RetryClass.EXCHANGE,
@@ -153,18 +140,17 @@ _SESSIONS = [
     ),
     _direct(
         "session_heartbeat",
-        "/session_heartbeat",
         r.SessionHeartbeatRequest,
         t.SessionHeartbeatResponse,
         retry=RetryClass.OWN,
         pool=Pool.SESSION,
         timeout_s=10.0,
     ),
-    Endpoint(
-        name="finish_session",
-        method="POST",
-        path=f"{API_PREFIX}/sessions/{{session_id}}/finish",
-        request=r.FinishSessionRequest,
+    _direct(
+        "finish_session",
+        r.FinishSessionRequest,
+        None,
+        path="/sessions/{session_id}/finish",
         answer=Answer.NOTHING,
         pool=Pool.SESSION,
     ),
@@ -239,7 +225,7 @@ _TRAINING = [
         "CreateCustomLoss",
         ("session_id", "custom_loss_seq_id"),
     ),
-    _direct("get_info", "/get_info", r.GetInfoRequest, t.GetInfoResponse),
+    _direct("get_info", r.GetInfoRequest, t.GetInfoResponse),
     _manage(
         "POST",
         "get_weights_info_by_tinker_path",
@@ -252,7 +238,6 @@ _TRAINING = [
 _SAMPLING = [
     _direct(
         "create_sampling_session",
-        "/create_sampling_session",
         r.CreateSamplingSessionRequest,
         t.CreateSamplingSessionResponse,
         retry=RetryClass.EXCHANGE,
@@ -261,7 +246,6 @@ _SAMPLING = [
     ),
     _direct(
         "join_sampling_session",
-        "/join_sampling_session",
         r.JoinSamplingSessionRequest,
         t.JoinSamplingSessionResponse,
         pool=Pool.SESSION,
@@ -283,7 +267,6 @@ _SAMPLING = [
 _FUTURES = [
     _direct(
         "retrieve_future",
-        "/retrieve_future",
         r.FutureRetrieveRequest,
         None,
         answer=Answer.RESULT,
@@ -293,7 +276,6 @@ _FUTURES = [
     ),
     _direct(
         "retrieve_futures",
-        "/retrieve_futures",
         r.FuturesRetrieveRequest,
         t.FuturesRetrieveResponse,
         retry=RetryClass.OWN,
@@ -302,7 +284,6 @@ _FUTURES = [
     ),
     _direct(
         "cancel_future",
-        "/cancel_future",
         r.FutureCancelRequest,
         None,
         answer=Answer.NOTHING,
@@ -315,37 +296,36 @@ _FUTURES = [
 _EXTENSIONS = [
     _direct(
         "asample_many",
-        "/tinsmith/asample_many",
         x.SampleManyRequest,
         x.SampleManyResponse,
         retry=RetryClass.CALL,
         pool=Pool.SAMPLE,
         headers=_BACKPRESSURE,
         is_extension=True,
+        path="/tinsmith/asample_many",
     ),
     _direct(
         "retrieve_results",
-        "/tinsmith/retrieve_results",
         x.ResultsRetrieveRequest,
         x.ResultsRetrieveResponse,
         retry=RetryClass.OWN,
         pool=Pool.RETRIEVE,
         timeout_s=45.0,
         is_extension=True,
+        path="/tinsmith/retrieve_results",
     ),
     _direct(
         "fetch_results",
-        "/tinsmith/fetch_results",
         x.ResultsFetchRequest,
         x.ResultsFetchResponse,
         retry=RetryClass.OWN,
         pool=Pool.RETRIEVE,
         timeout_s=45.0,
         is_extension=True,
+        path="/tinsmith/fetch_results",
     ),
     _direct(
         "asample_stream",
-        "/tinsmith/asample_stream",
         r.SampleRequest,
         None,
         answer=Answer.EVENTS,
@@ -355,6 +335,7 @@ _EXTENSIONS = [
         pool=Pool.SAMPLE,
         headers=_BACKPRESSURE,
         is_extension=True,
+        path="/tinsmith/asample_stream",
     ),
 ]
 
@@ -390,6 +371,28 @@ _RUNS = [
         t.CheckpointsListResponse,
     ),
     _manage(
+        "POST",
+        "search_checkpoints",
+        "/checkpoints/search",
+        r.CheckpointSearchRequest,
+        t.CheckpointSearchResponse,
+    ),
+    _manage(
+        "POST",
+        "external_weights_upload_start",
+        "/external_weights_upload_start",
+        r.ExternalWeightsUploadStartRequest,
+        t.ExternalWeightsUploadStartResponse,
+    ),
+    _manage(
+        "POST",
+        "external_weights_upload_finish",
+        "/external_weights_upload_finish",
+        r.ExternalWeightsUploadFinishRequest,
+        t.ExternalWeightsUploadFinishResponse,
+        timeout_s=600.0,
+    ),
+    _manage(
         "GET",
         "get_external_weights_urls",
         _CHECKPOINT + "/external_weights_urls",
@@ -407,7 +410,7 @@ _RUNS = [
     _manage("POST", "publish_checkpoint", _CHECKPOINT + "/publish", r.CheckpointRequest),
     _manage("DELETE", "unpublish_checkpoint", _CHECKPOINT + "/publish", r.CheckpointRequest),
     _manage("PUT", "set_checkpoint_ttl", _CHECKPOINT + "/ttl", r.SetCheckpointTtlRequest),
-    # After the routes that add a suffix: this one would take them for part of the name.
+    # After the endpoints with a suffix, which would otherwise match as part of the name.
     _manage("DELETE", "delete_checkpoint", _CHECKPOINT, r.CheckpointRequest),
     _manage(
         "POST",
@@ -457,4 +460,4 @@ ENDPOINTS: dict[str, Endpoint] = {
         *_USAGE,
     ]
 }
-"""All routes by name, in the order in which a router should try them."""
+"""All endpoints by name, in the order in which a router must try them."""

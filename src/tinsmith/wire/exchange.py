@@ -1,7 +1,7 @@
-"""One call as HTTP sees it, made and read from the table of endpoints.
+"""The HTTP request and response of one call, encoded and decoded by the table of endpoints.
 
-`to_http` and `read_reply` are the client's half, `read_request` and `to_reply` the server's. None
-of them does any I/O: what goes out and comes in are methods, paths, headers and bodies.
+`to_http` and `read_reply` are for the client, `read_request` and `to_reply` for the server. They do
+no I/O: they return and take methods, paths, headers and bodies.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from tinsmith.types.requests import ForwardBackwardRequest, SampleRequest
 from tinsmith.types.sampling import SampleResponse
 from tinsmith.types.training import ForwardBackwardOutput
 from tinsmith.wire import content, json_format, packed_format, proto_samples
+from tinsmith.wire.decode_limits import DEFAULT_LIMITS, DecodeLimits
 from tinsmith.wire.endpoint_types import Answer, Endpoint, Format
-from tinsmith.wire.limits import DEFAULT_LIMITS, DecodeLimits
 from tinsmith.wire.protobuf import Parts
 
 Encode = Callable[[Any], Parts]
 Decode = Callable[[Memory, DecodeLimits], Any]
 
 _PLAIN_ID = re.compile(r"[A-Za-z0-9_.~:-]+")
-"""What stands in a path as it is."""
+"""Ids that need no escaping in a path."""
 
 
 class HttpRequest(msgspec.Struct, frozen=True):
-    """What is sent for one call; credentials and tracing headers are the transport's to add."""
+    """The request of one call; the transport adds credentials and tracing headers."""
 
     method: str
     path: str
     query: dict[str, str]
     headers: dict[str, str]
-    """Those that are the same for every request of a kind; how they are written may be kept."""
+    """Headers that are the same for every request of an endpoint, so their bytes may be cached."""
     parts: Parts
-    """The body, in pieces."""
+    """The body, as a list of buffers."""
     once: dict[str, str] = {}
-    """Headers of this request alone."""
+    """Headers of this request only."""
 
 
 class HttpReply(msgspec.Struct, frozen=True):
-    """What is answered to one call."""
+    """The response to one call."""
 
     status: int
     headers: dict[str, str]
@@ -59,21 +59,21 @@ class HttpReply(msgspec.Struct, frozen=True):
 def to_http(
     endpoint: Endpoint, request: Record | Frozen, *, accept: Format = Format.JSON
 ) -> HttpRequest:
-    """What to send for this request.
+    """Encode a request.
 
     Args:
-        endpoint: Where it goes.
-        request: What is asked.
-        accept: The format of the answer; of a future's result, that in `FUTURE_RESULTS`.
+        endpoint: The endpoint.
+        request: A value of the endpoint's request type.
+        accept: The format to request; for the result of a future, that in `FUTURE_RESULTS`.
 
     Raises:
-        ValidationError: It is not of the endpoint's type, or an id cannot stand in a path.
+        ValidationError: The request is of another type, or an id is not valid in a path.
     """
     if not isinstance(request, endpoint.request):
         raise ValidationError(
             f"{endpoint.name} takes a {endpoint.request.__name__}, not {type(request).__name__}"
         )
-    headers = {"Accept": _type_of(accept), **endpoint.headers}
+    headers = {"Accept": accept.value, **endpoint.headers}
     if endpoint.request_format is Format.PROTOBUF:
         headers["Content-Type"] = content.PROTOBUF_TYPE
         parts = encode_body(request, Format.PROTOBUF)
@@ -86,14 +86,9 @@ def to_http(
     return _json_request(endpoint, request, headers)
 
 
-def _type_of(format: Format) -> str:  # noqa: A002
-    """As `format.value`, which is looked up by Python code."""
-    return content.JSON_TYPE if format is Format.JSON else content.PROTOBUF_TYPE
-
-
 @functools.cache
 def _is_flat(endpoint_path: str, cls: type[Record]) -> bool:
-    """Whether all of it goes into the body, and is numbers and text that are always there."""
+    """Whether all fields are required scalars that go into the body."""
     flat = {str, int, float, bool}
     return "{" not in endpoint_path and all(field.type in flat for field in fields_of(cls))
 
@@ -101,25 +96,16 @@ def _is_flat(endpoint_path: str, cls: type[Record]) -> bool:
 def json_request(
     endpoint: Endpoint, parts: Parts, content_type: str = content.JSON_TYPE
 ) -> HttpRequest:
-    """What to send to a route without fields in its path, for a JSON body that is made already."""
+    """The request for a JSON body that is already encoded; the path has no fields."""
     headers = {"Accept": content.JSON_TYPE, **endpoint.headers, "Content-Type": content_type}
     return HttpRequest(endpoint.method, endpoint.path, {}, headers, parts)
 
 
 def packed_request(endpoint: Endpoint, packed: packed_format.PackedText) -> HttpRequest:
-    """What to send to a route that takes samples; JSON if there is nothing to pack."""
+    """The request for packed samples; plain JSON if there are no arrays."""
     if not packed.arrays:
         return json_request(endpoint, packed.text)
     return json_request(endpoint, packed.body(), content.PACKED_TYPE)
-
-
-def bytes_request(endpoint: Endpoint, request: Record, body: Memory) -> HttpRequest:
-    """What to send to a route whose body is bytes: the fields go into the path and the query."""
-    fields = to_plain(request)
-    path = _filled(endpoint.path, {name: fields.pop(name, None) for name in endpoint.path_fields})
-    query = {name: _checked_text(name, _query_value(value)) for name, value in fields.items()}
-    headers = {"Accept": Format.JSON.value, "Content-Type": "application/octet-stream"}
-    return HttpRequest(endpoint.method, path, query, headers, [body])
 
 
 def _json_request(endpoint: Endpoint, request: Record, headers: dict[str, str]) -> HttpRequest:
@@ -139,7 +125,7 @@ def _json_request(endpoint: Endpoint, request: Record, headers: dict[str, str]) 
         query = {name: _checked_text(name, _query_value(value)) for name, value in fields.items()}
         return HttpRequest(endpoint.method, path, query, headers, [])
     headers["Content-Type"] = content.JSON_TYPE
-    # A request that only names a thing in its path has no body to send.
+    # A request whose fields are all in the path has no body.
     in_path_alone = bool(path_fields) and set(request.__struct_fields__) == set(path_fields)
     parts: Parts = [] if in_path_alone else writer.parts(fields)
     return HttpRequest(endpoint.method, path, {}, headers, parts)
@@ -155,19 +141,19 @@ def read_request(
     *,
     on_unknown: Callable[[set[str]], None] | None = None,
 ) -> Any:
-    """The request that was sent to an endpoint, by any SDK from 0.3 on.
+    """Decode a request, as sent by any SDK from 0.3 on.
 
     Args:
-        endpoint: The route it came to.
-        path_fields: What the router found in the path.
-        query: The query's parameters.
-        headers: Header names in lower case.
-        body: The body, decompressed.
-        limits: How much memory decoding may take.
-        on_unknown: Told which fields, if any, are ignored because nobody knows them.
+        endpoint: The endpoint.
+        path_fields: The fields that the router found in the path.
+        query: The parameters of the query.
+        headers: The headers, with lower-case names.
+        body: The decompressed body.
+        limits: Limits of the decoder.
+        on_unknown: Called with the names of unknown fields, which are ignored.
 
     Raises:
-        DecodeError: It is not such a request.
+        DecodeError: The request is malformed.
     """
     content_type = headers.get("content-type", "")
     if content.is_protobuf(content_type):
@@ -175,7 +161,7 @@ def read_request(
     if issubclass(endpoint.request, Frozen):
         return json_format.decode(body, endpoint.request, limits)
     fields: dict[str, Any] = dict(query)
-    if len(body) and not endpoint.takes_bytes:
+    if len(body) and not endpoint.takes_stream:
         given = _decode_fields(endpoint, content_type, body, limits)
         if not isinstance(given, dict):
             raise DecodeError(f"{endpoint.name}: the body must be a JSON object")
@@ -195,7 +181,7 @@ def _decode_fields(
     if not content.is_packed(content_type):
         return json_format.decode_any(body, limits)
     if endpoint.request not in (SampleRequest, SampleManyRequest):
-        raise DecodeError(f"{endpoint.name} takes no packed body; samples may be packed")
+        raise DecodeError(f"{endpoint.name} does not accept packed bodies: expected JSON")
     return packed_format.decode(body, limits)
 
 
@@ -205,14 +191,14 @@ def _known_fields(cls: type[Record]) -> frozenset[str]:
 
 
 def request_from_fields(endpoint: Endpoint, fields: dict[str, Any]) -> Any:
-    """The request that a JSON object or a query stands for; raises as `read_request`."""
-    # SDKs up to 0.16 write null for what they leave unset.
+    """Convert the fields of a JSON object or a query; raises `DecodeError` if they are invalid."""
+    # SDKs up to 0.16 send null for unset fields.
     nullable = nullable_fields(endpoint.request)
     fields = {
         name: value for name, value in fields.items() if value is not None or name in nullable
     }
-    # A query holds text alone.
-    is_text = endpoint.method in ("GET", "DELETE", "HEAD") or endpoint.takes_bytes
+    # The values of a query are text.
+    is_text = endpoint.method in ("GET", "DELETE", "HEAD") or endpoint.takes_stream
     try:
         return msgspec.convert(
             fields, endpoint.request, strict=not is_text, dec_hook=convert_custom
@@ -222,7 +208,7 @@ def request_from_fields(endpoint: Endpoint, fields: dict[str, Any]) -> Any:
 
 
 def to_reply(value: Record | Frozen | None, format: Format = Format.JSON) -> HttpReply:  # noqa: A002
-    """What to answer with a value; None is an answer without a body."""
+    """Encode a response; None has no body."""
     if value is None:
         return HttpReply(204, {}, [])
     parts = encode_body(value, format)
@@ -232,13 +218,13 @@ def to_reply(value: Record | Frozen | None, format: Format = Format.JSON) -> Htt
 
 
 def read_reply(endpoint: Endpoint, body: Memory, limits: DecodeLimits = DEFAULT_LIMITS) -> Any:
-    """What a successful reply holds; None where the endpoint answers nothing.
+    """Decode a successful response; None if the endpoint returns nothing.
 
-    Results of futures are read by `decode_body` with the type and format of `FUTURE_RESULTS`; here
-    such a reply is read as JSON of any shape, which says whether to ask again.
+    The response of `retrieve_future` is decoded to plain JSON here, which tells whether to poll
+    again. Its result is decoded by `decode_body`, with the type and format in `FUTURE_RESULTS`.
 
     Raises:
-        DecodeError: It is not what the endpoint promises.
+        DecodeError: The response is malformed.
     """
     if endpoint.answer is Answer.NOTHING:
         return None
@@ -248,12 +234,12 @@ def read_reply(endpoint: Endpoint, body: Memory, limits: DecodeLimits = DEFAULT_
 
 
 def encode_body(value: Record | Frozen, format: Format) -> Parts:  # noqa: A002
-    """A body in the given format."""
+    """Encode a body in a format."""
     if format is Format.JSON:
         return json_format.encode_parts(value)
     codec = _protobuf_codec(type(value))  # type: ignore[arg-type]  # types are hashable
     if codec is None:
-        raise ValidationError(f"{type(value).__name__} has no protobuf form")
+        raise ValidationError(f"{type(value).__name__} has no protobuf format")
     return codec[0](value)
 
 
@@ -263,12 +249,12 @@ def decode_body(
     format: Format,  # noqa: A002
     limits: DecodeLimits = DEFAULT_LIMITS,
 ) -> Any:
-    """Read a body of the given format; raises as `read_request`."""
+    """Decode a body; raises `DecodeError` if it is malformed."""
     if format is Format.JSON:
         return json_format.decode(body, as_type, limits)
     codec = _protobuf_codec(as_type)
     if codec is None:
-        raise DecodeError(f"{as_type.__name__} has no protobuf form")
+        raise DecodeError(f"{as_type.__name__} has no protobuf format")
     return codec[1](body, limits)
 
 
@@ -276,7 +262,7 @@ def decode_body(
 def _protobuf_codec(as_type: type[Any]) -> tuple[Encode, Decode] | None:
     if issubclass(as_type, SampleResponse):
         return proto_samples.encode_sample_response, proto_samples.decode_sample_response
-    from tinsmith.wire import proto_format  # which a client that only samples never needs
+    from tinsmith.wire import proto_format  # not needed by clients that only sample
 
     if issubclass(as_type, ForwardBackwardRequest):
         encode_request = proto_format.encode_forward_backward_request
@@ -288,17 +274,17 @@ def _protobuf_codec(as_type: type[Any]) -> tuple[Encode, Decode] | None:
 
 
 def _filled(template: str, values: dict[str, Any]) -> str:
-    """The path with ids put in. `:` stands as it is, and `/` in ids of two parts."""
+    """Insert ids into a path; `:` is not escaped, nor is `/` in a `:path` field."""
     path = template
     for name, value in values.items():
         is_multipart = f"{{{name}:path}}" in template
         segments = str(value).split("/") if is_multipart else [str(value)]
         if value is None or any(segment in ("", ".", "..") for segment in segments):
-            raise ValidationError(f"{name} {value!r:.200} cannot be part of a path")
+            raise ValidationError(f"invalid {name} {value!r:.200}: it cannot be part of a path")
         text = _checked_text(name, str(value))
         if not all(map(_PLAIN_ID.fullmatch, segments)):
-            # 0.4 MB, which few programs need; and where Ctrl-C has ended one, Python forgets it if
-            # this is loaded only when its session is finished.
+            # 0.4 MB that few programs need. And if Ctrl-C ends a program, Python loses the
+            # KeyboardInterrupt when this is first imported while the session is being ended.
             from urllib.parse import quote
 
             text = quote(text, safe=":/~" if is_multipart else ":~")
@@ -310,14 +296,16 @@ def _checked_text(name: str, text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as exc:
-        raise ValidationError(f"{name} is {shown(text)}, which is no text to be sent") from exc
+        raise ValidationError(
+            f"invalid {name} {shown(text)}: it cannot be encoded as UTF-8"
+        ) from exc
     return text
 
 
 def _header_value(name: str, value: Any) -> str:
     text = str(value)
     if not text.isascii() or not text.isprintable():
-        raise ValidationError(f"{name} holds characters that a header cannot carry")
+        raise ValidationError(f"invalid {name}: its characters are not allowed in a header")
     return text
 
 

@@ -1,17 +1,17 @@
-"""Samples whose token ids travel as memory: JSON for all that is small, the arrays behind it.
+"""The packed format of sample requests: JSON, followed by the token ids as binary arrays.
 
-To write 32,768 token ids as decimal text takes two milliseconds, as long as all else that a client
-does for a sample ten times over. In this form they are sent as they lie in memory. A body is
+Formatting 32,768 token ids as decimal text takes two milliseconds, ten times as long as everything
+else a client does for a sample. Here they are sent as they are in memory. A body consists of
 
-    the JSON text's length    four bytes, little-endian, unsigned
-    the JSON text             the request, where `{"packed": n}` stands for a list of n token ids
-    the arrays                int32, little-endian, one behind the other
+    the length of the JSON text    four bytes, little-endian, unsigned
+    the JSON text                  the request, with `{"packed": n}` for a list of n token ids
+    the arrays                     int32, little-endian, one after the other
 
-The arrays stand in the order in which the text names them, and the body ends with the last. So
-they can neither overlap nor leave gaps, whatever a body says. A list may also stand in the text.
+The arrays are in the order of the text and fill the rest of the body, so they can neither overlap
+nor leave gaps. The text may also contain plain lists.
 
-Packed bodies are for the routes that take samples, where a service has offered them; see
-`docs/extensions.md`. What is decoded is what the same request in JSON decodes to.
+Packed bodies are for the sampling endpoints of services that offer them; see `docs/extensions.md`.
+They decode to the same request as plain JSON.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ from tinsmith.types.buffers import ITEM_BYTES, Memory, Numbers
 from tinsmith.types.record import Frozen, Record, to_plain
 from tinsmith.wire import json_format
 from tinsmith.wire.content import check_size
-from tinsmith.wire.limits import DEFAULT_LIMITS, DecodeLimits
+from tinsmith.wire.decode_limits import DEFAULT_LIMITS, DecodeLimits
 from tinsmith.wire.protobuf import Parts, merged
 
-FEWEST_PACKED = 64
-"""A shorter list costs less as text."""
+MIN_PACKED = 64
+"""Shorter lists are faster as text."""
 _LENGTH_BYTES = 4
 _TOKEN_BYTES = ITEM_BYTES["int32"]
 
 
 class PackedText(msgspec.Struct, frozen=True):
-    """A request, or several that were joined: its JSON text, and the arrays that the text names."""
+    """One or several requests: the JSON text, and the arrays that it refers to."""
 
     text: Parts
     arrays: Parts
 
     @property
     def size(self) -> int:
-        """How many bytes it takes, without the text's length."""
+        """The size in bytes, without the length field."""
         return sum(map(len, self.text)) + sum(map(len, self.arrays))
 
     def body(self) -> Parts:
-        """The body that holds it. Long arrays are not copied."""
+        """The body. Long arrays are not copied."""
         text = b"".join(self.text)
         return merged([len(text).to_bytes(_LENGTH_BYTES, "little") + text, *self.arrays])
 
 
 def encode(request: Record | Frozen) -> PackedText:
-    """A request, or its prompt, with the token ids set aside; all is text if there are few.
+    """Encode a request, or its prompt; short lists of token ids stay in the text.
 
     Raises:
-        ValidationError: It holds something that cannot be sent.
+        ValidationError: A value cannot be encoded.
     """
     writer = _Writer()
     text = writer.parts(to_plain(request, write_array=writer.write_array))
@@ -64,33 +64,32 @@ def encode(request: Record | Frozen) -> PackedText:
 
 
 class _Writer(json_format.BodyWriter):
-    """Sets token ids aside, which are the arrays of int32; tensors stay text."""
+    """Collects token ids, the arrays of int32; tensors stay in the text."""
 
     def __init__(self) -> None:
         super().__init__()
         self.arrays: Parts = []
 
     def write_array(self, numbers: Numbers) -> Any:
-        if numbers.kind != "int32" or len(numbers) < FEWEST_PACKED:
+        if numbers.kind != "int32" or len(numbers) < MIN_PACKED:
             return super().write_array(numbers)
         self.arrays.append(numbers.memory)
         return {"packed": len(numbers)}
 
 
 def decode(body: Memory, limits: DecodeLimits = DEFAULT_LIMITS) -> Any:
-    """Read a body into dicts and lists, with its arrays as `Numbers` in memory of their own.
+    """Decode a body into dicts and lists, with each array copied into `Numbers`.
 
     Raises:
-        BodyTooLargeError: It could take more memory than `limits` allows.
-        DecodeError: Its text is no JSON, its arrays are not as long as it says or belong to no
-            chunk of text, or a token id is negative.
+        BodyTooLargeError: The result could take more memory than `limits` allows.
+        DecodeError: The text is not JSON, the arrays do not match it, or a token id is negative.
     """
     check_size(len(body), limits.memory_bytes)
     memory = memoryview(body)
     start = _LENGTH_BYTES + int.from_bytes(memory[:_LENGTH_BYTES], "little")
     if start > len(memory):
         raise DecodeError(f"the packed body ends at byte {len(memory)}, inside its JSON text")
-    # What is made of the text and the arrays keep to the limit together.
+    # The text and the arrays share the limit.
     left = DecodeLimits(memory_bytes=limits.memory_bytes - (len(memory) - start))
     plain = json_format.decode_any(memory[_LENGTH_BYTES:start], left)
     for chunk in _chunks(plain):
@@ -105,7 +104,7 @@ def decode(body: Memory, limits: DecodeLimits = DEFAULT_LIMITS) -> Any:
 
 
 def _chunks(plain: Any) -> Iterator[dict[str, Any]]:
-    """The chunks of a sample, or of each of many, in order; what is no sample has none."""
+    """The chunks of one or several samples, in order; none if it is not a sample."""
     samples = plain.get("samples") if isinstance(plain, dict) else None
     for sample in samples if isinstance(samples, list) else [plain]:
         prompt = sample.get("prompt") if isinstance(sample, dict) else None
@@ -118,15 +117,15 @@ def _chunks(plain: Any) -> Iterator[dict[str, Any]]:
 def _count(tokens: dict[str, Any]) -> int:
     count = tokens.get("packed")
     if type(count) is not int or count < 0:
-        raise DecodeError("where token ids are packed, their chunk says how many: a whole number")
+        raise DecodeError("invalid number of packed token ids: expected an integer of at least 0")
     return count
 
 
 def _tokens(memory: memoryview, start: int, stop: int) -> Numbers:
     if stop > len(memory):
-        raise DecodeError(f"the token ids at byte {start} go on past the end of the packed body")
-    # Copied, so that the sample that is done last does not hold the prompts of all others.
+        raise DecodeError(f"the token ids at byte {start} exceed the packed body")
+    # Copied, so that one sample does not keep the prompts of the whole batch in memory.
     held = bytes(memory[start:stop])
     if not held[_TOKEN_BYTES - 1 :: _TOKEN_BYTES].isascii():  # the byte with the sign
-        raise DecodeError(f"there is a negative token id among those at byte {start}")
+        raise DecodeError(f"negative token id in the array at byte {start}")
     return Numbers(held, "int32")

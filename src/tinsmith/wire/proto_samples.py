@@ -1,6 +1,6 @@
-"""The protobuf body of a sample's result; what is said in `proto_format.py` holds here too.
+"""The protobuf body of a sample's result.
 
-Apart from training's, which a client that only samples does not load.
+Separate from `proto_format.py`, which clients that only sample do not import.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from tinsmith.types.buffers import Memory, Numbers
 from tinsmith.types.sampling import PromptAltTokens, SampledSequence, SampleResponse, StopReason
 from tinsmith.types.tensors import TensorData
 from tinsmith.types.topk import TopkLogprobs
+from tinsmith.wire.decode_limits import DEFAULT_LIMITS, DecodeLimits
 from tinsmith.wire.generated import tags
-from tinsmith.wire.limits import DEFAULT_LIMITS, DecodeLimits
-from tinsmith.wire.proto_tensors import numbers_of, put_unless_empty, read_tensor, write_tensor
+from tinsmith.wire.proto_data import numbers_of, put_unless_empty, read_tensor, write_tensor
 from tinsmith.wire.protobuf import (
     Parts,
     Reader,
@@ -36,7 +36,7 @@ _STOP_CODES = {name: code for code, name in _STOP_REASONS.items()}
 
 
 def encode_sample_response(response: SampleResponse) -> Parts:
-    """The result of `asample`; sequence ids are not part of it."""
+    """Encode the result of `asample`, which has no sequence ids."""
     out: Parts = []
     for sequence in response.sequences:
         put_message(out, tags.SAMPLE_RESPONSE__SEQUENCES, _write_sequence, sequence)
@@ -57,7 +57,7 @@ def encode_sample_response(response: SampleResponse) -> Parts:
 def decode_sample_response(
     body: Memory, limits: DecodeLimits = DEFAULT_LIMITS, sequence_ids: Sequence[str] = ()
 ) -> SampleResponse:
-    """Read the result of `asample`.
+    """Decode the result of `asample`.
 
     A body in writable memory is given away: the large arrays made of it share it and may be
     written to. Those of any other body are copied when they are asked for as numpy arrays.
@@ -90,7 +90,9 @@ def decode_sample_response(
         elif tag == tags.SAMPLE_RESPONSE__PROMPT_ALT_TOKENS:
             found["prompt_alt_tokens"] = _read_alt_tokens(reader, start, stop)
     if sequence_ids and len(sequence_ids) != len(sequences):
-        raise DecodeError(f"{len(sequences)} sequences came with {len(sequence_ids)} sequence ids")
+        raise DecodeError(
+            f"received {len(sequences)} sequences with {len(sequence_ids)} sequence ids"
+        )
     return SampleResponse(sequences, **found)
 
 
@@ -124,12 +126,12 @@ def _read_sequence(reader: Reader, start: int, stop: int, sequence_id: str) -> S
         elif tag == tags.SAMPLED_SEQUENCE__TOPK_SAMPLED_LOGPROBS:
             topk = _read_topk(reader, at, end)
     if code not in _STOP_REASONS:
-        raise DecodeError(f"a sequence stopped for reason {code}, which is not known")
+        raise DecodeError(f"unknown stop reason {code} of a sequence")
     return SampledSequence(_STOP_REASONS[code], sequence_id, tokens, logprobs, topk)
 
 
 def _floats(reader: Reader, start: int, stop: int) -> Numbers | None:
-    """Logprobs; none at all means that they were not asked for."""
+    """Decode logprobs; None if they were not requested."""
     return numbers_of(reader.array(start, stop), "float32", "logprobs") if stop > start else None
 
 
@@ -158,7 +160,7 @@ def _read_topk(reader: Reader, start: int, stop: int) -> TopkLogprobs | None:
         return None
     if not len(ids) == len(logprobs) == 4 * k * length:
         raise DecodeError(
-            f"{length} positions of {k} came with {len(ids)} bytes of ids and {len(logprobs)} "
+            f"received {length} positions of {k} with {len(ids)} bytes of ids and {len(logprobs)} "
             "of logprobs"
         )
     return TopkLogprobs.of_numbers(Numbers(ids, "int32"), Numbers(logprobs, "float32"), (length, k))
@@ -179,5 +181,5 @@ def _read_alt_tokens(reader: Reader, start: int, stop: int) -> PromptAltTokens:
         elif tag == tags.PROMPT_ALT_TOKENS__LOGPROBS:
             logprobs = read_tensor(reader, at, end)
     if tokens is None or logprobs is None:
-        raise DecodeError("prompt_alt_tokens came without its tokens or its logprobs")
+        raise DecodeError("prompt_alt_tokens lacks its tokens or its logprobs")
     return PromptAltTokens(tokens, logprobs)

@@ -1,10 +1,10 @@
-"""The protobuf wire format, as far as our messages need it, without copying what they carry.
+"""The protobuf wire format, as far as our messages need it, without copying arrays.
 
 Our messages are a few small numbers around large arrays. The protobuf library copies each array
-into a message and again into the body; here an array's own memory becomes a part of the body, and
-a decoded array is a view of the body it came in. `docs/dependencies.md` has the figures.
+into a message, and again into the body. Here an array's memory is one of the buffers of the body,
+and a decoded array is a view of the body. `docs/dependencies.md` has the figures.
 
-Knows the wire format and no message; `proto_format.py` knows the messages.
+`proto_format.py` defines the messages.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from typing import TypeAlias, TypeVar
 
 from tinsmith.errors import BodyTooLargeError, DecodeError, ValidationError
 from tinsmith.types.buffers import Memory
-from tinsmith.wire.limits import FIELDS_PER_MESSAGE, DecodeLimits
+from tinsmith.wire.decode_limits import FIELDS_PER_MESSAGE, DecodeLimits
 
 T = TypeVar("T")
 
 Parts: TypeAlias = list[Memory]
-"""A body in pieces, in order; the large ones are the arrays' own memory."""
+"""A body as a list of buffers; the large ones are the arrays themselves."""
 
 VARINT, FIXED64, LENGTH_DELIMITED, FIXED32 = 0, 1, 2, 5
 _BEGIN_WITH_VARINT = (VARINT, LENGTH_DELIMITED)
 ITEM_BYTES = 512
-"""A generous bound on what one decoded message takes as Python objects, its arrays aside."""
+"""An upper bound on the size of one decoded message as Python objects, without arrays."""
 
 _TEXT_FACTOR = 4
-"""One character outside Latin-1 makes Python hold the whole string with four bytes a character."""
+"""Python stores a string with four bytes per character if one of them needs it."""
 _MOST_HELD = 8
-"""How many times its own size an array may keep in memory by sharing that of the body."""
+"""An array may share the body's memory if the body is at most this many times as large."""
 _SMALL_BYTES = 4096
 _UINT64 = 1 << 64
 _ONE_BYTE = [bytes((number,)) for number in range(0x80)]
 
 
-# Writing: each function adds to `out` and returns how many bytes it added.
+# Encoding: each function appends to `out` and returns the number of bytes.
 
 
 def varint(number: int) -> bytes:
@@ -53,16 +53,16 @@ def varint(number: int) -> bytes:
 
 
 def header(tag: int, size: int) -> bytes:
-    """What begins a field of `size` bytes."""
+    """The header of a field of `size` bytes."""
     if size < 0x80:
         return bytes((tag, size))
-    if size < 0x4000:  # the varint, spelt out: nearly every message is one of these two
+    if size < 0x4000:  # the varint, inlined for the common sizes
         return bytes((tag, size & 0x7F | 0x80, size >> 7))
     return bytes((tag,)) + varint(size)
 
 
 def put_int(out: Parts, tag: int, number: int) -> int:
-    """Add a number; one that is 0 is left out, as absent means 0."""
+    """Append a number; 0 is omitted, since a missing field means 0."""
     if not number:
         return 0
     part = bytes((tag,)) + varint(number)
@@ -71,7 +71,7 @@ def put_int(out: Parts, tag: int, number: int) -> int:
 
 
 def put_int32(out: Parts, tag: int, number: int, what: str, *, even_if_0: bool = False) -> int:
-    """Add a number that must fit in 32 bits; 0 too if its presence says something."""
+    """Append a 32-bit number; 0 too if its presence matters."""
     if not -(1 << 31) <= number < 1 << 31:
         raise ValidationError(f"{what} is {number}, which does not fit in 32 bits")
     if number == 0 and even_if_0:
@@ -81,21 +81,21 @@ def put_int32(out: Parts, tag: int, number: int, what: str, *, even_if_0: bool =
 
 
 def put_double(out: Parts, tag: int, number: float) -> int:
-    """Add a floating-point number, 0 as well."""
+    """Append a floating-point number, even 0."""
     part = bytes((tag,)) + struct.pack("<d", number)
     out.append(part)
     return len(part)
 
 
 def put_bytes(out: Parts, tag: int, memory: Memory) -> int:
-    """Add bytes, without copying them; also if there are none."""
+    """Append bytes without copying them, even if there are none."""
     head = header(tag, len(memory))
     out += (head, memory)
     return len(head) + len(memory)
 
 
 def put_pieces(out: Parts, tag: int, memories: list[Memory]) -> int:
-    """Add one field of bytes that lie in several places, without copying them."""
+    """Append one field of bytes from several buffers, without copying them."""
     size = sum(map(len, memories))
     head = header(tag, size)
     out += (head, *memories)
@@ -103,29 +103,29 @@ def put_pieces(out: Parts, tag: int, memories: list[Memory]) -> int:
 
 
 def put_text(out: Parts, tag: int, text: str) -> int:
-    """Add text; empty text is left out, as absent means empty."""
+    """Append text; empty text is omitted, since a missing field means empty."""
     if not text:
         return 0
     try:
         encoded = text.encode()
     except UnicodeEncodeError as exc:
-        raise ValidationError(f"{text!r:.80} is no text that can be sent: {exc.reason}") from exc
+        raise ValidationError(f"{text!r:.80} cannot be encoded as UTF-8: {exc.reason}") from exc
     part = header(tag, len(encoded)) + encoded
     out.append(part)
     return len(part)
 
 
 def put_packed_ints(out: Parts, tag: int, numbers: list[int]) -> int:
-    """Add a list of numbers; an empty one is left out."""
+    """Append a list of numbers; an empty one is omitted."""
     if not numbers:
         return 0
     return put_bytes(out, tag, b"".join(map(varint, numbers)))
 
 
 def put_message(out: Parts, tag: int, write: Callable[[Parts, T], int], value: T) -> int:
-    """Add a nested message, which `write` adds to `out` in turn."""
+    """Append a nested message, whose fields `write` appends."""
     place = len(out)
-    out.append(b"")  # the header holds the size, which is known once the message is written
+    out.append(b"")  # for the header, whose size is known after the message is encoded
     size = write(out, value)
     out[place] = head = header(tag, size)
     return len(head) + size
@@ -134,7 +134,7 @@ def put_message(out: Parts, tag: int, write: Callable[[Parts, T], int], value: T
 def put_map_entry(
     out: Parts, tag: int, key: str, write: Callable[[Parts, T], int], value: T
 ) -> int:
-    """Add one entry of a map; `write` adds its value as field 2 of the entry."""
+    """Append an entry of a map; `write` appends its value as field 2."""
     place = len(out)
     out.append(b"")
     size = put_text(out, _KEY_TAG, key) + write(out, value)
@@ -146,7 +146,7 @@ _KEY_TAG = 0x0A
 
 
 def merged(parts: Parts) -> Parts:
-    """The same body with neighbouring small parts joined, so that few writes send it."""
+    """The body with adjacent small buffers joined, so that it takes few writes."""
     merged_parts: Parts = []
     run: Parts = []
     for part in parts:
@@ -162,11 +162,11 @@ def merged(parts: Parts) -> Parts:
     return merged_parts
 
 
-# Reading
+# Decoding
 
 
 class Reader:
-    """A body being decoded, and how much memory and time may still be taken for it."""
+    """A body and the remaining limits of its decoding."""
 
     __slots__ = ("_bytes_left", "_fields_left", "_given", "_limits", "_messages_left", "body")
 
@@ -176,7 +176,7 @@ class Reader:
                 f"the body has {len(body)} bytes, the limit is {limits.memory_bytes}"
             )
         self._given = memoryview(body)
-        # A view of unchanging memory: what is decoded must not change under its holder.
+        # A read-only view: decoded values must not change later.
         self.body = self._given.toreadonly()
         self._limits = limits
         self._bytes_left = limits.memory_bytes
@@ -184,7 +184,7 @@ class Reader:
         self._fields_left = FIELDS_PER_MESSAGE * limits.messages
 
     def take_items(self, count: int) -> None:
-        """Count messages about to be made; raises as `take_bytes`."""
+        """Count messages; raises `BodyTooLargeError` beyond the limit."""
         self._messages_left -= count
         if self._messages_left < 0:
             raise BodyTooLargeError(
@@ -194,7 +194,7 @@ class Reader:
         self.take_bytes(count * ITEM_BYTES)
 
     def _take_fields(self, count: int) -> None:
-        """Count fields, known or not, and numbers in lists; raises as `take_bytes`."""
+        """Count fields, and numbers in lists; raises `BodyTooLargeError` beyond the limit."""
         self._fields_left -= count
         if self._fields_left < 0:
             most = FIELDS_PER_MESSAGE * self._limits.messages
@@ -203,7 +203,7 @@ class Reader:
             )
 
     def take_bytes(self, count: int) -> None:
-        """Count memory about to be taken, beyond that of the body itself.
+        """Count memory beyond that of the body, before it is allocated.
 
         Raises:
             BodyTooLargeError: It would be more than allowed.
@@ -216,7 +216,7 @@ class Reader:
             )
 
     def fields(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """The fields of the message that lies in `start…stop`.
+        """The fields of the message in the bytes `start` to `stop`.
 
         Each is its tag and two numbers: of a number its value and 0, of anything else where it
         lies. What a field means is for the caller; unknown ones are simply not taken.
@@ -242,17 +242,17 @@ class Reader:
                     continue
                 end = position + number
                 if end > stop:
-                    raise DecodeError(f"a field at byte {position} runs past its message's end")
+                    raise DecodeError(f"the field at byte {position} exceeds its message")
                 yield tag, position, end
                 position = end
             elif wire_type in (FIXED64, FIXED32):
                 end = position + (8 if wire_type == FIXED64 else 4)
                 if end > stop:
-                    raise DecodeError(f"a number at byte {position} runs past its message's end")
+                    raise DecodeError(f"the number at byte {position} exceeds its message")
                 yield tag, position, end
                 position = end
             else:
-                raise DecodeError(f"no field begins at byte {position - 1}: wire type {wire_type}")
+                raise DecodeError(f"unknown wire type {wire_type} at byte {position - 1}")
 
     def _varint(self, position: int, stop: int) -> tuple[int, int]:
         body = self.body
@@ -265,20 +265,20 @@ class Reader:
             number |= (byte & 0x7F) << shift
             shift += 7
             if shift == 70:
-                raise DecodeError(f"a number before byte {position} has more than 64 bits")
-        raise DecodeError(f"the message ends inside a number, at byte {position}")
+                raise DecodeError(f"the number before byte {position} has more than 64 bits")
+        raise DecodeError(f"the message is truncated in a number, at byte {position}")
 
     def message(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """As `fields`, for a message that something is made of."""
+        """Like `fields`, for a message that is decoded to an object, which is counted."""
         self.take_items(1)
         return self.fields(start, stop)
 
     def memory(self, start: int, stop: int) -> memoryview:
-        """The bytes in `start…stop`, sharing the body's memory."""
+        """The bytes `start` to `stop`, sharing the body's memory."""
         return self.body[start:stop]
 
     def array(self, start: int, stop: int) -> memoryview:
-        """As `memory`, but writable where the body is: for arrays that are the reader's to change.
+        """Like `memory`, but writable if the body is, for arrays that the caller may change.
 
         Whoever holds such an array holds the whole body. So one that is a small part of the body
         is a read-only view all the same, and gets memory of its own when it is asked for.
@@ -287,12 +287,12 @@ class Reader:
         return self.body[start:stop] if is_small else self._given[start:stop]
 
     def copied(self, start: int, stop: int) -> bytes:
-        """The bytes in `start…stop`, in memory of their own."""
+        """A copy of the bytes `start` to `stop`."""
         self.take_bytes(stop - start)
         return bytes(self.body[start:stop])
 
     def text(self, start: int, stop: int) -> str:
-        """The text in `start…stop`."""
+        """The text in the bytes `start` to `stop`."""
         self.take_bytes(_TEXT_FACTOR * (stop - start))
         try:
             return str(self.body[start:stop], "utf-8")
@@ -315,11 +315,11 @@ class Reader:
 
 
 def signed(number: int) -> int:
-    """A 64-bit number as the signed one it stands for."""
+    """Convert an unsigned 64-bit number to a signed one."""
     return number - _UINT64 if number >= _UINT64 >> 1 else number
 
 
 def signed32(number: int) -> int:
-    """A number as the signed 32-bit one it stands for; higher bits are cut, as protobuf does."""
+    """Convert a number to a signed 32-bit one; higher bits are dropped, as in protobuf."""
     number &= 0xFFFFFFFF
     return number - (1 << 32) if number >= 1 << 31 else number

@@ -1,9 +1,7 @@
-"""Which endpoint a method and a path belong to, worked out from the table of endpoints.
+"""Finds the endpoint of a method and a path, from the table in `endpoints.py`.
 
-No route is written here. Ids stand in paths unescaped, `:` and all; a checkpoint's id has two
-segments and may be followed by a suffix, so paths with fields are tried in the table's order.
-
-Knows nothing of what endpoints do.
+Ids appear in paths unescaped, including `:`. A checkpoint id has two segments and may be followed
+by a suffix, so paths with fields are tried in the order of the table.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ class Router:
                 self._fixed[endpoint.method, endpoint.path] = endpoint
 
     def find(self, method: str, path: str) -> Found | None:
-        """The endpoint and the fields that its path holds; None if there is none."""
+        """The endpoint and the fields in the path; None if no endpoint matches."""
         fixed = self._fixed.get((method, path))
         if fixed is not None:
             return fixed, {}
@@ -42,13 +40,13 @@ class Router:
         return None
 
     def methods(self, path: str) -> list[str]:
-        """The methods that a path takes."""
+        """The methods that a path supports."""
         fixed = [method for method, fixed_path in self._fixed if fixed_path == path]
         return fixed + [m for m, pattern, _ in self._patterns if pattern.fullmatch(path)]
 
 
 def _pattern(template: str) -> re.Pattern[str]:
-    """`{id}` stands for one segment of a path, `{id:path}` for one or more."""
+    """`{id}` matches one segment of a path, `{id:path}` one or more."""
     text = ""
     for part in re.split(r"({\w+(?::path)?})", template):
         field = re.fullmatch(r"{(\w+)(:path)?}", part)

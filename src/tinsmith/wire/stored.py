@@ -1,9 +1,9 @@
-"""Commands and their results as the ledger keeps them: the wire's own bytes behind one letter.
+"""Commands and results as the ledger stores them: one letter for the format, then the bytes.
 
-A command is kept as it came, so that nothing is written anew on the way in: `J` and its JSON, or
-`P` and its protobuf. A sample may come in two forms, alone or among others; it is kept as `K` and
-its packed form, which takes the least to write and to read. A result is kept in the format that
-current clients ask for, and is written in the other one for old ones.
+A command is stored as it was received, without encoding it again: `J` and its JSON, or `P` and its
+protobuf. A sample can arrive alone or in a batch; it is stored as `K` and its packed form, which is
+the fastest to write and read. A result is stored in the format that current clients request, and
+converted for old ones.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from tinsmith.types.record import Frozen, Record
 from tinsmith.types.requests import SampleRequest, SaveWeightsForSamplerRequest
 from tinsmith.wire import json_format, packed_format
 from tinsmith.wire.content import PACKED_TYPE
+from tinsmith.wire.decode_limits import DEFAULT_LIMITS, DecodeLimits
 from tinsmith.wire.endpoint_types import Format, FutureResult
 from tinsmith.wire.endpoints import ENDPOINTS, FUTURE_RESULTS
 from tinsmith.wire.exchange import decode_body, encode_body, read_request
-from tinsmith.wire.limits import DEFAULT_LIMITS, DecodeLimits
 
 _LETTERS = {Format.JSON: b"J", Format.PROTOBUF: b"P"}
 _FORMATS = {letter: format for format, letter in _LETTERS.items()}  # noqa: A001
@@ -31,22 +31,22 @@ _PACKED = b"K"
 
 
 def stored_body(body: Memory, format: Format) -> bytes:  # noqa: A002
-    """A command's payload, from the body that it came as."""
+    """The payload of a command, from the body of its request."""
     return b"".join((_LETTERS[format], body))
 
 
 def stored_request(request: Record | Frozen) -> bytes:
-    """A command's payload for a request that did not come as a body of its own."""
+    """The payload of a command whose request had no body of its own."""
     return b"".join((b"J", *json_format.encode_parts(request)))
 
 
 def read_stored(kind: str, payload: Memory, limits: DecodeLimits = DEFAULT_LIMITS) -> Any:
-    """The request that a command's payload holds; raises `DecodeError` if it holds none.
+    """Decode the request in a command's payload; raises `DecodeError` if it is malformed.
 
     Args:
-        kind: The name of its endpoint.
-        payload: What `stored_body`, `stored_request` or `stored_sample` made.
-        limits: How much memory decoding may take.
+        kind: The name of the endpoint.
+        payload: The result of `stored_body`, `stored_request` or `stored_sample`.
+        limits: Limits of the decoder.
     """
     body: Memory = memoryview(payload)[1:]
     content_type = PACKED_TYPE
@@ -57,10 +57,10 @@ def read_stored(kind: str, payload: Memory, limits: DecodeLimits = DEFAULT_LIMIT
 
 
 def fingerprint(kind: str, request: Any, payload: Memory) -> bytes:
-    """Equal for a command and its retries, and for no other command.
+    """A hash that is equal for a command and its retries only.
 
-    A sample is told by what it says, whichever way it came. A save for a new sampler is retried
-    under another number of that sampler, which is left out.
+    For a sample it does not depend on the format it arrived in. A save for a new sampler omits the
+    sampler's number, which changes when it is retried.
     """
     if isinstance(request, SaveWeightsForSamplerRequest):
         request = msgspec.structs.replace(request, sampling_session_seq_id=None)
@@ -71,7 +71,7 @@ def fingerprint(kind: str, request: Any, payload: Memory) -> bytes:
 
 
 def stored_sample(request: SampleRequest) -> tuple[bytes, bytes]:
-    """A sample's payload and fingerprint, for one writing of it."""
+    """The payload and the fingerprint of a sample, encoded once."""
     payload = b"".join((_PACKED, *packed_format.encode(request).body()))
     return payload, _digest("asample", payload)
 
@@ -83,18 +83,18 @@ def _digest(kind: str, payload: Memory) -> bytes:
 
 
 def stored_result(kind: str, value: Record | Frozen) -> bytes:
-    """What is kept of a result, in the format that current clients ask for."""
+    """The payload of a result, in the format that current clients request."""
     format = result_format(kind)  # noqa: A001
     return b"".join((_LETTERS[format], *encode_body(value, format)))
 
 
 def stored_failure(failure: RequestFailedResponse) -> bytes:
-    """What is kept of a failure."""
+    """The payload of a failure."""
     return b"".join((b"J", *json_format.encode_parts(failure)))
 
 
 def result_body(kind: str, payload: Memory, format: Format) -> tuple[Format, Memory]:  # noqa: A002
-    """A kept result as a reply's body, and which format it has: the one asked for if it may."""
+    """The response body for a stored result, and its format: the requested one if possible."""
     kept, body = _opened(payload)
     if kept is format or kept is Format.JSON:
         return kept, body
@@ -103,18 +103,18 @@ def result_body(kind: str, payload: Memory, format: Format) -> tuple[Format, Mem
 
 
 def result_format(kind: str) -> Format:
-    """The format in which current clients take a command's result."""
+    """The format in which current clients request a command's result."""
     return _result(kind).format
 
 
 def read_result(kind: str, payload: Memory) -> Any:
-    """A kept result as a value."""
+    """Decode a stored result."""
     format, body = _opened(payload)  # noqa: A001
     return decode_body(body, _result(kind).type, format)
 
 
 def read_failure(payload: Memory) -> RequestFailedResponse:
-    """A kept failure."""
+    """Decode a stored failure."""
     failure: RequestFailedResponse = json_format.decode(_opened(payload)[1], RequestFailedResponse)
     return failure
 
@@ -126,5 +126,5 @@ def _result(kind: str) -> FutureResult:
 def _opened(payload: Memory) -> tuple[Format, Memory]:
     letter = bytes(payload[:1])
     if letter not in _FORMATS:
-        raise DecodeError(f"a kept payload begins with {letter!r}, which names no format")
+        raise DecodeError(f"unknown format {letter!r} of a stored payload")
     return _FORMATS[letter], memoryview(payload)[1:]

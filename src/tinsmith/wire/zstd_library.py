@@ -1,4 +1,4 @@
-"""The zstd library: the standard library's from Python 3.14 on, its backport before."""
+"""The zstd module: of the standard library from Python 3.14 on, else its backport."""
 
 from __future__ import annotations
 

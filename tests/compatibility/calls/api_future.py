@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from typing import Any
 
@@ -24,6 +25,16 @@ def future(stage: Stage, call: Caller) -> None:
 
 
 # Of our client alone
+
+
+def coroutine(stage: Stage, call: Caller) -> None:
+    waited = _future(stage)
+
+    assert asyncio.run(call(waited)) is waited.result()
+
+
+def exception(stage: Stage, call: Caller) -> None:
+    assert call(_future(stage), timeout=RESULT_TIMEOUT_S) is None
 
 
 def add_done_callback(stage: Stage, call: Caller) -> None:

@@ -10,7 +10,7 @@ from tests.compatibility.stage import Stage
 
 
 def tell_queue_state(stage: Stage, call: Caller, client: Any) -> None:
-    home = "tinsmith.client.queue_state" if stage.is_tinsmith else "tinker.lib.api_future_impl"
+    home = "tinsmith.client.waits" if stage.is_tinsmith else "tinker.lib.api_future_impl"
     paused = importlib.import_module(home).QueueState.PAUSED_CAPACITY
     method = call.of(client)
     # SDK 0.3 knows no reasons.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import urllib.request
 from typing import Any
 
 from tests.compatibility.caller import Caller
@@ -132,6 +133,37 @@ def get_external_weights_urls(stage: Stage, call: Caller) -> None:
     assert "adapter_config.json" in [name.rpartition("/")[2] for name in urls]
     for url in urls.values():
         assert download(url)
+
+
+def search_checkpoints(stage: Stage, call: Caller) -> None:
+    name = stage.new_name()
+    path = settled(stage.trainer.save_state(name, user_metadata={"name": name})).path
+    request = stage.types.CheckpointSearchRequest(user_metadata={"name": name})
+
+    found = call(stage.rest, request)
+
+    assert [(one.tinker_path, one.base_model) for one in found.checkpoints] == [(path, BASE_MODEL)]
+    assert found.next_cursor is None
+
+
+def external_weights_upload_start(stage: Stage, call: Caller) -> None:
+    started = call(stage.rest, base_model=BASE_MODEL, lora_config=stage.types.LoraConfig(rank=8))
+
+    assert sorted(started.urls) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert started.expires > datetime.datetime.now(datetime.UTC)
+
+
+def external_weights_upload_finish(stage: Stage, call: Caller) -> None:
+    files = settled(stage.rest.get_external_weights_urls(stage.external_weights)).urls
+    lora = stage.types.LoraConfig(rank=8)
+    started = settled(stage.rest.external_weights_upload_start(BASE_MODEL, lora))
+    for name, url in started.urls.items():
+        body = urllib.request.Request(url, data=download(files[name]), method="PUT")
+        urllib.request.urlopen(body).close()
+
+    path = call(stage.rest, started.upload_id).tinker_path
+
+    assert settled(stage.rest.get_weights_info_by_tinker_path(path)).lora_rank == 8
 
 
 def copy_weights(stage: Stage, call: Caller) -> None:

@@ -143,7 +143,12 @@ def check_tokenizer(tokenizer: Any) -> None:
 
 
 def get_console_url(stage: Stage, call: Caller) -> None:
-    assert stage.session_id in call(stage.trainer)
+    url = call(stage.trainer)
+
+    if stage.is_tinsmith:  # it knows that the service has no console
+        assert url is None
+    else:
+        assert stage.session_id in url
 
 
 def get_telemetry(stage: Stage, call: Caller) -> None:

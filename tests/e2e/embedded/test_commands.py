@@ -33,7 +33,7 @@ def command(home: Path, *words: str, **more: str) -> subprocess.CompletedProcess
     )
 
 
-def test_commands_show_what_a_program_that_set_nothing_has_trained(tmp_path: Path) -> None:
+def test_commands_show_what_a_program_without_settings_trained(tmp_path: Path) -> None:
     """With no model loaded: one that cannot be had keeps nobody from a listing."""
     model_id, path = run(TRAIN, tmp_path).stdout.split()
 
@@ -127,7 +127,7 @@ def test_commands_reach_the_service_of_a_program_that_still_runs(tmp_path: Path)
 
 
 @pytest.mark.parametrize("words", [("run", "list"), ("model", "list"), ("auth", "status")])
-def test_a_command_that_trains_nothing_makes_no_data_folder(
+def test_a_command_that_trains_nothing_creates_no_data_folder(
     tmp_path: Path, words: tuple[str, ...]
 ) -> None:
     """Whoever forgot to say where the service is wants to know that, and no model fetched."""
@@ -147,7 +147,7 @@ def _refused(home: Path, base_url: str) -> subprocess.CompletedProcess[str]:
             return ended
 
 
-def test_a_service_on_this_machine_that_has_no_keys_needs_none(tmp_path: Path) -> None:
+def test_a_local_service_without_keys_needs_no_api_key(tmp_path: Path) -> None:
     """In commands and in programs alike; one that has keys says that it wants one."""
     home = tmp_path / "home"
     home.mkdir()
@@ -171,7 +171,7 @@ with tinsmith.ServiceClient(base_url={served.base_url!r}) as client:
     assert float(program.stdout) > 0
     assert key.returncode == 0, key.stderr
     assert refused.returncode == 1
-    assert "there is no API key" in refused.stderr
+    assert "the request has no API key" in refused.stderr
     assert "tinsmith auth login" in refused.stderr
 
 
@@ -190,7 +190,7 @@ def served_model(listed: subprocess.CompletedProcess[str]) -> str:
     return name
 
 
-def test_a_folder_that_another_service_has_is_told_with_the_way_out(tmp_path: Path) -> None:
+def test_a_data_folder_in_use_by_another_service_is_reported_with_a_fix(tmp_path: Path) -> None:
     with serving(tmp_path / "service") as served:
         ended = command(tmp_path, "run", "list", TINSMITH_HOME=str(served.folder / "data"))
 

@@ -28,7 +28,7 @@ say(loss_of(training))
 """
 
 
-def test_a_program_that_sets_nothing_trains_samples_and_goes_on_in_the_next_run(
+def test_a_program_without_settings_trains_samples_and_resumes_in_the_next_run(
     tmp_path: Path,
 ) -> None:
     """It closes nothing itself: what it saved is there, and nothing is left to be recovered."""
@@ -54,7 +54,7 @@ say([run.training_run_id for run in client.create_rest_client().iter_training_ru
     assert path.split("/")[2] in again.stdout
 
 
-def test_it_is_said_at_the_level_of_information_where_it_was_asked_for(tmp_path: Path) -> None:
+def test_nothing_is_printed_if_the_embedded_service_is_requested_explicitly(tmp_path: Path) -> None:
     ended = run(
         """
 with tinsmith.ServiceClient(base_url="embedded") as client:
@@ -69,7 +69,7 @@ with tinsmith.ServiceClient(base_url="embedded") as client:
     assert ended.stderr == ""
 
 
-def test_a_killed_program_loses_nothing_that_was_answered(tmp_path: Path) -> None:
+def test_a_killed_program_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
     with running(
         """
 training = tinsmith.ServiceClient().create_lora_training_client(MODEL, rank=8, seed=1)
@@ -100,7 +100,7 @@ step(training)
 
 
 @pytest.mark.parametrize(("ending", "saved"), [("raise KeyError('oops')", 1), ("", 0)])
-def test_a_program_that_ends_with_an_error_leaves_what_it_trained(
+def test_a_program_that_ends_with_an_error_keeps_what_it_trained(
     tmp_path: Path, ending: str, saved: int
 ) -> None:
     """One that ended well has saved what it wanted."""
@@ -126,7 +126,9 @@ say([one.checkpoint_id for one in found])
     assert left.stdout.strip() == str(["weights/autosave"] * saved)
 
 
-def test_it_works_where_an_event_loop_runs_and_leaves_that_alone(tmp_path: Path) -> None:
+def test_the_embedded_service_works_inside_an_event_loop_without_blocking_it(
+    tmp_path: Path,
+) -> None:
     """As in a notebook: blocking calls in a running loop, and coroutines beside them."""
     run(
         """
@@ -155,7 +157,7 @@ asyncio.run(cell())
     )
 
 
-def test_threads_share_one_service_and_may_outlive_the_main_one(tmp_path: Path) -> None:
+def test_threads_share_one_service_and_may_outlive_the_main_thread(tmp_path: Path) -> None:
     ended = run(
         """
 def work(number):
@@ -176,7 +178,9 @@ for number in range(4):
     assert len(ended.stderr.splitlines()) == 1
 
 
-def test_a_thread_that_begins_after_the_main_one_has_ended_is_told_so(tmp_path: Path) -> None:
+def test_a_client_created_after_the_main_thread_has_ended_raises_closed_error(
+    tmp_path: Path,
+) -> None:
     ended = run(
         """
 def work():
@@ -239,7 +243,7 @@ assert losses == [step(alone) for _ in range(4)]
         assert second.ends() == 0
 
 
-def test_a_killed_process_leaves_its_service_to_the_others(tmp_path: Path) -> None:
+def test_another_process_takes_over_the_service_of_a_killed_one(tmp_path: Path) -> None:
     with (
         running(
             'say(tinsmith.ServiceClient().get_server_capabilities() and "up"); input()', tmp_path
@@ -299,7 +303,7 @@ say("child alone")
     assert ended.stdout.splitlines() == ["refused", "child trained", "child alone"]
 
 
-def test_without_the_server_extra_the_command_that_installs_it_is_named(tmp_path: Path) -> None:
+def test_without_the_server_extra_the_error_names_the_install_command(tmp_path: Path) -> None:
     """Whoever forgot a key is told that as well, as ever."""
     ended = run(
         """
@@ -322,7 +326,7 @@ except tinsmith.ValidationError as error:
         assert "pip install 'tinsmith[server]'" in said
 
 
-def test_a_folder_that_tinsmith_serve_has_is_told_with_what_to_do(tmp_path: Path) -> None:
+def test_a_data_folder_in_use_by_tinsmith_serve_is_reported_with_a_fix(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tinsmith", "serve", "--port", "0", "--model", MODEL]
     with subprocess.Popen(
         command, env=environment(tmp_path), stderr=subprocess.PIPE, text=True
@@ -349,7 +353,7 @@ except tinsmith.LedgerUnavailableError as error:
     assert "TINSMITH_HOME" in ended.stdout
 
 
-def test_keys_of_the_data_folder_are_not_asked_of_its_owner(tmp_path: Path) -> None:
+def test_the_owner_of_the_data_folder_needs_no_api_key(tmp_path: Path) -> None:
     """A key that is given all the same is the key's tenant, and a wrong one is refused."""
     made = subprocess.run(
         [sys.executable, "-m", "tinsmith", "key", "create", "--tenant", "alice", "-f", "json"],
@@ -381,15 +385,15 @@ except tinsmith.AuthenticationError:
     )
 
 
-def test_the_service_can_be_closed_and_begins_again_with_the_next_call(tmp_path: Path) -> None:
+def test_a_closed_service_restarts_with_the_next_call(tmp_path: Path) -> None:
     run(
         """
-from tinsmith.serve import embedded
+from tinsmith.service.run import embedded_service
 
 client = tinsmith.ServiceClient()
 training = client.create_lora_training_client(MODEL, rank=8)
 first = step(training)
-embedded.close()
+embedded_service.close()
 assert not [thread.name for thread in threading.enumerate() if thread.name == "tinsmith-service"]
 assert step(training) < first
 """,
@@ -397,24 +401,26 @@ assert step(training) < first
     )
 
 
-def test_a_service_that_is_closed_while_it_starts_does_not_start_after_all(tmp_path: Path) -> None:
+def test_a_service_that_is_closed_during_startup_does_not_start(tmp_path: Path) -> None:
     run(
         """
 from tinsmith.client.embedding import HerePlace
 from tinsmith.errors import ClosedError
-from tinsmith.serve import embedded
+from tinsmith.service.run import embedded_service
 
-asked = embedded.place()
-embedded.close()
+asked = embedded_service.place()
+embedded_service.close()
 assert isinstance(asked.exception(60), ClosedError)
-assert isinstance(embedded.place().result(60), HerePlace)
+assert isinstance(embedded_service.place().result(60), HerePlace)
 """,
         tmp_path,
     )
 
 
 @pytest.mark.parametrize("is_set", ["TINKER_API_KEY", "TINKER_BASE_URL"])
-def test_whoever_names_a_service_or_a_key_gets_no_other(tmp_path: Path, is_set: str) -> None:
+def test_a_configured_base_url_or_key_never_falls_back_to_the_embedded_service(
+    tmp_path: Path, is_set: str
+) -> None:
     value = {"TINKER_API_KEY": "tml-x", "TINKER_BASE_URL": "http://127.0.0.1:9"}[is_set]
     ended = run(
         """
@@ -430,7 +436,7 @@ except tinsmith.AuthenticationError as error:
     assert "embedded" not in ended.stdout
 
 
-def test_checkpoints_are_downloaded_by_commands_that_name_it(tmp_path: Path) -> None:
+def test_checkpoints_can_be_downloaded_with_base_url_embedded(tmp_path: Path) -> None:
     """From its own process, and from that of a program that runs the service."""
     path, _ = run(TRAIN_AND_SAVE, tmp_path).stdout.split()
     download = ["checkpoint", "download", path, "--base-url", "embedded", "-f", "json"]
@@ -470,7 +476,7 @@ def command(home: Path, *words: str) -> Any:
     return json.loads(ended.stdout)
 
 
-def test_tokens_stream_and_samplers_go_to_other_processes(tmp_path: Path) -> None:
+def test_tokens_stream_and_samplers_can_be_sent_to_other_processes(tmp_path: Path) -> None:
     """A stream that is left early leaves nothing behind that keeps the program from ending."""
     run(
         """
@@ -499,7 +505,7 @@ assert eval(ended.stdout) == tokens, ended
     )
 
 
-def test_a_damaged_ledger_is_told_with_the_way_out(tmp_path: Path) -> None:
+def test_a_damaged_ledger_is_reported_with_a_fix(tmp_path: Path) -> None:
     with running(
         "client = tinsmith.ServiceClient()\n"
         "client.create_lora_training_client(MODEL, rank=8)\n"

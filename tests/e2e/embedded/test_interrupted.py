@@ -31,7 +31,7 @@ while True:
 """
 SLOWLY = """
 import asyncio
-from tinsmith.engines.fake.engine import FakeEngine
+from tinsmith.engine.fake.engine import FakeEngine
 
 train, batches = FakeEngine.train, []
 async def train_slowly(engine, batch):
@@ -123,7 +123,7 @@ def listed(home: Path) -> str:
 
 
 @pytest.mark.parametrize("loop", [PLAIN, IN_BLOCK], ids=["plain", "in a with block"])
-def test_ctrl_c_saves_what_was_trained_lists_it_at_once_and_says_how_to_resume(
+def test_ctrl_c_saves_the_training_state_lists_it_and_says_how_to_resume(
     tmp_path: Path, loop: str
 ) -> None:
     """The first listing already has it, also if much was queued before it."""
@@ -144,13 +144,13 @@ def test_ctrl_c_saves_what_was_trained_lists_it_at_once_and_says_how_to_resume(
 
 
 @pytest.mark.parametrize("loop", [PLAIN, IN_BLOCK], ids=["plain", "in a with block"])
-def test_a_second_ctrl_c_ends_the_program_and_the_next_one_saves(tmp_path: Path, loop: str) -> None:
+def test_after_a_second_ctrl_c_the_next_program_saves(tmp_path: Path, loop: str) -> None:
     """Saving is behind a long call: whoever does not want to wait for it need not."""
     with interrupted(SLOWLY + loop, tmp_path) as program:
         path = f"tinker://{program.hears()}/weights/autosave"
         assert {program.hears(), program.hears()} == {"queued", "running"}
         program.ctrl_c()
-        program.warns_of("tinsmith: saving what was trained; Ctrl-C again skips this")
+        program.warns_of("tinsmith: saving the trained models; press Ctrl-C again to skip")
         program.ctrl_c()
         told = program.warns_of(path)
         program.ends(within_s=20.0)  # saving is waited for for 30 s
@@ -161,7 +161,9 @@ def test_a_second_ctrl_c_ends_the_program_and_the_next_one_saves(tmp_path: Path,
     assert path in listed(tmp_path)
 
 
-def test_ctrl_c_while_a_model_is_fetched_ends_the_program_without_noise(tmp_path: Path) -> None:
+def test_ctrl_c_during_a_model_download_ends_the_program_without_a_traceback(
+    tmp_path: Path,
+) -> None:
     """Nothing was trained, so there is nothing to say."""
     with socket.create_server(("127.0.0.1", 0)) as hub:  # takes connections, and never answers
         more = {

@@ -39,7 +39,7 @@ def settings(tmp_path: Path) -> dict[str, str]:
     }
 
 
-def test_a_real_model_learns_in_the_program_and_leaves_it_merged(
+def test_a_real_model_trains_in_process_and_is_exported_merged(
     tmp_path: Path, settings: dict[str, str]
 ) -> None:
     """Trained, saved, gone on with in the next run, and exported as a model that others load."""

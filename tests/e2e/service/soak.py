@@ -21,7 +21,7 @@ import msgspec
 
 import tinsmith
 from tests.e2e.service.served import BASE_MODEL, Served, serving
-from tinsmith.ledger.sqlite import CACHE_KIB
+from tinsmith.service.ledger.sqlite import CACHE_KIB
 
 WARM_SHARE = 0.4
 """What caches and pools fill up in this part of the run is not counted."""

@@ -1,4 +1,4 @@
-"""The commands of docs/team.md that back a running service up, as they are printed."""
+"""The commands of docs/operations.md that back a running service up, as they are printed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import tinsmith
 from tests.e2e.service.served import BASE_MODEL, serving
 from tests.e2e.service.training_run import API_KEY, WAIT_S
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "team.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "operations.md"
 LARGE = 20_000
 """Tokens of a datum whose payload has a file of its own."""
 
@@ -24,7 +24,7 @@ def printed_commands() -> str:
     return found
 
 
-def test_a_backup_of_a_running_service_goes_on_with_models_and_checkpoints(tmp_path: Path) -> None:
+def test_a_backup_of_a_running_service_restores_models_and_checkpoints(tmp_path: Path) -> None:
     tokens = list(range(LARGE))
     datum = tinsmith.Datum(
         tinsmith.ModelInput.from_ints(tokens),
@@ -53,4 +53,4 @@ def test_a_backup_of_a_running_service_goes_on_with_models_and_checkpoints(tmp_p
         listed = kept.list_user_checkpoints().result(WAIT_S).checkpoints
         assert [one.tinker_path for one in listed] == [saved]
         assert resumed.forward([datum], "cross_entropy").result(WAIT_S).loss == before
-        assert "recovered 1 models" in served.log_text()
+        assert "restored 1 models" in served.log_text()

@@ -53,13 +53,13 @@ def refused(served: Served) -> str:
     return served.log_text()[before:]
 
 
-def test_a_deleted_log_opens_the_service_to_nobody(tmp_path: Path) -> None:
+def test_a_deleted_wal_does_not_open_the_service_without_a_key(tmp_path: Path) -> None:
     data = tmp_path / "data"
     with serving(tmp_path) as served:
         key = create_key(data)
         wait_for(data / "has-keys")
         with tinsmith.ServiceClient(base_url=served.base_url, api_key=key) as client:
-            client.create_lora_training_client(BASE_MODEL, rank=4, timeout=WAIT_S)
+            client.create_lora_training_client(BASE_MODEL, rank=4, timeout=WAIT_S).result()
         wait_caught_up(data, 5)
         served.kill()
         (data / "ledger" / "ledger.sqlite3-wal").unlink()
@@ -80,10 +80,10 @@ def test_a_deleted_log_opens_the_service_to_nobody(tmp_path: Path) -> None:
         assert status_for(served, "tml-anything") == 401
 
 
-def test_a_service_that_never_had_a_key_goes_on_after_an_accepted_loss(tmp_path: Path) -> None:
+def test_a_service_that_never_had_a_key_stays_open_after_accept_loss(tmp_path: Path) -> None:
     with serving(tmp_path) as served:
         with tinsmith.ServiceClient(base_url=served.base_url, api_key=API_KEY) as client:
-            client.create_lora_training_client(BASE_MODEL, rank=4, timeout=WAIT_S)
+            client.create_lora_training_client(BASE_MODEL, rank=4, timeout=WAIT_S).result()
         wait_caught_up(tmp_path / "data", 5)
         served.kill()
         (tmp_path / "data" / "ledger" / "ledger.sqlite3-wal").unlink()
@@ -96,7 +96,7 @@ def test_a_service_that_never_had_a_key_goes_on_after_an_accepted_loss(tmp_path:
         assert status_for(served, API_KEY) == 200
 
 
-def test_a_ledger_that_was_replaced_by_an_empty_one_opens_the_service_to_nobody(
+def test_an_empty_replacement_ledger_does_not_open_the_service_without_a_key(
     tmp_path: Path,
 ) -> None:
     data = tmp_path / "data"
@@ -111,12 +111,12 @@ def test_a_ledger_that_was_replaced_by_an_empty_one_opens_the_service_to_nobody(
     assert str(data / "has-keys") in told
 
 
-def test_a_secret_that_is_gone_is_told(tmp_path: Path) -> None:
+def test_a_missing_secret_is_reported_and_replaced(tmp_path: Path) -> None:
     secret = tmp_path / "data" / "secret"
     with serving(tmp_path) as served:
-        assert "a new one is made" not in served.log_text()
+        assert "a new secret was created" not in served.log_text()
         with tinsmith.ServiceClient(base_url=served.base_url, api_key=API_KEY) as client:
-            client.create_lora_training_client(BASE_MODEL, rank=4, timeout=WAIT_S)
+            client.create_lora_training_client(BASE_MODEL, rank=4, timeout=WAIT_S).result()
         kept = secret.read_bytes()
         for damage in (secret.unlink, lambda: secret.write_bytes(b"")):
             served.stop()
@@ -125,5 +125,5 @@ def test_a_secret_that_is_gone_is_told(tmp_path: Path) -> None:
             assert secret.read_bytes() != kept
             assert len(secret.read_bytes()) == len(kept)
         log = served.log_text()
-        assert "secret is missing, and a new one is made" in log
-        assert "secret has 0 bytes instead of 32, and a new one is made" in log
+        assert "secret is missing, so a new secret was created" in log
+        assert "secret has 0 bytes instead of 32, so a new secret was created" in log

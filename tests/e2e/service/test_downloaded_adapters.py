@@ -97,7 +97,7 @@ def loaded(folder: Path) -> Any:
         return peft.AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def test_peft_finds_the_base_model_and_merges_what_was_trained(
+def test_peft_finds_the_base_model_and_merges_the_trained_adapter(
     served: Served, trained: tuple[str, list[float]], tmp_path: Path
 ) -> None:
     """Also where the output layer is the embedding, and after it was saved and loaded again."""
@@ -117,7 +117,7 @@ def test_peft_finds_the_base_model_and_merges_what_was_trained(
     assert logprobs(again) == pytest.approx(expected, abs=1e-4)
 
 
-def test_for_vllm_the_output_layer_stays_lora(
+def test_the_output_layer_stays_lora_for_vllm(
     served: Served, trained: tuple[str, list[float]], tmp_path: Path
 ) -> None:
     """VLLM refuses an adapter with `modules_to_save`."""
@@ -130,7 +130,7 @@ def test_for_vllm_the_output_layer_stays_lora(
     assert logprobs(loaded(folder)) == pytest.approx(expected, abs=1e-4)
 
 
-def test_without_the_base_model_nothing_is_written_that_could_be_merged_wrongly(
+def test_without_the_base_model_no_adapter_that_would_merge_wrongly_is_written(
     served: Served, trained: tuple[str, list[float]], base: Path, tmp_path: Path
 ) -> None:
     path, _ = trained
@@ -148,17 +148,17 @@ def test_without_the_base_model_nothing_is_written_that_could_be_merged_wrongly(
     assert config["base_model_name_or_path"] == str(base)
 
 
-def test_a_downloaded_adapter_comes_back_and_is_what_it_was(
+def test_a_downloaded_adapter_can_be_imported_again_unchanged(
     served: Served, trained: tuple[str, list[float]], tmp_path: Path
 ) -> None:
     path, expected = trained
     folder = downloaded(served, path, tmp_path)
 
-    done = command(served, "checkpoint", "upload", str(folder), "-f", "json")
+    done = command(served, "checkpoint", "import", str(folder), "-f", "json")
 
     assert done.returncode == 0, done.stderr
     with tinsmith.ServiceClient(base_url=served.base_url, api_key="tml-x") as service:
-        back = json.loads(done.stdout)["tinker_path"]
+        back = json.loads(done.stdout)["checkpoint_path"]
         client = service.create_training_client_from_state(back)
         output = client.forward([DATUM], "cross_entropy").result(WAIT_S)
     assert output.loss_fn_outputs[0]["logprobs"].tolist() == pytest.approx(expected, abs=1e-5)

@@ -15,7 +15,7 @@ import pytest
 
 from tests.e2e.service.served import START_S, Served, serving
 from tests.e2e.service.training_run import Runs, Weights
-from tinsmith.serve.working import MOST_LOSSES
+from tinsmith.service.run.supervisor import MOST_LOSSES
 
 CLIENTS = 2
 STEPS = 12
@@ -28,7 +28,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Weights]:
         return Runs(served.base_url, CLIENTS, STEPS).results()
 
 
-def test_a_killed_engine_is_started_anew_until_it_was_lost_too_often(
+def test_a_killed_engine_is_restarted_until_it_crashed_too_often(
     tmp_path: Path, undisturbed: list[Weights]
 ) -> None:
     """Then the service ends and says why; the next start goes on. No client sees any of it."""
@@ -53,7 +53,7 @@ def test_a_killed_engine_is_started_anew_until_it_was_lost_too_often(
         assert runs.results() == undisturbed
 
 
-def test_the_engine_ends_with_a_service_that_is_killed(
+def test_the_engine_process_ends_when_its_service_is_killed(
     tmp_path: Path, undisturbed: list[Weights]
 ) -> None:
     """And the next service has one of its own."""

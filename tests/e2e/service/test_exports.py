@@ -49,7 +49,7 @@ def rest(served: Served) -> tinsmith.RestClient:
     return tinsmith.RestClient(base_url=served.base_url, api_key=API_KEY)
 
 
-def test_an_encrypted_export_is_read_by_its_recipient_alone(
+def test_only_its_recipient_can_read_an_encrypted_export(
     served: Served, training: tinsmith.TrainingClient, tmp_path: Path
 ) -> None:
     identity = pyrage.x25519.Identity.generate()
@@ -70,10 +70,10 @@ def test_an_encrypted_export_is_read_by_its_recipient_alone(
     assert not list((served.folder / "data").rglob(f"external_weights/**/{ADAPTER_MODEL}"))
 
 
-def test_a_recipient_that_is_no_key_is_refused_and_training_goes_on(
+def test_an_invalid_recipient_is_rejected_and_training_continues(
     training: tinsmith.TrainingClient,
 ) -> None:
-    with pytest.raises(BadRequestError, match=r"recipients\[0\] is not a public key"):
+    with pytest.raises(BadRequestError, match=r"recipients\[0\] is not a valid age public key"):
         training.save_weights_external("x", age_encryption_recipients=["age1x"]).result(WAIT_S)
 
     assert training.save_state("after").result(WAIT_S).path.endswith("/weights/after")
@@ -94,7 +94,7 @@ def test_the_archive_of_sampler_weights_has_the_names_that_tools_read(
     assert read_adapter(tmp_path).rank == 4
 
 
-def test_what_the_command_downloads_has_the_names_that_peft_reads(
+def test_the_download_command_writes_the_names_that_peft_reads(
     served: Served, training: tinsmith.TrainingClient, tmp_path: Path
 ) -> None:
     path = training.save_weights_for_sampler("s").result(WAIT_S).path

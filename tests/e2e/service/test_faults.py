@@ -31,11 +31,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Weights]:
         return Runs(served.base_url, CLIENTS, STEPS).results()
 
 
-def test_runs_differ_by_their_seeds(undisturbed: list[Weights]) -> None:
+def test_runs_with_different_seeds_have_different_weights(undisturbed: list[Weights]) -> None:
     assert len(set(undisturbed)) == CLIENTS
 
 
-def test_killed_again_and_again_every_client_finishes_with_the_same_weights(
+def test_repeated_kills_of_the_service_do_not_change_the_final_weights(
     tmp_path: Path, undisturbed: list[Weights]
 ) -> None:
     chance = random.Random(1)
@@ -54,7 +54,7 @@ def test_killed_again_and_again_every_client_finishes_with_the_same_weights(
                 break
 
 
-def test_lost_repeated_and_late_requests_change_no_weights(
+def test_lost_repeated_and_late_requests_do_not_change_the_weights(
     tmp_path: Path, undisturbed: list[Weights]
 ) -> None:
     with serving(tmp_path) as served, bad_road(served.port, seed=2) as road:
@@ -64,7 +64,7 @@ def test_lost_repeated_and_late_requests_change_no_weights(
         assert min(road.met.values()) > 0, road.met
 
 
-def test_a_full_disk_holds_clients_up_and_loses_nothing(
+def test_a_full_disk_delays_clients_but_loses_nothing(
     tmp_path: Path, undisturbed: list[Weights]
 ) -> None:
     with serving(tmp_path) as served:
@@ -81,7 +81,7 @@ def test_a_full_disk_holds_clients_up_and_loses_nothing(
 
 
 @pytest.mark.parametrize("lease_s", [30, 2])
-def test_a_database_that_is_gone_for_a_while_is_waited_for(
+def test_a_temporarily_unavailable_database_is_waited_for(
     tmp_path: Path, undisturbed: list[Weights], lease_s: int
 ) -> None:
     """Also for so long that the scheduler loses its lease; it takes it again then."""
@@ -94,10 +94,10 @@ def test_a_database_that_is_gone_for_a_while_is_waited_for(
             time.sleep(OUTAGE_S)
 
         assert runs.results() == undisturbed
-        assert ("begins anew, with epoch" in served.log_text()) == (lease_s < OUTAGE_S)
+        assert ("restarts with epoch" in served.log_text()) == (lease_s < OUTAGE_S)
 
 
-def test_asked_to_end_it_ends_well_and_the_next_start_goes_on(
+def test_runs_continue_over_a_graceful_stop_and_restart(
     tmp_path: Path, undisturbed: list[Weights]
 ) -> None:
     with serving(tmp_path) as served:
@@ -110,7 +110,7 @@ def test_asked_to_end_it_ends_well_and_the_next_start_goes_on(
         assert runs.results() == undisturbed
 
 
-def test_a_stopped_service_that_goes_on_is_carried_on_with(
+def test_runs_continue_after_the_service_was_paused_with_sigstop(
     tmp_path: Path, undisturbed: list[Weights]
 ) -> None:
     with serving(tmp_path) as served:
@@ -124,7 +124,7 @@ def test_a_stopped_service_that_goes_on_is_carried_on_with(
         assert runs.results() == undisturbed
 
 
-def test_a_clock_that_is_set_forward_and_back_ends_no_session_and_no_result(
+def test_clock_jumps_do_not_expire_sessions_or_results(
     tmp_path: Path, undisturbed: list[Weights]
 ) -> None:
     offset = tmp_path / "offset"
@@ -143,7 +143,7 @@ def test_a_clock_that_is_set_forward_and_back_ends_no_session_and_no_result(
         assert runs.results() == undisturbed
 
 
-def test_a_disk_of_checkpoints_that_is_not_mounted_at_the_start_costs_no_model(
+def test_starting_without_the_checkpoint_disk_mounted_loses_no_model(
     tmp_path: Path, undisturbed: list[Weights]
 ) -> None:
     """A service that began with an empty folder would find no snapshot, and give up all models."""
@@ -161,11 +161,11 @@ def test_a_disk_of_checkpoints_that_is_not_mounted_at_the_start_costs_no_model(
         served.start()
 
         assert status != 0
-        assert "see that its disk is mounted" in served.log_text()
+        assert "check that its disk is mounted" in served.log_text()
         assert runs.results() == undisturbed
 
 
-def test_a_second_service_on_the_same_folder_is_refused(tmp_path: Path) -> None:
+def test_a_second_service_on_the_same_folder_is_rejected(tmp_path: Path) -> None:
     with serving(tmp_path) as first:
         second = Served(tmp_path)
         second.log = tmp_path / "second.log"

@@ -1,22 +1,27 @@
-"""An adapter that was made elsewhere, trained on by a running service."""
+"""An adapter leaves a service as files, comes to another by the standard calls, and is used."""
 
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
 import urllib.request
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import tinsmith
 from tests.e2e.service.served import BASE_MODEL, Served, serving
 from tests.e2e.service.training_run import API_KEY, WAIT_S, datum_of
-from tinsmith.cli.main import main
-from tinsmith.types import AdamParams
+from tinsmith.types import AdamParams, LoraConfig, ModelInput, SamplingParams
 
 DATA = [datum_of(random.Random(0))]
+PROMPT = ModelInput.from_ints([4, 5, 6, 7, 8])
 
 
 @pytest.fixture
@@ -25,13 +30,8 @@ def served(tmp_path: Path) -> Iterator[Served]:
         yield running
 
 
-def run_import(
-    served: Served, capsys: pytest.CaptureFixture[str], *words: str
-) -> tuple[int | None, str, str]:
-    data = str(served.folder / "data")
-    status = main(["checkpoint", "import", "--data", data, *words, "-f", "json"])
-    shown = capsys.readouterr()
-    return status, shown.out, shown.err
+def rest(served: Served) -> tinsmith.RestClient:
+    return tinsmith.RestClient(base_url=served.base_url, api_key=API_KEY)
 
 
 def logprobs(training: tinsmith.TrainingClient) -> list[float]:
@@ -39,12 +39,13 @@ def logprobs(training: tinsmith.TrainingClient) -> list[float]:
     return [float(value) for value in result.loss_fn_outputs[0]["logprobs"].tolist()]
 
 
-def rest(served: Served) -> tinsmith.RestClient:
-    return tinsmith.RestClient(base_url=served.base_url, api_key=API_KEY)
+def prompt_logprobs(service: tinsmith.ServiceClient, path: str) -> list[float | None]:
+    sampler = service.create_sampling_client(path)
+    return list(sampler.compute_logprobs(PROMPT).result(WAIT_S))
 
 
-def export(served: Served, service: tinsmith.ServiceClient, folder: Path) -> list[float]:
-    """Train a little and fetch the adapter as a folder; returns what it computes."""
+def export(served: Served, service: tinsmith.ServiceClient, folder: Path) -> tuple[str, Any]:
+    """Train a little and fetch the adapter as a folder; its path, and the trained client."""
     training = service.create_lora_training_client(BASE_MODEL, rank=4, seed=1)
     for _ in range(3):
         training.forward_backward(DATA, "cross_entropy").result(WAIT_S)
@@ -53,56 +54,114 @@ def export(served: Served, service: tinsmith.ServiceClient, folder: Path) -> lis
     urls = rest(served).get_external_weights_urls(path).result(WAIT_S).urls
     folder.mkdir()
     for name, url in urls.items():
-        with urllib.request.urlopen(url) as reply:
+        with urllib.request.urlopen(url, timeout=WAIT_S) as reply:
             (folder / name).write_bytes(reply.read())
-    return logprobs(training)
+    return path, training
 
 
-def test_training_goes_on_from_an_adapter_that_was_imported(
-    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def command(served: Served, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "TINKER_BASE_URL": served.base_url, "TINKER_API_KEY": API_KEY}
+    return subprocess.run(
+        [sys.executable, "-m", "tinsmith", "checkpoint", *words, "-f", "json"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env=environment,
+    )
+
+
+def test_an_adapter_of_another_service_samples_the_same_and_trains_on(tmp_path: Path) -> None:
     folder = tmp_path / "my adapter"
-    with tinsmith.ServiceClient(base_url=served.base_url, api_key=API_KEY) as service:
-        exported = export(served, service, folder)
+    with (
+        serving(tmp_path / "one") as one,
+        tinsmith.ServiceClient(base_url=one.base_url, api_key=API_KEY) as service,
+    ):
+        path, training = export(one, service, folder)
+        trained, sampled = logprobs(training), prompt_logprobs(service, path)
 
-        status, out, err = run_import(served, capsys, str(folder))
-        assert (status, err) == (0, "")
-        shown = json.loads(out)
+    with (
+        serving(tmp_path / "two") as two,
+        tinsmith.ServiceClient(base_url=two.base_url, api_key=API_KEY) as service,
+    ):
+        done = command(two, "import", str(folder), "--metadata", "from=one")
+        assert (done.returncode, done.stderr) == (0, "")
+        shown = json.loads(done.stdout)
         path = shown["checkpoint_path"]
+        base = prompt_logprobs(service, _untrained(service))
         training = service.create_training_client_from_state(path)
         imported = logprobs(training)
         training.forward_backward(DATA, "cross_entropy").result(WAIT_S)
         training.optim_step(AdamParams(learning_rate=0.05)).result(WAIT_S)
 
-        assert path.endswith("/weights/my-adapter")
-        assert (shown["base_model"], shown["lora_rank"]) == (BASE_MODEL, 4)
-        assert imported == pytest.approx(exported, abs=1e-5)
-        assert logprobs(training) != pytest.approx(imported, abs=1e-4)
-        listed = rest(served).list_user_checkpoints().result(WAIT_S)
-        assert path in {checkpoint.tinker_path for checkpoint in listed.checkpoints}
+        assert prompt_logprobs(service, path) == sampled
+        assert sampled != base
+        assert imported == trained
+        assert logprobs(training) != imported
+        sampler = service.create_sampling_client(path)
+        answer = sampler.sample(PROMPT, 1, SamplingParams(max_tokens=3, seed=1)).result(WAIT_S)
+        assert len(answer.sequences) == 1
+        found = json.loads(command(two, "list", "--metadata", "from=one").stdout)["checkpoints"]
+        assert [one["tinker_path"] for one in found] == [path]
+    assert (shown["base_model"], shown["lora_rank"]) == (BASE_MODEL, 4)
 
 
-def test_what_cannot_be_imported_is_told_and_leaves_nothing(
-    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def _untrained(service: tinsmith.ServiceClient) -> str:
+    training = service.create_lora_training_client(BASE_MODEL, rank=4)
+    return training.save_weights_for_sampler("untrained").result(WAIT_S).path
+
+
+def test_an_upload_survives_a_kill_between_put_and_finish(served: Served, tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    with tinsmith.ServiceClient(base_url=served.base_url, api_key=API_KEY) as service:
+        path, _ = export(served, service, folder)
+        expected = prompt_logprobs(service, path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", tinsmith.ExperimentalWarning)
+        lora = LoraConfig(rank=4)
+        started = rest(served).external_weights_upload_start(BASE_MODEL, lora).result(WAIT_S)
+        for name, url in started.urls.items():
+            body = (folder / name).read_bytes()
+            request = urllib.request.Request(url, data=body, method="PUT")
+            urllib.request.urlopen(request, timeout=WAIT_S).close()
+
+        served.kill()
+        before = list((served.folder / "data" / "checkpoints").glob("runs/upload*"))
+        served.start()
+        done = rest(served).external_weights_upload_finish(started.upload_id).result(WAIT_S)
+
+    assert before == []
+    with tinsmith.ServiceClient(base_url=served.base_url, api_key=API_KEY) as service:
+        assert prompt_logprobs(service, done.tinker_path) == expected
+
+
+def test_the_command_imports_into_the_embedded_service(served: Served, tmp_path: Path) -> None:
     folder = tmp_path / "adapter"
     with tinsmith.ServiceClient(base_url=served.base_url, api_key=API_KEY) as service:
         export(served, service, folder)
-        before = rest(served).list_user_checkpoints().result(WAIT_S)
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("TINKER_")},
+        "TINSMITH_HOME": str(tmp_path / "home"),
+        "TINSMITH_SERVE_ENGINE": "fake",
+        "TINSMITH_SERVE_MODELS": BASE_MODEL,
+    }
 
-        for words, why in [
-            ([str(tmp_path / "missing")], "is not a folder"),
-            ([str(folder), "--name", "../x"], "not allowed"),
-            ([str(folder), "--tenant", "nobody"], "there is no tenant"),
-            ([str(folder), "--model", "another"], "which is not served"),
-            ([str(folder), "--database", "memory:"], "in memory"),
-        ]:
-            status, out, err = run_import(served, capsys, *words)
-            assert status, words
-            assert out == ""
-            assert why in err
+    def run(*words: str) -> Any:
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "tinsmith", "checkpoint", *words),
+                *("--base-url", "embedded", "-f", "json"),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+            env=environment,
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
 
-        assert rest(served).list_user_checkpoints().result(WAIT_S) == before
-    stored = served.folder / "data" / "checkpoints"
-    assert not list(stored.rglob("import*"))
-    assert list((stored / "staging").iterdir()) == []
+    path = run("import", str(folder), "--metadata", "a=b")["checkpoint_path"]
+    found = run("list", "--metadata", "a=b")["checkpoints"]
+
+    assert [one["tinker_path"] for one in found] == [path]

@@ -207,7 +207,7 @@ def _wait(is_so: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("seed", CLIENTS)
-def test_each_client_gets_bit_for_bit_what_it_gets_alone(
+def test_concurrent_clients_get_bit_identical_results_to_running_alone(
     seed: str, alone: Ended, together: Ended
 ) -> None:
     """Losses of every pass, and tokens and log-probabilities of every sample."""
@@ -216,14 +216,14 @@ def test_each_client_gets_bit_for_bit_what_it_gets_alone(
 
 
 @pytest.mark.parametrize("seed", CLIENTS)
-def test_each_client_reads_what_another_published_as_that_one_itself_does(
+def test_a_published_checkpoint_reads_the_same_for_every_client(
     seed: str, alone: Ended, together: Ended
 ) -> None:
     """Whatever SDK wrote it; samples from it and training on from it are the same."""
     assert together.told[seed]["read"] == alone.told[READS[seed]]["read"]
 
 
-def test_clients_do_not_compute_the_same(alone: Ended) -> None:
+def test_each_client_computes_different_numbers(alone: Ended) -> None:
     """So that equal numbers are those of one client and not of all."""
     for what in ("losses", "samples", "read"):
         assert len({json.dumps(told[what]) for told in alone.told.values()}) == len(CLIENTS)

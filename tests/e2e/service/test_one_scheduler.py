@@ -39,7 +39,7 @@ DROPS = 200
 Losses = list[float]
 
 
-def test_a_server_whose_connections_are_dropped_keeps_a_second_one_out(tmp_path: Path) -> None:
+def test_a_second_server_cannot_start_while_the_first_reconnects(tmp_path: Path) -> None:
     """The second one ends with the reason; no two ever say that they are ready."""
     with _database() as database, _servers(tmp_path, database, 2) as (first, second):
         first.start()
@@ -50,11 +50,11 @@ def test_a_server_whose_connections_are_dropped_keeps_a_second_one_out(tmp_path:
             assert not (_is_ready(first) and _is_ready(second) and _is_ready(first))
             time.sleep(0.1)
         assert second.wait_end() != 0
-        assert "another server works from this database" in second.log_text()
+        assert "another server is using this database" in second.log_text()
         _until(lambda: _is_ready(first))
 
 
-def test_a_server_that_was_paused_while_another_took_over_ends(tmp_path: Path) -> None:
+def test_a_paused_server_exits_if_another_took_over(tmp_path: Path) -> None:
     with _database() as database, _servers(tmp_path, database, 2) as (first, second):
         first.start()
         first.pause()
@@ -65,11 +65,11 @@ def test_a_server_that_was_paused_while_another_took_over_ends(tmp_path: Path) -
 
         while first.is_running:
             assert not _is_ready(first)
-        assert "another server works from this database" in first.log_text()
+        assert "another server is using this database" in first.log_text()
         assert _is_ready(second)
 
 
-def test_a_server_that_was_paused_goes_on_if_nobody_took_over(tmp_path: Path) -> None:
+def test_a_paused_server_continues_if_no_other_took_over(tmp_path: Path) -> None:
     with _database() as database, _servers(tmp_path, database, 1) as (only,):
         only.start()
         only.pause()
@@ -81,7 +81,7 @@ def test_a_server_that_was_paused_goes_on_if_nobody_took_over(tmp_path: Path) ->
         _until(lambda: _is_ready(only))
 
 
-def test_the_next_server_starts_at_once_after_a_stop_and_after_a_while_after_a_kill(
+def test_the_next_server_waits_for_the_lease_only_after_a_kill(
     tmp_path: Path,
 ) -> None:
     with _database() as database, _servers(tmp_path, database, 2) as (first, second):
@@ -94,7 +94,7 @@ def test_the_next_server_starts_at_once_after_a_stop_and_after_a_while_after_a_k
         first.start()
 
 
-def test_dropped_stopped_killed_and_paused_servers_never_work_two_at_a_time(
+def test_two_servers_never_run_at_a_time_through_drops_stops_kills_and_pauses(
     tmp_path: Path,
 ) -> None:
     """Every loss and every weight is what it is without all that."""

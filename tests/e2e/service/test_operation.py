@@ -69,7 +69,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-def test_keys_close_a_running_service_part_its_tenants_and_are_revoked(tmp_path: Path) -> None:
+def test_keys_secure_a_running_service_separate_tenants_and_can_be_revoked(tmp_path: Path) -> None:
     with serving(tmp_path) as served:
         train(served.base_url, 0, 1)
         [run] = runs_of(served, API_KEY)
@@ -85,9 +85,9 @@ def test_keys_close_a_running_service_part_its_tenants_and_are_revoked(tmp_path:
             client.get_training_run(run).result(WAIT_S)
         with (
             tinsmith.ServiceClient(base_url=served.base_url, api_key=of_other) as other,
-            pytest.raises(tinsmith.APIStatusError, match="0 are allowed"),
+            pytest.raises(tinsmith.APIStatusError, match="the maximum is 0"),
         ):
-            other.create_lora_training_client("Qwen/Qwen3-8B:fake", rank=4)
+            other.create_lora_training_client("Qwen/Qwen3-8B:fake", rank=4).result()
 
         listed = json.loads(key_command(served, "list", "-f", "json"))["keys"]
         ids = {key["shown"]: key["id"] for key in listed}
@@ -99,7 +99,7 @@ def test_keys_close_a_running_service_part_its_tenants_and_are_revoked(tmp_path:
         assert not [key for key in (of_default, of_other, API_KEY) if key in log]
 
 
-def test_metrics_are_documented_fed_and_of_the_usual_form(tmp_path: Path) -> None:
+def test_metrics_are_documented_updated_and_valid_prometheus_text(tmp_path: Path) -> None:
     with serving(tmp_path) as served:
         train(served.base_url, 0, 6)
 
@@ -176,7 +176,7 @@ class TlsServed(Served):
             return False
 
 
-def test_it_serves_over_tls(tmp_path: Path, certificate: tuple[Path, Path, Path]) -> None:
+def test_the_service_serves_over_tls(tmp_path: Path, certificate: tuple[Path, Path, Path]) -> None:
     cert, key, authority = certificate
     served = TlsServed(tmp_path, "--tls-cert", str(cert), "--tls-key", str(key))
     served.base_url = f"https://127.0.0.1:{served.port}"
@@ -195,7 +195,7 @@ def test_it_serves_over_tls(tmp_path: Path, certificate: tuple[Path, Path, Path]
         served.end()
 
 
-def test_a_key_that_does_not_fit_its_certificate_is_told(
+def test_a_tls_key_that_does_not_match_its_certificate_is_reported(
     tmp_path: Path, certificate: tuple[Path, Path, Path]
 ) -> None:
     cert, _, authority = certificate
@@ -219,11 +219,11 @@ class FileServed(Served):
             self.wait_ready()
 
 
-def test_the_settings_file_of_the_page_runs(
+def test_the_settings_file_from_the_docs_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = (Path(__file__).parents[3] / "docs" / "serving.md").read_text(encoding="utf-8")
-    [shown] = re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    shown, *_ = re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     (tmp_path / "serve.toml").write_text(shown, encoding="utf-8")
     served = FileServed(tmp_path)
     try:
@@ -241,7 +241,7 @@ def test_the_settings_file_of_the_page_runs(
     assert [(model.model_name, model.alias_of) for model in models] == [(own, None), (alias, own)]
     assert re.search(rf"^{alias} .* {own}$", capsys.readouterr().out, re.MULTILINE)
     assert (tmp_path / "data" / "ledger" / "ledger.sqlite3").is_file()
-    assert json.loads(served.log_text().splitlines()[-1])["message"] == "closed"
+    assert json.loads(served.log_text().splitlines()[-1])["message"] == "stopped"
 
 
 def test_a_unix_socket_is_served(tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def test_a_unix_socket_is_served(tmp_path: Path) -> None:
         served.end()
 
 
-def test_a_socket_that_was_left_behind_is_replaced_and_a_file_is_not(tmp_path: Path) -> None:
+def test_a_stale_unix_socket_is_replaced_but_a_regular_file_is_not(tmp_path: Path) -> None:
     left, file = tmp_path / "left", tmp_path / "file"
     with socket.socket(socket.AF_UNIX) as killed:
         killed.bind(str(left))

@@ -47,7 +47,7 @@ def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 
 @pytest.mark.parametrize("sdk", ["tinsmith", "tinker"])
-def test_a_model_learns_a_text_and_says_it(served: Served, sdk: str) -> None:
+def test_a_model_learns_a_text_and_reproduces_it(served: Served, sdk: str) -> None:
     """Trained, saved, sampled and trained on from what was saved; see `learning.py`."""
     told = subprocess.run(
         [sys.executable, "-m", "tests.e2e.service.learning", sdk, served.base_url],
@@ -71,7 +71,7 @@ def undisturbed(served: Served) -> list[Weights]:
     return Runs(served.base_url, CLIENTS, STEPS).results()
 
 
-def test_a_service_or_an_engine_that_is_killed_goes_on_with_equal_weights(
+def test_a_killed_service_or_engine_resumes_with_identical_weights(
     tmp_path: Path, model: Path, undisturbed: list[Weights]
 ) -> None:
     """Bit for bit, and no client sees any of it."""

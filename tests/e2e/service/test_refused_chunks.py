@@ -23,7 +23,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.mark.parametrize("sdk", ["tinker", "tinsmith"])
 @pytest.mark.parametrize("bad_chunk", [0, 1, 2])
-def test_a_refused_chunk_fails_its_call_and_no_later_one(
+def test_a_rejected_chunk_fails_its_call_but_no_later_one(
     served: Served, sdk: str, bad_chunk: int
 ) -> None:
     """The official client used to wait for ever if it was any chunk but the first."""

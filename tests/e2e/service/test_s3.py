@@ -18,6 +18,8 @@ from tests.e2e.service.served import BASE_MODEL, START_S, Served
 from tests.e2e.service.training_run import API_KEY, WAIT_S
 
 URL = f"s3://{BUCKET}/tinsmith"
+OUTAGE_S = 30.0
+"""How long the store is away after a save has begun to wait for it."""
 DATUM = tinsmith.Datum(
     tinsmith.ModelInput.from_ints([1, 2, 3]),
     {"target_tokens": [2, 3, 4], "weights": [1.0, 1.0, 1.0]},
@@ -65,7 +67,7 @@ def wait_until(is_so: Callable[[], bool], served: Served) -> None:
         time.sleep(0.05)
 
 
-def test_what_was_saved_outlives_a_kill(served: Served) -> None:
+def test_saved_checkpoints_survive_a_kill(served: Served) -> None:
     served.start()
     with tinsmith.ServiceClient(base_url=served.base_url, api_key=API_KEY) as client:
         training = client.create_lora_training_client(BASE_MODEL, rank=4, seed=1, timeout=WAIT_S)
@@ -80,10 +82,11 @@ def test_what_was_saved_outlives_a_kill(served: Served) -> None:
         assert training.forward([DATUM], "cross_entropy").result(WAIT_S).loss == loss
 
 
-def test_a_service_starts_while_its_store_is_away_and_says_so(
+def test_a_service_starts_and_warns_while_its_store_is_unreachable(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This endpoint takes connections, and never answers."""
+    monkeypatch.setenv("TINSMITH_SERVE_STORE_WAIT_S", "1")
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{deaf.getsockname()[1]}")
         served.start(wait=False)
@@ -104,7 +107,7 @@ def test_a_service_starts_while_its_store_is_away_and_says_so(
         ({"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}, "credentials"),
     ],
 )
-def test_wrong_credentials_are_told_at_the_start(
+def test_wrong_credentials_are_reported_at_startup(
     served: Served, monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], reason: str
 ) -> None:
     for name, value in changes.items():
@@ -122,7 +125,54 @@ def test_wrong_credentials_are_told_at_the_start(
         assert secret not in log
 
 
-def test_a_store_that_goes_away_is_told_and_saves_end(served: Served, s3: S3Server) -> None:
+def test_a_missing_bucket_is_reported_at_startup(s3: S3Server, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in s3.environment().items():
+            patch.setenv(name, value)
+        served = Served(tmp_path, "--checkpoints", "s3://not-there/tinsmith")
+        served.start(wait=False)
+        try:
+            assert served.wait_end() != 0
+        finally:
+            served.end()
+    assert "create the bucket not-there" in served.log_text()
+
+
+def test_saves_and_snapshots_survive_an_outage_of_the_store(
+    served: Served, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the store does that is restarted. The save waits, and the client is told why."""
+    monkeypatch.setenv("TINSMITH_SERVE_SNAPSHOTS_EVERY_COMMANDS", "2")
+    served.start()
+    with tinsmith.ServiceClient(base_url=served.base_url, api_key=API_KEY) as client:
+        training = client.create_lora_training_client(BASE_MODEL, rank=4, seed=1, timeout=WAIT_S)
+        s3.stop()
+        try:
+            # The snapshot that follows these fails.
+            training.forward_backward([DATUM], "cross_entropy").result(WAIT_S)
+            training.optim_step(tinsmith.AdamParams(learning_rate=0.1)).result(WAIT_S)
+            future = training.save_state("one")
+            loss = training.forward([DATUM], "cross_entropy")
+            wait_until(lambda: readiness(served)[0] == 503, served)
+            wait_until(lambda: "retrying: " in served.log_text(), served)
+            time.sleep(OUTAGE_S)
+            assert not future.done()
+        finally:
+            s3.start()
+        path = future.result(WAIT_S).path
+        before = loss.result(WAIT_S).loss
+        wait_until(lambda: readiness(served) == (200, ""), served)
+        served.kill()
+        served.start()
+        assert training.forward([DATUM], "cross_entropy").result(WAIT_S).loss == before
+        resumed = client.create_training_client_from_state_with_optimizer(path, timeout=WAIT_S)
+        assert resumed.forward([DATUM], "cross_entropy").result(WAIT_S).loss == before
+
+
+def test_a_store_that_becomes_unreachable_is_reported_and_saves_fail(
+    served: Served, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINSMITH_SERVE_STORE_WAIT_S", "3")
     served.start()
     assert readiness(served) == (200, "")
     with tinsmith.ServiceClient(base_url=served.base_url, api_key=API_KEY) as client:

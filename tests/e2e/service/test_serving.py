@@ -25,16 +25,16 @@ def get(served: Served, path: str) -> tuple[int, str]:
             return exc.code, exc.read().decode()
 
 
-def test_it_says_where_it_serves_and_ends_well_when_asked(tmp_path: Path) -> None:
+def test_the_service_logs_its_address_and_stops_cleanly(tmp_path: Path) -> None:
     with serving(tmp_path) as served:
         assert f"serving on {served.base_url}" in served.log_text()
 
         assert served.stop() == 0
 
-        assert served.log_text().rstrip().endswith("closed")
+        assert served.log_text().rstrip().endswith("stopped")
 
 
-def test_operators_see_health_readiness_and_metrics(tmp_path: Path) -> None:
+def test_health_readiness_and_metrics_are_served(tmp_path: Path) -> None:
     with serving(tmp_path) as served:
         train(served.base_url, 0, 1)
 
@@ -47,7 +47,7 @@ def test_operators_see_health_readiness_and_metrics(tmp_path: Path) -> None:
         assert "tinsmith_ready 1" in metrics
 
 
-def test_a_full_disk_is_told_by_its_readiness_until_there_is_room(tmp_path: Path) -> None:
+def test_a_full_disk_makes_the_service_unready_until_space_is_freed(tmp_path: Path) -> None:
     """Nobody sends commands any more then, and it still finds out by itself."""
     with serving(tmp_path) as served:
         train(served.base_url, 0, 1)
@@ -65,7 +65,7 @@ def test_a_full_disk_is_told_by_its_readiness_until_there_is_room(tmp_path: Path
         resource.prlimit(served.pid, resource.RLIMIT_FSIZE, (unlimited, unlimited))
 
         assert status == 503
-        assert "make room on the disk" in json.loads(told)["problem"]
+        assert "free disk space" in json.loads(told)["problem"]
         assert wait_status(served, "/readyz", 200)[0] == 200
 
 
@@ -82,7 +82,7 @@ def test_metrics_can_be_switched_off(tmp_path: Path) -> None:
         assert get(served, "/metrics")[0] == 404
 
 
-def test_beyond_loopback_it_wants_a_key(tmp_path: Path) -> None:
+def test_serving_beyond_loopback_requires_a_key(tmp_path: Path) -> None:
     served = Served(tmp_path, "--host", "0.0.0.0")
     served.start(wait=False)
 
@@ -90,7 +90,7 @@ def test_beyond_loopback_it_wants_a_key(tmp_path: Path) -> None:
     assert "tinsmith key create" in served.log_text()
 
 
-def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported(tmp_path: Path) -> None:
     with serving(tmp_path / "first") as first:
         second = Served(tmp_path)
         second.port = first.port

@@ -23,7 +23,7 @@ def test_many_sessions_leave_nothing_behind(tmp_path: Path) -> None:
     assert found.growth() == []
 
 
-def test_growth_is_seen() -> None:
+def test_growth_of_memory_threads_and_files_is_detected() -> None:
     little = soak.Held(rss_bytes=1 << 20, threads=3, files=10)
     much = soak.Held(rss_bytes=1 << 30, threads=30, files=100)
 

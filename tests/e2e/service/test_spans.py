@@ -13,7 +13,7 @@ from tests.unit.observe.collector import Collector, collecting, spans_of
 pytest.importorskip("opentelemetry.sdk", reason="OpenTelemetry is not installed here")
 
 
-def test_requests_and_batches_of_a_run_reach_the_collector(tmp_path: Path) -> None:
+def test_spans_of_requests_and_batches_reach_the_collector(tmp_path: Path) -> None:
     with collecting() as collector:
         with serving(tmp_path, "--otel-endpoint", collector.endpoint) as served:
             train(served.base_url, 0, 1)
@@ -27,7 +27,7 @@ def test_requests_and_batches_of_a_run_reach_the_collector(tmp_path: Path) -> No
         assert {fields["tinsmith.kind"] for fields in batches} == {"training"}
 
 
-def test_an_endpoint_that_nobody_answers_holds_up_nothing(tmp_path: Path) -> None:
+def test_an_unreachable_collector_does_not_delay_the_service(tmp_path: Path) -> None:
     with serving(tmp_path, "--otel-endpoint", "http://127.0.0.1:9/v1/traces") as served:
         train(served.base_url, 0, 1)
 

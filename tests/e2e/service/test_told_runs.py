@@ -24,7 +24,7 @@ with tinsmith.ServiceClient() as client:
 """
 
 
-def test_serve_says_what_clients_set_and_how_far_their_runs_are(tmp_path: Path) -> None:
+def test_serve_prints_the_client_settings_and_the_progress_of_runs(tmp_path: Path) -> None:
     """It printed nothing while clients trained, and not how to get them to it."""
     with serving(tmp_path) as served:
         printed = served.log_text()
@@ -50,7 +50,7 @@ def test_serve_says_what_clients_set_and_how_far_their_runs_are(tmp_path: Path) 
     assert re.search(rf"run {run}:train:0: ended after step 3", said)
 
 
-def test_no_key_is_printed_by_a_service_that_has_some(tmp_path: Path) -> None:
+def test_serve_never_prints_existing_keys(tmp_path: Path) -> None:
     tmp_path.mkdir(exist_ok=True)
     made = subprocess.run(
         [sys.executable, "-m", "tinsmith", "key", "create", "--data", str(tmp_path / "data")],
@@ -62,5 +62,5 @@ def test_no_key_is_printed_by_a_service_that_has_some(tmp_path: Path) -> None:
     with serving(tmp_path) as served:
         served.stop()
 
-        assert "export TINKER_API_KEY='<a key>'" in served.log_text()
+        assert "export TINKER_API_KEY='<your key>'" in served.log_text()
         assert key not in served.log_text()

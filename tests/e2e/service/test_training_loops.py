@@ -88,7 +88,7 @@ def test_a_supervised_loop_lowers_the_loss(api: Any, service: Any) -> None:
 
 
 @pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo"])
-def test_a_loop_over_rewards_raises_them(api: Any, service: Any, loss_fn: str) -> None:
+def test_an_rl_loop_raises_the_reward(api: Any, service: Any, loss_fn: str) -> None:
     """Sample, reward, train on what was sampled, with the sampler's own log-probabilities."""
     training = service.create_lora_training_client(base_model=MODEL, rank=8, seed=2)
     rewards = []
@@ -129,7 +129,7 @@ def _sampled(api: Any, tokens: list[int], logprobs: list[float], advantage: floa
     )
 
 
-def test_a_preference_loop_with_a_loss_of_its_own_widens_the_margin(api: Any, service: Any) -> None:
+def test_a_preference_loop_with_a_custom_loss_widens_the_margin(api: Any, service: Any) -> None:
     """As DPO does: the chosen answer's log-probability over the rejected one's, by a sigmoid."""
     training = service.create_lora_training_client(base_model=MODEL, rank=8, seed=3)
     pair = [
@@ -151,7 +151,7 @@ def test_a_preference_loop_with_a_loss_of_its_own_widens_the_margin(api: Any, se
     assert margins[-1] > margins[0] + 1.0, margins
 
 
-def test_a_run_that_is_resumed_with_its_optimizer_goes_on_as_if_nothing_had_been(
+def test_a_run_resumed_with_its_optimizer_state_continues_identically(
     api: Any, service: Any
 ) -> None:
     training = service.create_lora_training_client(base_model=MODEL, rank=8, seed=4)
@@ -164,7 +164,7 @@ def test_a_run_that_is_resumed_with_its_optimizer_goes_on_as_if_nothing_had_been
     assert _train(api, resumed, _data(api), 3) == went_on
 
 
-def test_an_old_snapshot_says_what_it_said(api: Any, service: Any) -> None:
+def test_saved_sampler_weights_do_not_change_with_further_training(api: Any, service: Any) -> None:
     """Sampler weights are what they were, whatever is trained after them."""
     training = service.create_lora_training_client(base_model=MODEL, rank=8, seed=5)
     prompt, params = (
@@ -185,7 +185,9 @@ def test_an_old_snapshot_says_what_it_said(api: Any, service: Any) -> None:
     assert list(new.sample(prompt, 1, params).result().sequences[0].tokens) != list(before.tokens)
 
 
-def test_two_tenants_at_once_get_what_each_gets_alone(tmp_path: Path, served: Served) -> None:
+def test_two_concurrent_tenants_get_the_same_results_as_alone(
+    tmp_path: Path, served: Served
+) -> None:
     """They share packs and the machine, and not a bit of their numbers."""
     model = served.folder / "model"
     keys = [_key(tmp_path, tenant) for tenant in ("first", "second")]

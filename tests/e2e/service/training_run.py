@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import tinsmith
@@ -20,11 +20,17 @@ class Weights(tuple[float, ...]):
     """What a run ended with: the logprobs that its model gives to a fixed text."""
 
 
-def train(base_url: str, seed: int, steps: int, *, on_step: Callable[[], object] = bool) -> Weights:
+def train(
+    base_url: str | Sequence[str],
+    seed: int,
+    steps: int,
+    *,
+    on_step: Callable[[], object] = bool,
+) -> Weights:
     """Train a small model, save and sample on the way, and say what became of it.
 
     Args:
-        base_url: Where the service is.
+        base_url: Where the service is, or its servers.
         seed: Of the data and of the model's first weights.
         steps: How many steps of the optimizer; each has one or more passes before it.
         on_step: Called after each step, from the thread that trains.

@@ -23,7 +23,7 @@ KILLS = 20
 
 @pytest.mark.parametrize("fault", ["kill", "full"])
 @pytest.mark.parametrize("store", ["folder", "url"])
-def test_a_crash_or_a_full_disk_at_any_step_leaves_the_old_or_the_new(
+def test_a_crash_or_a_full_disk_at_any_step_leaves_the_old_or_the_new_checkpoint(
     tmp_path: Path, store: str, fault: str
 ) -> None:
     """Every step on the disk of saving, overwriting, deleting and copying, one by one."""
@@ -40,7 +40,7 @@ def test_a_crash_or_a_full_disk_at_any_step_leaves_the_old_or_the_new(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="files are held open by O_PATH and /proc")
-def test_a_power_cut_at_any_step_leaves_the_old_or_the_new(tmp_path: Path) -> None:
+def test_a_power_cut_at_any_step_leaves_the_old_or_the_new_checkpoint(tmp_path: Path) -> None:
     """On a disk that keeps what was synced, and of the rest what is worst."""
     command = [sys.executable, str(HERE / "power_cuts.py"), str(tmp_path)]
 
@@ -67,7 +67,7 @@ def write_until_killed(folder: Path, first: int, lines: int) -> list[int]:
 
 
 def content(store: FolderStore, path: CheckpointPath) -> int:
-    store.verify(path)
+    store.open_whole(path).close()
     with store.open(path) as reading:
         contents = {(reading.folder / name).read_bytes() for name in writer.FILES}
     assert len(contents) == 1

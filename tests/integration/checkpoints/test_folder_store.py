@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.integration.checkpoints.test_crashes import ENVIRONMENT
+from tinsmith.checkpoints import folder_store
 from tinsmith.checkpoints import manifest as manifests
 from tinsmith.checkpoints.folder_store import FolderStore
 from tinsmith.checkpoints.manifest import MANIFEST
@@ -45,7 +46,7 @@ def store(tmp_path: Path) -> FolderStore:
     return FolderStore(tmp_path / "store")
 
 
-def test_readers_beside_a_writer_see_whole_checkpoints_only(store: FolderStore) -> None:
+def test_concurrent_readers_see_only_complete_checkpoints(store: FolderStore) -> None:
     """Three readers open and read while the checkpoint is overwritten and deleted over and over."""
     save(store, "0")
     is_over = threading.Event()
@@ -82,7 +83,7 @@ def test_readers_beside_a_writer_see_whole_checkpoints_only(store: FolderStore) 
     assert {entry.name for entry in place.iterdir()} == {MANIFEST, store.info(PATH).version}
 
 
-def test_of_many_that_save_one_name_at_once_one_succeeds(store: FolderStore) -> None:
+def test_only_one_of_many_concurrent_saves_of_a_name_succeeds(store: FolderStore) -> None:
     barrier = threading.Barrier(8)
 
     def try_save(number: int) -> bool:
@@ -105,7 +106,9 @@ def test_of_many_that_save_one_name_at_once_one_succeeds(store: FolderStore) -> 
     assert contents == {str(outcomes.index(True))}
 
 
-def test_another_process_does_not_delete_what_is_read_here(store: FolderStore) -> None:
+def test_another_process_does_not_delete_a_checkpoint_that_is_being_read(
+    store: FolderStore,
+) -> None:
     save(store)
     program = """
 import pathlib, sys
@@ -125,13 +128,28 @@ print(store.sweep())
     assert not store.place(PATH).exists()
 
 
-def test_damage_is_told_apart_from_absence(store: FolderStore) -> None:
+def test_a_process_that_was_paused_with_the_lock_does_not_hang_others(
+    store: FolderStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder_store, "LOCK_WAIT_S", 0.1)
+    save(store, "old")
+    with store.locked():  # as the paused one does
+        with pytest.raises(CheckpointUnavailableError, match="/lock locked for") as failed:
+            store.delete(PATH)
+        assert failed.value.reason == "another process keeps it locked"
+        with store.open(PATH) as reading:
+            assert (reading.folder / "one").read_text() == "old"
+
+    assert store.delete(PATH)
+
+
+def test_a_damaged_checkpoint_is_distinguished_from_a_missing_one(store: FolderStore) -> None:
     save(store, "good")
     folder = store.place(PATH) / store.info(PATH).version
 
     (folder / "two").write_text("evil")  # of the same size
-    with pytest.raises(CheckpointDamagedError, match="file two is not the one"):
-        store.verify(PATH)
+    with pytest.raises(CheckpointDamagedError, match="file two has changed"):
+        store.open_whole(PATH).close()
     (folder / "two").write_text("too long")
     with pytest.raises(CheckpointDamagedError, match="two has 8 bytes; 4 were written"):
         store.open(PATH)
@@ -139,7 +157,7 @@ def test_damage_is_told_apart_from_absence(store: FolderStore) -> None:
     with pytest.raises(CheckpointDamagedError, match="two has None bytes"):
         store.open(PATH)
     shutil.rmtree(folder)
-    with pytest.raises(CheckpointDamagedError, match="its files are missing"):
+    with pytest.raises(CheckpointDamagedError, match=r"the files of .* are missing"):
         store.open(PATH)
 
     assert store.delete(PATH)
@@ -149,19 +167,19 @@ def test_damage_is_told_apart_from_absence(store: FolderStore) -> None:
 def test_a_damaged_manifest_can_be_overwritten_and_deleted(store: FolderStore) -> None:
     save(store)
     (store.place(PATH) / MANIFEST).write_bytes(b"\x00" * 100)
-    with pytest.raises(CheckpointDamagedError, match="cannot be read"):
+    with pytest.raises(CheckpointDamagedError, match="cannot read"):
         store.open(PATH)
 
     save(store, "new")
 
-    store.verify(PATH)
+    store.open_whole(PATH).close()
     (store.place(PATH) / MANIFEST).write_bytes(b"")
     assert store.delete(PATH)
     store.sweep()
     assert not store.place(PATH).exists()
 
 
-def test_a_checkpoint_of_a_newer_version_is_refused_and_kept(store: FolderStore) -> None:
+def test_a_checkpoint_of_a_newer_format_version_is_rejected_and_kept(store: FolderStore) -> None:
     save(store)
     file = store.place(PATH) / MANIFEST
     newer = file.read_text().replace('"format_version": 1', '"format_version": 2')
@@ -174,7 +192,7 @@ def test_a_checkpoint_of_a_newer_version_is_refused_and_kept(store: FolderStore)
     assert file.read_text() == newer
 
 
-def test_names_that_a_file_system_does_not_tell_apart_are_not_mixed_up(store: FolderStore) -> None:
+def test_names_that_differ_only_in_case_are_not_confused(store: FolderStore) -> None:
     """As on a disk that ignores case: both names lead to one folder."""
     upper = CheckpointPath("run", "weights", "A")
     save(store, "lower")
@@ -182,11 +200,11 @@ def test_names_that_a_file_system_does_not_tell_apart_are_not_mixed_up(store: Fo
 
     assert not store.exists(upper)
     assert not store.delete(upper)
-    with pytest.raises(CheckpointExistsError, match="differs in case"):
+    with pytest.raises(CheckpointExistsError, match="differs only in case"):
         save(store, "upper", upper)
     store.sweep()
     assert store.exists(PATH)
-    store.verify(PATH)
+    store.open_whole(PATH).close()
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -196,7 +214,7 @@ def test_names_that_a_file_system_does_not_tell_apart_are_not_mixed_up(store: Fo
         st.tuples(st.integers(0, 600), st.binary(max_size=5)),
     )
 )
-def test_any_manifest_is_read_or_refused(
+def test_any_manifest_is_read_or_rejected(
     store: FolderStore, damage: bytes | tuple[int, bytes]
 ) -> None:
     """Bytes of any kind, and good manifests with a few bytes changed."""
@@ -229,7 +247,9 @@ def test_any_manifest_is_read_or_refused(
         ('"sha256": "', '"sha256": "zz'),
     ],
 )
-def test_manifests_that_lead_elsewhere_are_refused(store: FolderStore, old: str, new: str) -> None:
+def test_manifests_that_point_outside_the_store_are_rejected(
+    store: FolderStore, old: str, new: str
+) -> None:
     save(store)
     file = store.place(PATH) / MANIFEST
     text = file.read_text()
@@ -240,33 +260,33 @@ def test_manifests_that_lead_elsewhere_are_refused(store: FolderStore, old: str,
         store.open(PATH)
 
 
-def test_a_file_that_may_not_grow_is_a_full_disk(tmp_path: Path) -> None:
+def test_a_file_size_limit_is_reported_as_a_full_disk(tmp_path: Path) -> None:
     """With the limit that the system has for it, in a process of its own."""
     program = """
 import pathlib, resource, sys
 import numpy as np
 from tinsmith.checkpoints.folder_store import FolderStore
-from tinsmith.checkpoints.format import Adapter, LoraPair, write_adapter
+from tinsmith.checkpoints.format import StoredAdapter, LoraPair, write_adapter
 from tinsmith.checkpoints.paths import CheckpointPath
 from tinsmith.errors import StorageFullError
 path = CheckpointPath.parse("tinker://run/weights/a")
 store = FolderStore(pathlib.Path(sys.argv[1]))
 pair = LoraPair(np.ones((4, 5000), "f4"), np.ones((5000, 4), "f4"))
-adapter = Adapter(base_model="m", rank=4, alpha=1.0, layers={"q_proj": pair})
+adapter = StoredAdapter(base_model="m", rank=4, alpha=1.0, layers={"q_proj": pair})
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
 try:
     with store.begin(path) as staging:
         write_adapter(staging.folder, adapter)
     raise AssertionError("it was written")
 except StorageFullError as error:
-    assert "make room" in str(error)
+    assert "free" in str(error)
 assert not store.exists(path)
 assert not any((store.root / "staging").iterdir())
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 with store.begin(path) as staging:
     write_adapter(staging.folder, adapter)
     staging.commit()
-store.verify(path)
+store.open_whole(path).close()
 """
     command = [sys.executable, "-c", program, str(tmp_path / "store")]
 
@@ -275,7 +295,7 @@ store.verify(path)
     assert done.returncode == 0, done.stderr
 
 
-def test_what_is_on_a_disk_that_is_away_is_not_gone(store: FolderStore) -> None:
+def test_an_unmounted_disk_makes_checkpoints_unavailable_not_missing(store: FolderStore) -> None:
     """An empty folder is left where it was mounted, or none. It is as it was once it is back."""
     save(store)
     away = store.root.with_name("away")
@@ -284,16 +304,17 @@ def test_what_is_on_a_disk_that_is_away_is_not_gone(store: FolderStore) -> None:
     for make in (Path.mkdir, Path.rmdir):
         make(store.root)
         for use in (store.info, store.open, store.delete, store.begin):
-            with pytest.raises(CheckpointUnavailableError, match="see that the disk is mounted"):
+            with pytest.raises(CheckpointUnavailableError, match="disk is mounted"):
                 use(PATH)
     away.rename(store.root)
 
-    assert store.verify(PATH).files
+    with store.open_whole(PATH) as reading:
+        assert reading.manifest.files
     with pytest.raises(CheckpointNotFoundError):
         store.info(CheckpointPath.parse("tinker://run/weights/other"))
 
 
-def test_a_folder_that_has_no_store_is_refused_where_there_should_be_one(tmp_path: Path) -> None:
+def test_a_folder_without_a_store_is_rejected_if_one_is_expected(tmp_path: Path) -> None:
     with pytest.raises(CheckpointUnavailableError, match="its disk is mounted") as refused:
         FolderStore(tmp_path, must_exist=True)
 
@@ -303,14 +324,14 @@ def test_a_folder_that_has_no_store_is_refused_where_there_should_be_one(tmp_pat
     save(FolderStore(tmp_path, must_exist=True))
 
 
-def test_a_root_that_cannot_be_is_told(tmp_path: Path) -> None:
+def test_an_impossible_root_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
 
-    with pytest.raises(CheckpointUnavailableError, match="cannot be kept in"):
+    with pytest.raises(CheckpointUnavailableError, match="cannot store checkpoints in"):
         FolderStore(tmp_path / "file" / "store")
 
 
-def test_a_disk_without_locks_is_refused_at_once(
+def test_a_disk_without_locks_is_rejected_immediately(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -322,7 +343,7 @@ def test_a_disk_without_locks_is_refused_at_once(
         FolderStore(tmp_path / "store")
 
 
-def test_copies_share_the_disk(store: FolderStore) -> None:
+def test_copies_are_hard_links(store: FolderStore) -> None:
     save(store)
     other = CheckpointPath.parse("tinker://other/weights/a")
 
@@ -334,7 +355,7 @@ def test_copies_share_the_disk(store: FolderStore) -> None:
         assert one.samefile(two)
 
 
-def test_where_files_cannot_have_two_names_they_are_copied(
+def test_files_are_copied_where_hard_links_are_unavailable(
     store: FolderStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:

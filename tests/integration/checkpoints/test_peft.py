@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tinsmith.checkpoints.format import Adapter, LoraPair, read_adapter, write_adapter
+from tinsmith.checkpoints.format import LoraPair, StoredAdapter, read_adapter, write_adapter
 from tinsmith.checkpoints.imported import import_adapter
 
 RANK = 4
@@ -55,7 +55,7 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
-def adapter_for(model: Any, name: str) -> Adapter:
+def adapter_for(model: Any, name: str) -> StoredAdapter:
     """Random factors for every linear layer, the output layer among them."""
     random = np.random.default_rng(1)
     layers = {}
@@ -67,10 +67,10 @@ def adapter_for(model: Any, name: str) -> Adapter:
                 random.standard_normal((outputs, RANK)).astype("f4") * 0.3,
             )
     assert "lm_head" in layers
-    return Adapter(base_model=name, rank=RANK, alpha=ALPHA, layers=layers)
+    return StoredAdapter(base_model=name, rank=RANK, alpha=ALPHA, layers=layers)
 
 
-def apply_by_formula(model: Any, adapter: Adapter) -> None:
+def apply_by_formula(model: Any, adapter: StoredAdapter) -> None:
     """Add `alpha / rank * b @ a` to each weight."""
     for module, pair in adapter.layers.items():
         with torch.no_grad():
@@ -78,7 +78,7 @@ def apply_by_formula(model: Any, adapter: Adapter) -> None:
             model.get_submodule(module).weight += added
 
 
-def test_peft_loads_what_we_write_and_computes_what_the_formula_says(
+def test_peft_loads_our_adapters_and_computes_the_expected_output(
     tmp_path: Path, folder_of_model: Path
 ) -> None:
     model = load(folder_of_model)
@@ -98,7 +98,7 @@ def test_peft_loads_what_we_write_and_computes_what_the_formula_says(
     assert (logits(loaded) - without).abs().max() > 0.1
 
 
-def test_what_peft_saves_can_be_imported(tmp_path: Path, folder_of_model: Path) -> None:
+def test_adapters_saved_by_peft_can_be_imported(tmp_path: Path, folder_of_model: Path) -> None:
     peft = library("peft")
     torch.manual_seed(2)
     config = peft.LoraConfig(

@@ -96,7 +96,7 @@ def content(store: UrlStore, name: str = "a") -> bytes:
         return (reading.folder / FILE).read_bytes()
 
 
-def test_another_side_that_fails_at_any_call_leaves_the_old_one(fragile: UrlStore) -> None:
+def test_a_remote_failure_at_any_call_leaves_the_old_checkpoint(fragile: UrlStore) -> None:
     save(fragile, content=b"old")
     refused = 0
     for calls in range(10):
@@ -120,18 +120,18 @@ def test_another_side_that_fails_at_any_call_leaves_the_old_one(fragile: UrlStor
     assert content(fragile) == b"new"
 
 
-def test_what_cannot_be_reached_is_unavailable(fragile: UrlStore) -> None:
+def test_an_unreachable_store_makes_checkpoints_unavailable(fragile: UrlStore) -> None:
     save(fragile)
     Fragile.calls_left = 0
 
-    for use in (fragile.open, fragile.info, fragile.delete, fragile.verify, fragile.exists):
+    for use in (fragile.open, fragile.info, fragile.delete, fragile.open_whole, fragile.exists):
         with pytest.raises(CheckpointUnavailableError, match="no answer"):
             use(path("a"))
     with pytest.raises(CheckpointUnavailableError, match="no answer"):
         fragile.read(path("a"), FILE)
 
 
-def test_what_was_fetched_is_not_fetched_again(fragile: UrlStore) -> None:
+def test_a_fetched_checkpoint_is_not_fetched_again(fragile: UrlStore) -> None:
     save(fragile)
     assert content(fragile) == b"x" * 100
     Fragile.calls_left = 1  # for the manifest, which says whether it is still the same
@@ -139,7 +139,7 @@ def test_what_was_fetched_is_not_fetched_again(fragile: UrlStore) -> None:
     assert content(fragile) == b"x" * 100
 
 
-def test_many_that_fetch_one_checkpoint_at_once_all_get_it(fragile: UrlStore) -> None:
+def test_many_concurrent_fetches_of_one_checkpoint_all_succeed(fragile: UrlStore) -> None:
     save(fragile)
     barrier = threading.Barrier(6)
 
@@ -152,7 +152,7 @@ def test_many_that_fetch_one_checkpoint_at_once_all_get_it(fragile: UrlStore) ->
     assert fragile.sweep() == 0
 
 
-def test_what_cannot_be_kept_is_told_and_not_fetched_for_ever(
+def test_a_full_cache_disk_is_reported_instead_of_fetching_forever(
     fragile: UrlStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(fragile)
@@ -166,7 +166,7 @@ def test_what_cannot_be_kept_is_told_and_not_fetched_for_ever(
         fragile.open(path("a"))
 
 
-def test_what_was_fetched_stays_within_its_limit(tmp_path: Path) -> None:
+def test_the_cache_of_fetched_checkpoints_stays_within_its_limit(tmp_path: Path) -> None:
     """The one that was not used for longest goes, and never one that is being read."""
     store = UrlStore(f"memory://{tmp_path}", tmp_path / "work", cache_bytes=500)
     for name in "abc":
@@ -186,12 +186,12 @@ def test_what_was_fetched_stays_within_its_limit(tmp_path: Path) -> None:
     assert not held.folder.exists()
 
 
-def test_damage_on_the_way_is_noticed_and_not_kept(fragile: UrlStore) -> None:
+def test_damage_in_transit_is_detected_and_not_cached(fragile: UrlStore, tmp_path: Path) -> None:
     save(fragile)
     address = fragile.address(path("a"), fragile.info(path("a")).version, FILE)
     good = Fragile().cat_file(address)
     Fragile().pipe_file(address, b"y" * 100)
-    with pytest.raises(CheckpointDamagedError, match="not the one that was written"):
+    with pytest.raises(CheckpointDamagedError, match="has changed since it was written"):
         fragile.open(path("a"))
 
     Fragile().pipe_file(address, good)
@@ -199,11 +199,12 @@ def test_damage_on_the_way_is_noticed_and_not_kept(fragile: UrlStore) -> None:
     assert content(fragile) == good
     Fragile().pipe_file(address, b"y" * 100)
     assert content(fragile) == good  # what was fetched
+    elsewhere = UrlStore(fragile.url, tmp_path / "elsewhere")
     with pytest.raises(CheckpointDamagedError):
-        fragile.verify(path("a"))
+        elsewhere.open(path("a"))
     Fragile().rm_file(address)
-    with pytest.raises(CheckpointDamagedError, match="there is no"):
-        fragile.verify(path("a"))
+    with pytest.raises(CheckpointDamagedError, match="is missing"):
+        elsewhere.open(path("a"))
 
 
 def test_an_old_version_can_be_read_for_an_hour(tmp_path: Path) -> None:
@@ -235,7 +236,7 @@ def test_large_files_are_read_in_pieces(tmp_path: Path) -> None:
     assert max(map(len, pieces)) <= 1 << 20
 
 
-def test_addresses(tmp_path: Path) -> None:
+def test_open_store_chooses_the_store_by_its_url(tmp_path: Path) -> None:
     assert isinstance(open_store(tmp_path / "a"), FolderStore)
     opened = open_store(f"file://{tmp_path}/with%20space")
     assert isinstance(opened, FolderStore)

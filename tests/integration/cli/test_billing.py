@@ -15,7 +15,7 @@ HOUR = datetime.datetime(2026, 7, 13, 8, tzinfo=datetime.UTC)
 EVENT = {
     "bucket_start": "2026-07-13T08:00:00Z",
     "bucket_end": "2026-07-13T09:00:00Z",
-    "base_model": "m",
+    "base_model": "Qwen/Qwen3-8B",
     "session_id": "s",
 }
 USAGE = {
@@ -35,7 +35,7 @@ def usage(service: ScriptedService) -> None:
 
 
 @pytest.mark.usefixtures("usage")
-def test_usage_in_json_is_exact_with_null_for_what_is_missing(tinsmith: Commands) -> None:
+def test_usage_in_json_is_exact_and_missing_values_are_null(tinsmith: Commands) -> None:
     ended = tinsmith.run("billing", "usage", *SPAN, "-f", "json")
 
     assert ended.status == 0, ended.err
@@ -49,7 +49,7 @@ def test_usage_in_json_is_exact_with_null_for_what_is_missing(tinsmith: Commands
 
 
 @pytest.mark.usefixtures("usage")
-def test_usage_in_a_table_tells_unknown_costs_from_those_that_do_not_apply(
+def test_the_usage_table_distinguishes_unknown_costs_from_inapplicable_ones(
     tinsmith: Commands,
 ) -> None:
     ended = tinsmith.run("billing", "usage", *SPAN)
@@ -67,7 +67,7 @@ def test_usage_in_a_table_tells_unknown_costs_from_those_that_do_not_apply(
 
 
 @pytest.mark.usefixtures("usage")
-def test_usage_goes_to_csv_files_that_join(tinsmith: Commands) -> None:
+def test_usage_is_written_to_csv_files_that_can_be_joined(tinsmith: Commands) -> None:
     ended = tinsmith.run("billing", "usage", *SPAN, "--csv", "-", "--sessions-csv", "sessions.csv")
 
     rows = list(csv.DictReader(io.StringIO(ended.out)))
@@ -79,11 +79,11 @@ def test_usage_goes_to_csv_files_that_join(tinsmith: Commands) -> None:
     assert ended.err == "Wrote 1 row to sessions.csv\n"
 
 
-def test_usage_is_asked_for_in_utc(tinsmith: Commands, service: ScriptedService) -> None:
+def test_usage_is_requested_in_utc(tinsmith: Commands, service: ScriptedService) -> None:
     ended = tinsmith.run("billing", "usage", "2026-07-13T10:00:00+02:00", "2026-07-14T00:00")
 
     (asked,) = service.requests("get_billing_usage")
-    assert ended.out == "No usage in this time\n"
+    assert ended.out == "No usage in this period\n"
     assert asked.request.starting_on == HOUR
     assert asked.request.ending_before == datetime.datetime(2026, 7, 14, tzinfo=datetime.UTC)
 
@@ -106,5 +106,5 @@ def test_storage_has_the_rate_in_its_first_column(
     assert service.requests("get_current_checkpoint_storage_usage")[0].request.project_id == "p"
 
 
-def test_nothing_stored_is_said_in_words(tinsmith: Commands) -> None:
-    assert tinsmith.run("billing", "checkpoint-storage").out == "No checkpoints are stored\n"
+def test_empty_storage_is_reported_in_words(tinsmith: Commands) -> None:
+    assert tinsmith.run("billing", "checkpoint-storage").out == "No checkpoints stored\n"

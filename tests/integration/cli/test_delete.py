@@ -7,7 +7,7 @@ import datetime
 import pytest
 
 from tests.integration.cli.command import Commands
-from tinsmith.cli.checkpoint_delete import AT_ONCE
+from tinsmith.cli.checkpoint_delete import CONCURRENCY
 from tinsmith.client.training import TrainingClient
 from tinsmith.testing import ScriptedService
 
@@ -31,7 +31,7 @@ def test_named_checkpoints_are_deleted(tinsmith: Commands, paths: list[str]) -> 
 
 
 @pytest.mark.parametrize("kind", ["sampler", "sampler_weights"])
-def test_checkpoints_of_a_run_are_chosen_by_type(
+def test_checkpoints_of_a_run_are_deleted_by_type(
     tinsmith: Commands, training: TrainingClient, paths: list[str], kind: str
 ) -> None:
     ended = tinsmith.run(
@@ -52,7 +52,7 @@ def test_checkpoints_of_a_run_are_chosen_by_time(
     none = tinsmith.run(*run, "--after", soon.isoformat())
     every = tinsmith.run(*run, "--before", soon.isoformat(), "--after", "2020-01-01")
 
-    assert (none.status, none.out) == (0, "There is nothing to delete\n")
+    assert (none.status, none.out) == (0, "Nothing to delete\n")
     assert every.out == "Deleted 4 checkpoints\n"
     assert left(tinsmith) == 0
     assert len(paths) == 4
@@ -76,7 +76,7 @@ def test_a_dry_run_lists_and_deletes_nothing(
 @pytest.mark.parametrize(
     ("answer", "status", "remaining"), [("y\n", 0, 0), ("n\n", 1, 4), ("", 1, 4)]
 )
-def test_it_asks_first_and_takes_no_answer_for_no(
+def test_delete_asks_for_confirmation_and_treats_no_answer_as_no(
     tinsmith: Commands,
     training: TrainingClient,
     paths: list[str],
@@ -87,13 +87,13 @@ def test_it_asks_first_and_takes_no_answer_for_no(
     ended = tinsmith.run("checkpoint", "delete", "--run-id", training.model_id, text=answer)
 
     assert ended.status == status
-    assert "Delete them? [y/N]" in ended.err
+    assert "Continue? [y/N]" in ended.err
     assert all(path in ended.err for path in paths)
     assert left(tinsmith) == remaining
     assert ("nothing was deleted" in ended.err) == bool(status)
 
 
-def test_w43_a_failed_deletion_is_told_and_fails_the_command(
+def test_a_failed_deletion_is_reported_and_fails_the_command(
     tinsmith: Commands, training: TrainingClient, paths: list[str], service: ScriptedService
 ) -> None:
     service.faults.add(
@@ -112,10 +112,10 @@ def test_w43_a_failed_deletion_is_told_and_fails_the_command(
         "failed": [{"tinker_path": paths[1], "error": "permission denied: not yours (403)"}],
         "unknown": [],
     }
-    assert ended.error["message"] == "1 of 4 checkpoints could not be deleted"
+    assert ended.error["message"] == "failed to delete 1 of 4 checkpoints"
 
 
-def test_a_deletion_whose_reply_was_lost_is_not_taken_for_a_failure(
+def test_a_deletion_whose_reply_was_lost_is_not_a_failure(
     tinsmith: Commands, training: TrainingClient, paths: list[str], service: ScriptedService
 ) -> None:
     # The service does not know the second try for the first, and says that nothing is there.
@@ -132,7 +132,7 @@ def test_a_deletion_whose_reply_was_lost_is_not_taken_for_a_failure(
     assert 404 in [asked.status for asked in service.requests("delete_checkpoint")]
 
 
-def test_a_named_checkpoint_that_is_not_there_is_a_failure(
+def test_a_named_checkpoint_that_does_not_exist_is_a_failure(
     tinsmith: Commands, paths: list[str]
 ) -> None:
     wrong = f"{paths[0]}-misspelt"
@@ -144,20 +144,20 @@ def test_a_named_checkpoint_that_is_not_there_is_a_failure(
     assert [failed["tinker_path"] for failed in ended.json["failed"]] == [wrong]
 
 
-def test_w31_deletes_share_a_few_connections(
+def test_deletes_share_a_few_connections(
     tinsmith: Commands, training: TrainingClient, service: ScriptedService
 ) -> None:
-    for number in range(3 * AT_ONCE):
+    for number in range(3 * CONCURRENCY):
         training.save_state(f"many-{number}").result()
 
     ended = tinsmith.run("checkpoint", "delete", "--run-id", training.model_id, "-y")
 
     asked = service.requests("delete_checkpoint")
-    assert ended.out == f"Deleted {3 * AT_ONCE} checkpoints\n"
-    assert len({one.connection for one in asked}) <= AT_ONCE
+    assert ended.out == f"Deleted {3 * CONCURRENCY} checkpoints\n"
+    assert len({one.connection for one in asked}) <= CONCURRENCY
 
 
-def test_ctrl_c_says_what_is_gone_and_what_is_not_known(
+def test_ctrl_c_reports_which_checkpoints_were_deleted_and_which_are_unknown(
     tinsmith: Commands, training: TrainingClient, paths: list[str], service: ScriptedService
 ) -> None:
     hold = service.faults.hold(

@@ -10,12 +10,15 @@ import resource
 import pytest
 
 from tests.integration.cli.command import Commands
-from tinsmith.cli.fetch import PIECE_BYTES
+from tinsmith.cli.fetch import RANGE_BYTES
 from tinsmith.client.service import ServiceClient
 from tinsmith.client.training import TrainingClient
 from tinsmith.testing import ScriptedService, running_service
+from tinsmith.types.checkpoints import ExternalWeightsUrlsResponse
+from tinsmith.wire.exchange import to_reply
 
 NAMES = ["adapter_config.json", "adapter_model.safetensors"]
+TRAINING_NAMES = ["optimizer.safetensors", "state.json"]
 
 
 def folder_of(tinsmith: Commands, path: str) -> pathlib.Path:
@@ -33,7 +36,7 @@ def exported(training: TrainingClient) -> str:
     return training.save_weights_external("shared").result().path
 
 
-def test_exported_weights_are_downloaded_into_a_folder_of_their_own(
+def test_exported_weights_are_downloaded_into_their_own_folder(
     tinsmith: Commands, exported: str
 ) -> None:
     ended = tinsmith.run("checkpoint", "download", exported, "-f", "json")
@@ -49,7 +52,7 @@ def test_exported_weights_are_downloaded_into_a_folder_of_their_own(
     }
 
 
-def test_a_training_checkpoint_comes_as_an_archive_without_a_session(
+def test_a_training_checkpoint_is_downloaded_as_an_archive_without_a_session(
     tinsmith: Commands, checkpoint: str, service: ScriptedService
 ) -> None:
     sessions = len(service.requests("create_session"))
@@ -59,11 +62,11 @@ def test_a_training_checkpoint_comes_as_an_archive_without_a_session(
     folder = tinsmith.folder / "models" / folder_of(tinsmith, checkpoint).name
     assert ended.status == 0, ended.err
     assert f"Downloaded to    models/{folder.name}" in ended.out
-    assert names_in(folder) == NAMES
+    assert set(names_in(folder)) == {*NAMES, *TRAINING_NAMES}
     assert len(service.requests("create_session")) == sessions
 
 
-def test_a_sampler_checkpoint_can_be_downloaded_where_the_service_packs_it(
+def test_a_sampler_checkpoint_can_be_downloaded_if_the_service_archives_it(
     tinsmith: Commands, training: TrainingClient
 ) -> None:
     path = training.save_weights_for_sampler("drawn").result().path
@@ -74,7 +77,7 @@ def test_a_sampler_checkpoint_can_be_downloaded_where_the_service_packs_it(
     assert names_in(folder_of(tinsmith, path)) == NAMES
 
 
-def test_a_sampler_checkpoint_without_an_archive_is_refused_with_a_way_out(
+def test_a_sampler_checkpoint_without_an_archive_is_rejected_with_a_fix(
     tinsmith: Commands, training: TrainingClient, service: ScriptedService
 ) -> None:
     path = training.save_weights_for_sampler("drawn").result().path
@@ -83,11 +86,11 @@ def test_a_sampler_checkpoint_without_an_archive_is_refused_with_a_way_out(
     ended = tinsmith.run("checkpoint", "download", path, "-f", "json")
 
     assert ended.status == 1
-    assert "gives no archive" in ended.error["message"]
-    assert "training checkpoints" in ended.error["remedy"]
+    assert "offers no archive" in ended.error["message"]
+    assert "training checkpoint" in ended.error["remedy"]
 
 
-def test_a_service_without_archives_exports_and_the_export_is_deleted_again(
+def test_without_archives_a_temporary_export_is_made_and_deleted(
     tinsmith: Commands, checkpoint: str, service: ScriptedService
 ) -> None:
     service.faults.add(on="get_checkpoint_archive_url", times=None, status=404)
@@ -103,7 +106,7 @@ def test_a_service_without_archives_exports_and_the_export_is_deleted_again(
     assert len(service.requests("set_checkpoint_ttl")) == 1
 
 
-def test_an_export_that_could_not_be_deleted_is_told_and_is_no_failure(
+def test_failing_to_delete_an_export_is_reported_but_not_a_failure(
     tinsmith: Commands, checkpoint: str, service: ScriptedService
 ) -> None:
     service.faults.add(on="get_checkpoint_archive_url", times=None, status=404)
@@ -116,7 +119,7 @@ def test_an_export_that_could_not_be_deleted_is_told_and_is_no_failure(
     assert "expires in 3600 s" in json.loads(ended.err)["warning"]
 
 
-def test_w12_the_session_of_an_export_is_finished(
+def test_the_session_of_an_export_is_finished(
     tinsmith: Commands, checkpoint: str, service: ScriptedService
 ) -> None:
     service.faults.add(on="get_checkpoint_archive_url", times=None, status=404)
@@ -132,9 +135,7 @@ def test_w12_the_session_of_an_export_is_finished(
     assert len(service.requests("delete_checkpoint")) == 1
 
 
-def test_a_checkpoint_that_is_not_there_is_told_as_such(
-    tinsmith: Commands, checkpoint: str
-) -> None:
+def test_a_checkpoint_that_does_not_exist_is_reported(tinsmith: Commands, checkpoint: str) -> None:
     ended = tinsmith.run("checkpoint", "download", f"{checkpoint}-not", "-f", "json")
 
     assert ended.status == 1
@@ -142,7 +143,7 @@ def test_a_checkpoint_that_is_not_there_is_told_as_such(
     assert not list(tinsmith.folder.glob("*first-not"))
 
 
-def test_an_existing_folder_is_replaced_only_by_force(tinsmith: Commands, exported: str) -> None:
+def test_an_existing_folder_is_replaced_only_with_force(tinsmith: Commands, exported: str) -> None:
     folder = folder_of(tinsmith, exported)
     folder.mkdir()
     (folder / "mine").write_text("keep me")
@@ -157,7 +158,7 @@ def test_an_existing_folder_is_replaced_only_by_force(tinsmith: Commands, export
     assert names_in(folder) == NAMES
 
 
-def test_a_folder_that_is_to_be_replaced_stays_until_the_new_one_is_whole(
+def test_a_folder_is_replaced_only_once_the_new_one_is_complete(
     tinsmith: Commands, exported: str, service: ScriptedService
 ) -> None:
     folder = folder_of(tinsmith, exported)
@@ -171,7 +172,7 @@ def test_a_folder_that_is_to_be_replaced_stays_until_the_new_one_is_whole(
     assert names_in(folder) == ["mine"]
 
 
-def test_w43_ctrl_c_leaves_parts_for_later_and_nothing_under_the_final_name(
+def test_ctrl_c_keeps_partial_downloads_but_nothing_under_the_final_name(
     tinsmith: Commands, exported: str, service: ScriptedService
 ) -> None:
     big = NAMES[1]
@@ -199,13 +200,18 @@ def test_w43_ctrl_c_leaves_parts_for_later_and_nothing_under_the_final_name(
     assert not folder.with_name(f"{folder.name}.partial").exists()
 
 
-def test_w43_a_download_that_was_killed_goes_on_with_its_next_piece(
+def test_a_killed_download_resumes_with_its_next_piece(
     tinsmith: Commands, service: ScriptedService
 ) -> None:
     with ServiceClient(base_url=service.base_url, api_key=service.api_key) as client:
-        large = client.create_lora_training_client("m", rank=PIECE_BYTES // 16)  # two pieces
-        path = large.save_weights_external("large").result().path
-    second = f"bytes={PIECE_BYTES}-"
+        training = client.create_lora_training_client("Qwen/Qwen3-8B", rank=4)
+        path = training.save_weights_external("large").result().path
+    files = {NAMES[0]: b"{}", NAMES[1]: b"begins" + bytes(RANGE_BYTES)}  # two pieces
+    urls = {name: service.downloads.put(f"large/{name}", files[name]) for name in NAMES}
+    expires = datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=1)
+    signed = to_reply(ExternalWeightsUrlsResponse(urls=urls, expires=expires))
+    service.answers["get_external_weights_urls"] = lambda _: signed
+    second = f"bytes={RANGE_BYTES}-"
     hold = service.faults.hold(
         on="download", when=lambda asked: asked.headers["range"].startswith(second)
     )
@@ -224,7 +230,7 @@ def test_w43_a_download_that_was_killed_goes_on_with_its_next_piece(
     assert parts[0] == "bytes=0-0"
     assert parts[1].startswith(second)
     weights = (folder_of(tinsmith, path) / NAMES[1]).read_bytes()
-    assert weights.endswith(bytes(PIECE_BYTES))
+    assert weights.endswith(bytes(RANGE_BYTES))
 
 
 def test_ctrl_c_during_an_export_deletes_it_and_ends_the_session(
@@ -244,16 +250,16 @@ def test_ctrl_c_during_an_export_deletes_it_and_ends_the_session(
     assert [path.name for path in tinsmith.folder.iterdir()] == ["home"]
 
 
-def test_a_checkpoint_that_is_not_there_leaves_nothing_behind(tinsmith: Commands) -> None:
+def test_downloading_a_missing_checkpoint_leaves_nothing_behind(tinsmith: Commands) -> None:
     ended = tinsmith.run("checkpoint", "download", "tinker://none/weights/none")
 
     assert ended.status == 1
     assert not list(tinsmith.folder.glob("*.partial"))
 
 
-def test_a_disk_that_is_full_is_told_at_once(tinsmith: Commands, service: ScriptedService) -> None:
+def test_a_full_disk_is_reported_immediately(tinsmith: Commands, service: ScriptedService) -> None:
     with ServiceClient(base_url=service.base_url, api_key=service.api_key) as client:
-        training = client.create_lora_training_client("m", rank=1000)
+        training = client.create_lora_training_client("Qwen/Qwen3-8B", rank=256)
         path = training.save_weights_external("large").result().path
     limit = (4000, 4000)  # as large as any file may get
 
@@ -263,14 +269,14 @@ def test_a_disk_that_is_full_is_told_at_once(tinsmith: Commands, service: Script
     )
 
     assert ended.status == 1
-    assert "cannot be written: File too large" in ended.error["message"]
-    assert "make room" in ended.error["remedy"]
+    assert ": File too large" in ended.error["message"]
+    assert "free disk space" in ended.error["remedy"]
     asked = [one for one in service.requests("download") if one.path.endswith(NAMES[1])]
     assert len(asked) == 2  # for the size, and for the file, which is not tried again
 
 
 @pytest.mark.parametrize("name", ["../../evil", "/tmp/tinsmith-evil"])
-def test_files_that_would_be_written_elsewhere_are_refused(
+def test_files_that_would_be_written_outside_the_folder_are_rejected(
     tinsmith: Commands, exported: str, service: ScriptedService, name: str
 ) -> None:
     expires = datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=1)
@@ -284,7 +290,7 @@ def test_files_that_would_be_written_elsewhere_are_refused(
     ended = tinsmith.run("checkpoint", "download", exported, "-f", "json")
 
     assert ended.status == 1
-    assert "written elsewhere" in ended.error["message"]
+    assert "unsafe file name" in ended.error["message"]
     assert not list(tinsmith.folder.parent.rglob("*evil*"))
 
 
@@ -303,20 +309,27 @@ def test_a_broken_archive_is_not_kept(
     again = tinsmith.run("checkpoint", "download", checkpoint)
 
     assert broken.status == 1
-    assert "cannot be taken apart" in broken.err
+    assert "cannot extract the archive" in broken.err
     assert again.status == 0, again.err
 
 
-def test_old_services_that_redirect_to_an_archive_work_too(tmp_path: pathlib.Path) -> None:
+def test_downloads_work_with_old_services_that_redirect_to_an_archive(
+    tmp_path: pathlib.Path,
+) -> None:
     with running_service(archive_redirects=True, downloads_in_parts=False) as service:
         tinsmith = Commands(service, tmp_path)
         with ServiceClient(base_url=service.base_url, api_key=service.api_key) as client:
-            path = client.create_lora_training_client("m", rank=4).save_state("a").result().path
+            path = (
+                client.create_lora_training_client("Qwen/Qwen3-8B", rank=4)
+                .save_state("a")
+                .result()
+                .path
+            )
 
         ended = tinsmith.run("checkpoint", "download", path)
 
     assert ended.status == 0, ended.err
-    assert names_in(folder_of(tinsmith, path)) == NAMES
+    assert set(names_in(folder_of(tinsmith, path))) == {*NAMES, *TRAINING_NAMES}
 
 
 def test_a_trace_is_written_to_a_file(
@@ -344,7 +357,7 @@ def test_a_trace_is_written_to_a_file(
     assert not list(tinsmith.folder.glob("*.partial"))
 
 
-def test_w16_an_export_that_never_ends_is_given_up(
+def test_an_export_that_never_finishes_times_out(
     tinsmith: Commands, training: TrainingClient, service: ScriptedService
 ) -> None:
     session_id = training.model_id.split(":")[0]

@@ -1,4 +1,4 @@
-"""Files fetched in pieces: whole, resumed, and under every fault that we know."""
+"""Downloads in ranges: complete, resumed, and with every known fault."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import pytest
 
 from tinsmith.cli import fetch as fetch_module
-from tinsmith.cli.failures import CommandError
-from tinsmith.cli.fetch import Addresses, DownloadError, Fetch
-from tinsmith.cli.staging import Staging
-from tinsmith.observe.progress import Progress
+from tinsmith.cli.command_errors import CommandError
+from tinsmith.cli.fetch import DownloadError, Fetch, SignedUrls
+from tinsmith.cli.partial_download import PartialDownload
+from tinsmith.observe.terminal import Progress
 from tinsmith.testing import ScriptedService, running_service
 
 PIECE = 1000
@@ -23,7 +23,7 @@ CONTENT = hashlib.shake_256(b"weights").digest(10 * PIECE + 7)
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Second tries come at once."""
+    """Retries do not wait."""
     monkeypatch.setattr(fetch_module, "RETRY_S", 0.0)
 
 
@@ -35,29 +35,31 @@ def service() -> Iterator[ScriptedService]:
 
 @pytest.fixture
 def whole_files() -> Iterator[ScriptedService]:
-    """A service that gives files whole, whatever part is asked for."""
+    """A service without range requests."""
     with running_service(downloads_in_parts=False) as service:
         yield service
 
 
-def addresses(*urls: str) -> Addresses:
-    return Addresses(lambda: ({f"file-{n}": url for n, url in enumerate(urls)}, None))
+def addresses(*urls: str) -> SignedUrls:
+    return SignedUrls(lambda: ({f"file-{n}": url for n, url in enumerate(urls)}, None))
 
 
 def fetched(
-    where: Addresses, target: pathlib.Path, *, resume: bool = True, connections: int = 4
+    where: SignedUrls, target: pathlib.Path, *, resume: bool = True, connections: int = 4
 ) -> dict[str, bytes]:
     """Download to a folder, and read what is in it."""
-    with Staging(target, resume=resume) as staging:
+    with PartialDownload(target, resume=resume) as staging:
         bar = Progress("Downloading", None, in_bytes=True)
-        total = Fetch(where, staging, bar, connections=connections, piece_bytes=PIECE).run()
+        total = Fetch(where, staging, bar, connections=connections, range_bytes=PIECE).run()
         assert bar.done == bar.total == total
         staging.place(staging.files)
     files = [path for path in target.rglob("*") if path.is_file()]
     return {str(path.relative_to(target)): path.read_bytes() for path in files}
 
 
-def test_files_of_all_sizes_arrive_whole(service: ScriptedService, tmp_path: pathlib.Path) -> None:
+def test_files_of_all_sizes_arrive_complete(
+    service: ScriptedService, tmp_path: pathlib.Path
+) -> None:
     contents = [CONTENT, b"", b"x", CONTENT[:PIECE], CONTENT[: PIECE + 1]]
     urls = [service.downloads.put(f"f{n}", content) for n, content in enumerate(contents)]
 
@@ -67,9 +69,7 @@ def test_files_of_all_sizes_arrive_whole(service: ScriptedService, tmp_path: pat
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
-def test_w43_pieces_are_fetched_at_the_same_time(
-    service: ScriptedService, tmp_path: pathlib.Path
-) -> None:
+def test_pieces_are_fetched_concurrently(service: ScriptedService, tmp_path: pathlib.Path) -> None:
     where = addresses(service.downloads.put("f", CONTENT))
     hold = service.faults.hold(
         on="download", when=lambda asked: asked.headers["range"] != "bytes=0-0"
@@ -85,7 +85,7 @@ def test_w43_pieces_are_fetched_at_the_same_time(
     assert got == [{"file-0": CONTENT}]
 
 
-def test_no_credential_goes_to_the_servers_of_files(
+def test_no_credential_is_sent_to_file_servers(
     service: ScriptedService, tmp_path: pathlib.Path
 ) -> None:
     fetched(addresses(service.downloads.put("f", b"x")), tmp_path / "target")
@@ -94,7 +94,7 @@ def test_no_credential_goes_to_the_servers_of_files(
     assert all("authorization" not in asked.headers for asked in service.requests("download"))
 
 
-def test_a_server_without_parts_gives_the_file_in_one(
+def test_a_server_without_range_support_sends_the_file_in_one_piece(
     whole_files: ScriptedService, tmp_path: pathlib.Path
 ) -> None:
     files = fetched(addresses(whole_files.downloads.put("f", CONTENT)), tmp_path / "target")
@@ -103,7 +103,7 @@ def test_a_server_without_parts_gives_the_file_in_one(
 
 
 @pytest.mark.parametrize("gives_parts", [True, False])
-def test_w43_a_short_reply_is_noticed_and_gone_on_with(
+def test_a_truncated_reply_is_detected_and_resumed(
     gives_parts: bool,
     service: ScriptedService,
     whole_files: ScriptedService,
@@ -128,7 +128,7 @@ def test_w43_a_short_reply_is_noticed_and_gone_on_with(
         {"half_reply": True},
     ],
 )
-def test_what_passes_is_tried_again(
+def test_transient_faults_are_retried(
     fault: dict[str, object], service: ScriptedService, tmp_path: pathlib.Path
 ) -> None:
     where = addresses(service.downloads.put("f", CONTENT))
@@ -139,7 +139,7 @@ def test_what_passes_is_tried_again(
     assert files == {"file-0": CONTENT}
 
 
-def test_a_connection_that_always_breaks_gets_there_bit_by_bit(
+def test_a_connection_that_always_breaks_still_makes_progress(
     service: ScriptedService, tmp_path: pathlib.Path
 ) -> None:
     content = CONTENT[: 2 * PIECE]
@@ -159,7 +159,7 @@ def _length(asked: str) -> int:
     return int(stop) - int(start) + 1
 
 
-def test_w43_a_broken_off_download_goes_on_where_it_stopped(
+def test_an_interrupted_download_resumes_where_it_stopped(
     service: ScriptedService, tmp_path: pathlib.Path
 ) -> None:
     where = addresses(service.downloads.put("f", CONTENT))
@@ -186,7 +186,7 @@ def test_w43_a_broken_off_download_goes_on_where_it_stopped(
     ]
 
 
-def test_half_a_piece_is_kept_too(service: ScriptedService, tmp_path: pathlib.Path) -> None:
+def test_a_partial_piece_is_kept_too(service: ScriptedService, tmp_path: pathlib.Path) -> None:
     where = addresses(service.downloads.put("f", CONTENT[:PIECE]))
     service.faults.add(on="download", nth=2, half_reply=True)
     service.faults.add(
@@ -206,7 +206,7 @@ def test_half_a_piece_is_kept_too(service: ScriptedService, tmp_path: pathlib.Pa
     ]
 
 
-def test_nothing_has_the_final_name_before_everything_is_there(
+def test_nothing_has_the_final_name_before_the_download_is_complete(
     service: ScriptedService, tmp_path: pathlib.Path
 ) -> None:
     good, bad = service.downloads.put("good", b"x"), service.downloads.put("bad", CONTENT)
@@ -218,7 +218,7 @@ def test_nothing_has_the_final_name_before_everything_is_there(
     assert [path.name for path in tmp_path.iterdir()] == ["target.partial"]
 
 
-def test_no_part_is_kept_if_nobody_wants_to_resume(
+def test_no_partial_file_is_kept_without_resume(
     service: ScriptedService, tmp_path: pathlib.Path
 ) -> None:
     where = addresses(service.downloads.put("f", CONTENT))
@@ -230,7 +230,7 @@ def test_no_part_is_kept_if_nobody_wants_to_resume(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_changed_since_is_fetched_anew(
+def test_a_file_that_changed_since_the_interruption_is_fetched_again(
     service: ScriptedService, tmp_path: pathlib.Path
 ) -> None:
     where = addresses(service.downloads.put("f", CONTENT))
@@ -243,7 +243,7 @@ def test_a_file_that_changed_since_is_fetched_anew(
     assert fetched(where, tmp_path / "target") == {"file-0": other}
 
 
-def test_a_file_that_changes_under_way_is_refused(
+def test_a_file_that_changes_during_the_download_is_rejected(
     service: ScriptedService, tmp_path: pathlib.Path
 ) -> None:
     where = addresses(service.downloads.put("f", CONTENT))
@@ -256,35 +256,35 @@ def test_a_file_that_changes_under_way_is_refused(
         on="download", when=lambda asked: asked.number == 3 and change(asked), status=500
     )
 
-    with pytest.raises(DownloadError, match="another file now"):
+    with pytest.raises(DownloadError, match="has changed on the server"):
         fetched(where, tmp_path / "target", connections=1)
 
 
-def test_a_part_of_another_file_of_the_same_size_is_refused(
+def test_a_piece_with_another_etag_is_rejected(
     service: ScriptedService, tmp_path: pathlib.Path
 ) -> None:
     where = addresses(service.downloads.put("f", CONTENT))
     service.faults.add(on="download", nth=3, delay_s=0.001, headers={"ETag": '"another"'})
 
-    with pytest.raises(DownloadError, match="another file now"):
+    with pytest.raises(DownloadError, match="has changed on the server"):
         fetched(where, tmp_path / "target", connections=1)
 
 
 @pytest.mark.parametrize("size", [len(CONTENT) - 1, len(CONTENT) + 1])
-def test_w43_a_size_that_is_not_true_is_refused(
+def test_a_wrong_announced_size_is_rejected(
     size: int, service: ScriptedService, tmp_path: pathlib.Path
 ) -> None:
     where = addresses(service.downloads.put("f", CONTENT))
     wrong = {"Content-Range": f"bytes 0-0/{size}"}
     service.faults.add(on="download", nth=1, delay_s=0.001, headers=wrong)
 
-    with pytest.raises(DownloadError, match="another file now"):
+    with pytest.raises(DownloadError, match="has changed on the server"):
         fetched(where, tmp_path / "target")
 
     assert not (tmp_path / "target").exists()
 
 
-def test_addresses_are_signed_anew_before_they_expire_and_when_one_is_refused(
+def test_urls_are_signed_again_before_they_expire_and_after_a_rejection(
     service: ScriptedService, tmp_path: pathlib.Path
 ) -> None:
     url = service.downloads.put("f", CONTENT)
@@ -300,7 +300,7 @@ def test_addresses_are_signed_anew_before_they_expire_and_when_one_is_refused(
         on="download", times=None, status=403, when=lambda a: a.query["signature"] == "1"
     )
 
-    files = fetched(Addresses(sign), tmp_path / "target", connections=1)
+    files = fetched(SignedUrls(sign), tmp_path / "target", connections=1)
 
     assert files == {"file-0": CONTENT}
     assert len(signed) == 3
@@ -308,7 +308,7 @@ def test_addresses_are_signed_anew_before_they_expire_and_when_one_is_refused(
     assert used == {"1", "2"}
 
 
-def test_an_address_that_stays_refused_ends_the_download(
+def test_a_url_that_stays_rejected_ends_the_download(
     service: ScriptedService, tmp_path: pathlib.Path
 ) -> None:
     where = addresses(service.downloads.put("f", CONTENT))
@@ -317,25 +317,25 @@ def test_an_address_that_stays_refused_ends_the_download(
     with pytest.raises(DownloadError, match="403"):
         fetched(where, tmp_path / "target")
 
-    assert len(service.requests("download")) == fetch_module.MOST_ATTEMPTS
+    assert len(service.requests("download")) == fetch_module.MAX_ATTEMPTS
 
 
 @pytest.mark.parametrize("url", ["file:///etc/passwd", "ftp://127.0.0.1/x"])
-def test_only_http_is_fetched(url: str, tmp_path: pathlib.Path) -> None:
-    with pytest.raises(DownloadError, match="addresses are not fetched"):
+def test_only_http_urls_are_fetched(url: str, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(DownloadError, match="unsupported URL scheme"):
         fetched(addresses(url), tmp_path / "target")
 
 
 @pytest.mark.parametrize(
     "name", ["../evil", "/etc/evil", "a/../../evil", "", ".", "a//b", "a\\b", "a\nb", "a\x00b"]
 )
-def test_a_name_that_leads_out_is_refused_before_anything_is_asked_for(
+def test_a_name_outside_the_folder_is_rejected_before_any_request(
     name: str, service: ScriptedService, tmp_path: pathlib.Path
 ) -> None:
     url = service.downloads.put("f", CONTENT)
 
-    with pytest.raises(CommandError, match="written elsewhere"):
-        fetched(Addresses(lambda: ({name: url}, None)), tmp_path / "deep" / "target")
+    with pytest.raises(CommandError, match="unsafe file name"):
+        fetched(SignedUrls(lambda: ({name: url}, None)), tmp_path / "deep" / "target")
 
     assert service.requests("download") == []
     assert [path.name for path in tmp_path.rglob("*evil*")] == []
@@ -351,7 +351,7 @@ def test_a_name_that_leads_out_is_refused_before_anything_is_asked_for(
         '{"file-0": {"size": 10007, "pieces": [[0, null, 1]]}}',
     ],
 )
-def test_notes_that_are_not_to_be_trusted_are_not(
+def test_an_invalid_resume_state_is_ignored(
     state: str, service: ScriptedService, tmp_path: pathlib.Path
 ) -> None:
     (tmp_path / "target.partial" / "files").mkdir(parents=True)
@@ -363,6 +363,6 @@ def test_notes_that_are_not_to_be_trusted_are_not(
     assert files == {"file-0": CONTENT}
 
 
-def test_two_downloads_do_not_write_to_one_place(tmp_path: pathlib.Path) -> None:
-    with Staging(tmp_path / "target"), pytest.raises(CommandError, match="another process"):
-        Staging(tmp_path / "target").__enter__()
+def test_two_downloads_cannot_write_to_the_same_target(tmp_path: pathlib.Path) -> None:
+    with PartialDownload(tmp_path / "target"), pytest.raises(CommandError, match="another process"):
+        PartialDownload(tmp_path / "target").__enter__()

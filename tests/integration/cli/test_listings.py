@@ -11,7 +11,7 @@ from tinsmith.client.training import TrainingClient
 from tinsmith.testing import ScriptedService
 
 
-def test_runs_are_listed_with_the_columns_that_were_asked_for(
+def test_runs_are_listed_with_the_requested_columns(
     tinsmith: Commands, training: TrainingClient
 ) -> None:
     training.save_state("first").result()
@@ -27,7 +27,7 @@ def test_runs_are_listed_with_the_columns_that_were_asked_for(
     ]
 
 
-def test_a_run_in_json_has_every_field_with_null_for_what_is_missing(
+def test_a_run_in_json_has_every_field_and_missing_values_are_null(
     tinsmith: Commands, training: TrainingClient
 ) -> None:
     listed = tinsmith.run("run", "list", "--format", "json").json["runs"]
@@ -39,7 +39,7 @@ def test_a_run_in_json_has_every_field_with_null_for_what_is_missing(
     assert shown["user_metadata"] == {"purpose": "a test"}
 
 
-def test_w43_times_in_json_are_iso(tinsmith: Commands, checkpoint: str) -> None:
+def test_times_in_json_are_iso(tinsmith: Commands, checkpoint: str) -> None:
     shown = tinsmith.run("checkpoint", "info", checkpoint, "-f", "json").json
 
     assert "T" in shown["time"]
@@ -57,13 +57,13 @@ def test_w43_times_in_json_are_iso(tinsmith: Commands, checkpoint: str) -> None:
         ("run", "list", "--limit", "5", "-fjson"),
     ],
 )
-def test_the_format_may_stand_anywhere(tinsmith: Commands, words: tuple[str, ...]) -> None:
+def test_the_format_option_may_appear_anywhere(tinsmith: Commands, words: tuple[str, ...]) -> None:
     ended = tinsmith.run(*words)
 
     assert ended.json == {"runs": []}
 
 
-def test_s38_w41_a_listing_fetches_no_more_than_was_asked_for(
+def test_s38_a_listing_fetches_no_more_than_its_limit(
     tinsmith: Commands, training: TrainingClient, service: ScriptedService
 ) -> None:
     for number in range(5):
@@ -78,7 +78,7 @@ def test_s38_w41_a_listing_fetches_no_more_than_was_asked_for(
     assert [asked.request.limit for asked in service.requests("list_user_checkpoints")] == [2]
 
 
-def test_s38_w41_all_of_a_listing_comes_in_pages_of_a_thousand(
+def test_s38_a_full_listing_is_fetched_in_pages_of_a_thousand(
     tinsmith: Commands, training: TrainingClient, service: ScriptedService
 ) -> None:
     for number in range(25):
@@ -96,10 +96,10 @@ def test_a_title_says_how_many_are_not_shown(tinsmith: Commands, training: Train
 
     ended = tinsmith.run("checkpoint", "list", "--limit", "1")
 
-    assert ended.out.splitlines()[0] == "1 checkpoint (2 more not shown; see --limit)"
+    assert ended.out.splitlines()[0] == "1 checkpoint (2 more; use --limit to show them)"
 
 
-def test_more_may_be_asked_for_than_a_machine_can_count(tinsmith: Commands) -> None:
+def test_a_limit_larger_than_an_int64_is_accepted(tinsmith: Commands) -> None:
     ended = tinsmith.run("run", "list", "--limit", str(10**20), "-f", "json")
 
     assert ended.status == 0, ended.err
@@ -118,7 +118,7 @@ def test_all_checkpoints_of_a_run_are_listed_whatever_the_limit(
     assert len(ended.json["checkpoints"]) == 3
 
 
-def test_paths_are_never_cut_when_nobody_looks(tinsmith: Commands, checkpoint: str) -> None:
+def test_paths_are_never_truncated_without_a_terminal(tinsmith: Commands, checkpoint: str) -> None:
     ended = tinsmith.run("checkpoint", "list", environment={"COLUMNS": "20"})
 
     assert checkpoint in ended.out
@@ -135,7 +135,7 @@ def test_a_checkpoint_is_shown_with_the_adapter_of_its_run(
     assert (plain["is_lora"], plain["lora_rank"]) == (True, 4)
 
 
-def test_a_checkpoint_that_is_not_there_is_an_error_with_a_remedy(
+def test_a_missing_checkpoint_is_an_error_with_a_remedy(
     tinsmith: Commands, checkpoint: str
 ) -> None:
     ended = tinsmith.run("checkpoint", "info", f"{checkpoint}-not", "-f", "json")
@@ -145,13 +145,13 @@ def test_a_checkpoint_that_is_not_there_is_an_error_with_a_remedy(
     assert "tinsmith checkpoint list" in ended.error["remedy"]
 
 
-def test_models_are_found_by_a_part_of_their_name_in_any_case(tinsmith: Commands) -> None:
+def test_models_are_found_by_a_case_insensitive_substring(tinsmith: Commands) -> None:
     ended = tinsmith.run("model", "list", "QWEN", "-f", "json")
 
     assert [model["model_name"] for model in ended.json["models"]] == ["Qwen/Qwen3-8B"]
 
 
-def test_no_model_of_that_name_is_a_failure(tinsmith: Commands) -> None:
+def test_an_unknown_model_name_is_a_failure(tinsmith: Commands) -> None:
     ended = tinsmith.run("model", "list", "no-such-model")
 
     assert (ended.status, ended.out) == (1, "")
@@ -160,19 +160,19 @@ def test_no_model_of_that_name_is_a_failure(tinsmith: Commands) -> None:
 
 
 @pytest.mark.parametrize("verb", ["publish", "unpublish"])
-def test_w43_publishing_says_what_was_done(
+def test_publishing_says_what_was_done(
     tinsmith: Commands, checkpoint: str, verb: str, service: ScriptedService
 ) -> None:
     shown = tinsmith.run("checkpoint", verb, checkpoint)
     plain = tinsmith.run("checkpoint", verb, checkpoint, "-f", "json").json
 
     state = "public" if verb == "publish" else "private"
-    assert shown.out == f"{checkpoint} is {state} now\n"
+    assert shown.out == f"{checkpoint} is now {state}\n"
     assert plain == {"checkpoint_path": checkpoint, "public": verb == "publish"}
     assert len(service.requests(f"{verb}_checkpoint")) == 2
 
 
-def test_w43_setting_a_time_to_live_says_what_was_done(tinsmith: Commands, checkpoint: str) -> None:
+def test_setting_a_time_to_live_says_what_was_done(tinsmith: Commands, checkpoint: str) -> None:
     shown = tinsmith.run("checkpoint", "set-ttl", checkpoint, "--ttl", "7200")
     expires = tinsmith.run("checkpoint", "info", checkpoint, "-f", "json").json["expires_at"]
     removed = tinsmith.run("checkpoint", "set-ttl", checkpoint, "--remove", "-f", "json")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.integration.cli.command import Commands
-from tinsmith.checkpoints.format import Adapter, LoraPair, write_adapter
+from tinsmith.checkpoints.format import LoraPair, StoredAdapter, write_adapter
 from tinsmith.checkpoints.safetensors_file import read_tensors, write_tensors
 
 LAYER = "model.layers.0.self_attn.q_proj"
@@ -30,11 +30,13 @@ def a_base(folder: Path) -> Path:
 def an_adapter(folder: Path, base_model: str) -> Path:
     folder.mkdir()
     pair = LoraPair(np.full((2, 6), 0.5, np.float32), np.full((4, 2), 3.0, np.float32))
-    write_adapter(folder, Adapter(base_model=base_model, rank=2, alpha=4.0, layers={LAYER: pair}))
+    write_adapter(
+        folder, StoredAdapter(base_model=base_model, rank=2, alpha=4.0, layers={LAYER: pair})
+    )
     return folder
 
 
-def test_an_adapter_s_folder_is_merged_with_the_model_that_it_names(
+def test_an_adapter_is_merged_with_the_base_model_that_it_names(
     tinsmith: Commands, tmp_path: Path
 ) -> None:
     base = a_base(tmp_path / "base")
@@ -52,7 +54,7 @@ def test_an_adapter_s_folder_is_merged_with_the_model_that_it_names(
     assert str(adapter) in (merged / "README.md").read_text()
 
 
-def test_a_folder_that_is_there_is_replaced_only_if_asked(
+def test_an_existing_output_folder_is_replaced_only_on_request(
     tinsmith: Commands, tmp_path: Path
 ) -> None:
     base = a_base(tmp_path / "base")
@@ -70,7 +72,9 @@ def test_a_folder_that_is_there_is_replaced_only_if_asked(
     assert not (tinsmith.folder / "merged.partial").exists()
 
 
-def test_an_adapter_that_does_not_fit_leaves_nothing(tinsmith: Commands, tmp_path: Path) -> None:
+def test_an_adapter_that_does_not_match_its_base_model_leaves_nothing_behind(
+    tinsmith: Commands, tmp_path: Path
+) -> None:
     base = a_base(tmp_path / "base")
     write_tensors_anew(base / "model.safetensors", np.ones((4, 7), np.float32))
     adapter = an_adapter(tmp_path / "adapter", str(base))

@@ -17,7 +17,7 @@ from tinsmith.testing import ScriptedService
 
 
 @pytest.mark.parametrize("format_", ["table", "json"])
-def test_ctrl_c_while_waiting_ends_with_130_and_no_traceback(
+def test_ctrl_c_while_waiting_exits_with_130_and_no_traceback(
     tinsmith: Commands, service: ScriptedService, format_: str
 ) -> None:
     hold = service.faults.hold(on="list_training_runs")
@@ -30,7 +30,7 @@ def test_ctrl_c_while_waiting_ends_with_130_and_no_traceback(
     assert ended.err == ("\n" if format_ == "table" else "")
 
 
-def test_being_told_to_end_ends_with_143(tinsmith: Commands, service: ScriptedService) -> None:
+def test_sigterm_exits_with_143(tinsmith: Commands, service: ScriptedService) -> None:
     hold = service.faults.hold(on="list_training_runs")
     process = tinsmith.start("run", "list")
     hold.wait_held(1)
@@ -41,7 +41,7 @@ def test_being_told_to_end_ends_with_143(tinsmith: Commands, service: ScriptedSe
     assert (process.returncode, out, err) == (143, "", "")
 
 
-def test_a_reader_that_leaves_ends_the_command_quietly(
+def test_a_closed_pipe_ends_the_command_without_an_error(
     tinsmith: Commands, training: TrainingClient
 ) -> None:
     for number in range(3):
@@ -65,7 +65,7 @@ def test_a_pipe_to_head_shows_the_first_line(tinsmith: Commands) -> None:
     assert head.stdout.startswith("usage: tinsmith")
 
 
-def test_w43_a_closed_port_is_told_in_seconds(tinsmith: Commands) -> None:
+def test_a_closed_port_is_reported_within_seconds(tinsmith: Commands) -> None:
     """Within the limit of any command here; the official one takes 360 s."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -77,7 +77,7 @@ def test_w43_a_closed_port_is_told_in_seconds(tinsmith: Commands) -> None:
     assert ended.error["remedy"]
 
 
-def test_w22_want_of_funds_is_told_at_once(tinsmith: Commands, service: ScriptedService) -> None:
+def test_a_402_is_reported_immediately(tinsmith: Commands, service: ScriptedService) -> None:
     detail = {"detail": "the account is empty"}
     service.faults.add(on="client_config", times=None, status=402, body=detail)
 
@@ -91,13 +91,13 @@ def test_w22_want_of_funds_is_told_at_once(tinsmith: Commands, service: Scripted
     ("status", "word"),
     [
         (400, "invalid request"),
-        (401, "not signed in"),
+        (401, "not logged in"),
         (403, "permission denied"),
         (404, "not found"),
-        (422, "invalid values"),
+        (422, "invalid value"),
     ],
 )
-def test_w43_a_refusal_is_told_in_words_and_in_json(
+def test_a_rejection_is_reported_as_text_and_as_json(
     tinsmith: Commands, service: ScriptedService, status: int, word: str
 ) -> None:
     service.faults.add(
@@ -113,7 +113,7 @@ def test_w43_a_refusal_is_told_in_words_and_in_json(
     assert (plain.error["status"], plain.error["message"]) == (status, "because of this")
 
 
-def test_a_service_that_fails_for_a_moment_is_asked_again(
+def test_a_temporary_service_failure_is_retried(
     tinsmith: Commands, service: ScriptedService
 ) -> None:
     service.faults.add(on="list_training_runs", times=2, status=503)
@@ -121,7 +121,7 @@ def test_a_service_that_fails_for_a_moment_is_asked_again(
     assert tinsmith.run("run", "list").status == 0
 
 
-def test_w39_the_time_to_wait_can_be_set(tinsmith: Commands, service: ScriptedService) -> None:
+def test_the_timeout_can_be_set(tinsmith: Commands, service: ScriptedService) -> None:
     service.faults.hold(on="get_training_run")
 
     ended = tinsmith.run("run", "info", "r", "--timeout", "0.5", "-f", "json")
@@ -132,7 +132,7 @@ def test_w39_the_time_to_wait_can_be_set(tinsmith: Commands, service: ScriptedSe
 
 
 @pytest.mark.parametrize("status", [429, 503])
-def test_w18_a_service_that_stays_busy_is_given_up(
+def test_a_service_that_stays_busy_is_retried_until_the_timeout(
     tinsmith: Commands, service: ScriptedService, status: int
 ) -> None:
     service.faults.add(on="get_training_run", times=None, status=status)
@@ -145,9 +145,7 @@ def test_w18_a_service_that_stays_busy_is_given_up(
 
 
 @pytest.mark.parametrize("words", [("run", "list"), ("model", "list"), ("auth", "status")])
-def test_w1_w3_no_command_loads_torch_or_transformers(
-    tinsmith: Commands, words: tuple[str, ...]
-) -> None:
+def test_no_command_loads_torch_or_transformers(tinsmith: Commands, words: tuple[str, ...]) -> None:
     ended = tinsmith.run(*words, environment={"PYTHONPROFILEIMPORTTIME": "1"})
 
     lines = [line for line in ended.err.splitlines() if line.startswith("import time:")]
@@ -157,14 +155,14 @@ def test_w1_w3_no_command_loads_torch_or_transformers(
     assert loaded & {"torch", "transformers", "numpy", "tinker", "pydantic"} == set()
 
 
-def test_w23_no_telemetry_is_sent(tinsmith: Commands, service: ScriptedService) -> None:
+def test_no_telemetry_is_sent(tinsmith: Commands, service: ScriptedService) -> None:
     tinsmith.run("run", "list")
     tinsmith.run("run", "info", "not-there")
 
     assert service.requests("telemetry") == []
 
 
-def test_text_from_the_service_cannot_play_tricks_on_the_terminal(
+def test_text_from_the_service_cannot_inject_terminal_escapes(
     tinsmith: Commands, service: ScriptedService
 ) -> None:
     service.faults.add(
@@ -177,7 +175,7 @@ def test_text_from_the_service_cannot_play_tricks_on_the_terminal(
     assert "\nreally" not in ended.err
 
 
-def test_a_reply_that_makes_no_sense_is_a_failure_in_words(
+def test_a_malformed_reply_fails_with_a_clear_message(
     tinsmith: Commands, service: ScriptedService
 ) -> None:
     service.faults.add(on="get_training_run", times=None, status=200, body={"colour": "red"})
@@ -206,7 +204,9 @@ def on_terminal(tinsmith: Commands, *words: str) -> tuple[str, str]:
     return out, shown.decode()
 
 
-def test_a_bar_is_shown_on_a_terminal_and_taken_away(tinsmith: Commands, checkpoint: str) -> None:
+def test_a_progress_bar_is_shown_on_a_terminal_and_removed(
+    tinsmith: Commands, checkpoint: str
+) -> None:
     out, shown = on_terminal(tinsmith, "checkpoint", "download", checkpoint)
 
     assert "Downloading [" in shown

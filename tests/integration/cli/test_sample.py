@@ -17,21 +17,31 @@ from tinsmith.testing import ScriptedService, running_service
 
 
 @pytest.fixture
-def service() -> Iterator[ScriptedService]:
-    """A service that streams, whose tokens are those of our small tokenizer."""
-    with running_service(long_poll_s=0.5, vocabulary_size=250, tinsmith_stream=True) as service:
-        yield service
-
-
-@pytest.fixture
-def model(tmp_path: pathlib.Path) -> str:
-    """A model whose name is a folder with a tokenizer."""
+def folder(tmp_path: pathlib.Path) -> str:
+    """A folder with a tokenizer."""
     return str(write_tokenizer(tmp_path / "model"))
 
 
 @pytest.fixture
-def tokenizer(model: str) -> Tokenizer:
-    return Tokenizer.from_pretrained(model)
+def model() -> str:
+    return "test/model"
+
+
+@pytest.fixture
+def service(model: str, folder: str) -> Iterator[ScriptedService]:
+    """A service that streams, whose tokens are those of our small tokenizer."""
+    with running_service(
+        long_poll_s=0.5,
+        vocabulary_size=263,
+        tinsmith_stream=True,
+        base_models=[f"{model}={folder}", "nobody/nothing"],
+    ) as service:
+        yield service
+
+
+@pytest.fixture
+def tokenizer(folder: str) -> Tokenizer:
+    return Tokenizer.from_pretrained(folder)
 
 
 def asked_tokens(service: ScriptedService, endpoint: str = "asample") -> list[int]:
@@ -39,7 +49,7 @@ def asked_tokens(service: ScriptedService, endpoint: str = "asample") -> list[in
     return [token for chunk in asked.request.prompt.chunks for token in chunk.tokens]
 
 
-def test_a_text_is_continued(
+def test_a_prompt_is_completed(
     tinsmith: Commands, service: ScriptedService, model: str, tokenizer: Tokenizer
 ) -> None:
     words = ("sample", "hello world", "--base-model", model, "--max-tokens", "8", "--seed", "3")
@@ -92,7 +102,7 @@ def test_options_reach_the_service(
 
 
 @pytest.mark.parametrize("system", [None, "be brief"])
-def test_a_chat_goes_through_the_template_of_the_model(
+def test_a_chat_uses_the_chat_template_of_the_model(
     tinsmith: Commands,
     service: ScriptedService,
     model: str,
@@ -125,7 +135,7 @@ def test_a_stream_gives_the_same_text_as_a_sample(
     assert len(service.requests("asample")) == 1
 
 
-def test_a_stream_shows_tokens_before_the_last_is_drawn(
+def test_a_stream_shows_tokens_before_the_last_one_is_sampled(
     tinsmith: Commands, service: ScriptedService, model: str
 ) -> None:
     hold = service.faults.hold_stream(after_tokens=10)
@@ -143,10 +153,10 @@ def test_a_stream_shows_tokens_before_the_last_is_drawn(
     assert rest
 
 
-def test_a_service_that_does_not_stream_gives_the_text_at_the_end(
-    tmp_path: pathlib.Path, model: str
+def test_without_streaming_the_text_is_printed_at_the_end(
+    tmp_path: pathlib.Path, model: str, folder: str
 ) -> None:
-    with running_service(vocabulary_size=250) as service:
+    with running_service(vocabulary_size=263, base_models=[f"{model}={folder}"]) as service:
         tinsmith = Commands(service, tmp_path)
 
         ended = tinsmith.run("sample", "hello", "--base-model", model, "--stream")
@@ -168,16 +178,14 @@ def test_a_checkpoint_can_be_sampled_from(
     assert [asked.request.model_path for asked in created] == [path]
 
 
-def test_w12_the_session_is_finished(
-    tinsmith: Commands, service: ScriptedService, model: str
-) -> None:
+def test_the_session_is_finished(tinsmith: Commands, service: ScriptedService, model: str) -> None:
     tinsmith.run("sample", "hello", "--base-model", model)
 
     reasons = [type(asked.request.reason).__name__ for asked in service.requests("finish_session")]
     assert reasons == ["ClientSessionFinishSuccess"]
 
 
-def test_ctrl_c_ends_the_session_as_interrupted(
+def test_ctrl_c_finishes_the_session_as_interrupted(
     tinsmith: Commands, service: ScriptedService, model: str
 ) -> None:
     hold = service.faults.hold_commands(on="asample")
@@ -191,15 +199,17 @@ def test_ctrl_c_ends_the_session_as_interrupted(
     assert reasons == ["ClientSessionFinishInterrupted"]
 
 
-def test_text_that_is_no_text_is_refused(tinsmith: Commands, service: ScriptedService) -> None:
+def test_a_prompt_that_is_not_valid_text_is_rejected(
+    tinsmith: Commands, service: ScriptedService
+) -> None:
     ended = tinsmith.run(*("sample", "--base-model", "m"), text="caf\xe9", encoding="latin-1")
 
     assert ended.status == 2
-    assert "not UTF-8" in ended.err
+    assert "not valid UTF-8" in ended.err
     assert service.requests() == []
 
 
-def test_a_terminal_that_knows_few_letters_gets_them_spelt_out(
+def test_unencodable_characters_are_escaped_on_an_ascii_terminal(
     tinsmith: Commands, model: str
 ) -> None:
     words = ("sample", "hello", "--base-model", model, "--max-tokens", "40", "--seed", "5")
@@ -210,7 +220,7 @@ def test_a_terminal_that_knows_few_letters_gets_them_spelt_out(
     assert "\\ufffd" in ended.out
 
 
-def test_values_that_do_not_fit_are_told(tinsmith: Commands, model: str) -> None:
+def test_invalid_option_values_are_reported(tinsmith: Commands, model: str) -> None:
     ended = tinsmith.run("sample", "hello", "--base-model", model, "--temperature", "nan")
 
     assert ended.status == 1
@@ -218,7 +228,7 @@ def test_values_that_do_not_fit_are_told(tinsmith: Commands, model: str) -> None
     assert "Traceback" not in ended.err
 
 
-def test_a_model_without_a_tokenizer_is_told_by_name(
+def test_the_error_names_a_model_without_a_tokenizer(
     tinsmith: Commands, tmp_path: pathlib.Path
 ) -> None:
     offline = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
@@ -232,7 +242,7 @@ def test_a_model_without_a_tokenizer_is_told_by_name(
     assert "nobody/nothing" in ended.error["message"]
 
 
-def test_drawn_text_does_not_steer_a_terminal(
+def test_sampled_text_cannot_inject_terminal_escapes(
     tinsmith: Commands, service: ScriptedService, model: str, tokenizer: Tokenizer
 ) -> None:
     escape = tokenizer.encode("\x1b", add_special_tokens=False)[0]

@@ -35,7 +35,7 @@ def open_count(transport: DirectTransport) -> tuple[int, int, int, int]:
     return len(pool._all), len(pool._free), len(pool._opening), len(pool._waiting)
 
 
-def test_a_thousand_cancelled_calls_leave_no_connection_and_no_place_behind(
+def test_a_thousand_cancelled_calls_leak_no_connection_and_no_slot(
     run_direct: Run,
 ) -> None:
     chance = random.Random(7)
@@ -62,7 +62,7 @@ def test_a_thousand_cancelled_calls_leave_no_connection_and_no_place_behind(
     run_direct(dawdle, scenario, most_connections=6)
 
 
-def test_a_connection_handed_over_to_a_call_as_it_is_cancelled_goes_to_the_next(
+def test_a_connection_assigned_to_a_call_being_cancelled_goes_to_the_next(
     run_direct: Run,
 ) -> None:
     answer = asyncio.Event()
@@ -83,7 +83,7 @@ def test_a_connection_handed_over_to_a_call_as_it_is_cancelled_goes_to_the_next(
     assert run_direct(wait_then_echo, scenario, most_connections=1) == 200
 
 
-def test_a_burst_of_calls_never_has_more_connections_than_allowed(run_direct: Run) -> None:
+def test_a_burst_of_calls_never_exceeds_the_connection_limit(run_direct: Run) -> None:
     async def scenario(transport: DirectTransport, server: ScriptedServer) -> int:
         replies = await asyncio.gather(*(post(transport, [b"%d" % n]) for n in range(2000)))
         assert [bytes(reply.body) for reply in replies] == [b"%d" % n for n in range(2000)]
@@ -109,7 +109,7 @@ def test_each_of_many_calls_to_a_closed_port_gets_an_error(run_direct: Run) -> N
 
 
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "a..b", "x" * 64])
-def test_a_host_that_has_no_address_is_a_connection_error_that_names_it(
+def test_an_unresolvable_host_is_a_connection_error_that_names_it(
     run_direct: Run, host: str
 ) -> None:
     async def scenario(_: DirectTransport, __: ScriptedServer) -> None:
@@ -122,7 +122,7 @@ def test_a_host_that_has_no_address_is_a_connection_error_that_names_it(
     run_direct(echo, scenario)
 
 
-def test_a_burst_of_calls_asks_once_for_the_addresses_of_its_host(
+def test_a_burst_of_calls_resolves_its_host_once(
     run_direct: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
@@ -162,7 +162,7 @@ def full_backlog() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
-def test_an_address_that_hangs_holds_up_no_other_of_the_same_host(
+def test_a_hanging_address_does_not_delay_others_of_the_same_host(
     run_direct: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario(transport: DirectTransport, server: ScriptedServer) -> int:
@@ -179,7 +179,7 @@ def test_an_address_that_hangs_holds_up_no_other_of_the_same_host(
 
 
 @pytest.mark.parametrize("is_call_late", [True, False])
-def test_a_connection_that_is_never_made_ends_in_time(
+def test_a_connection_that_is_never_established_times_out(
     run_direct: Run, is_call_late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(address, "CONNECT_TIMEOUT_S", 30.0 if is_call_late else 0.2)
@@ -200,7 +200,7 @@ def test_a_connection_that_is_never_made_ends_in_time(
     assert [type(failure) for failure in failures] == [expected] * 40
 
 
-def test_a_server_that_ends_every_connection_at_once_is_an_error_and_costs_no_place(
+def test_a_server_that_closes_every_connection_is_an_error_and_leaks_no_slot(
     run_direct: Run,
 ) -> None:
     async def scenario(_: DirectTransport, __: ScriptedServer) -> tuple[int, int, int, int]:
@@ -223,7 +223,7 @@ def test_a_server_that_ends_every_connection_at_once_is_an_error_and_costs_no_pl
     assert run_direct(echo, scenario) == (0, 0, 0, 0)
 
 
-def test_kept_connections_that_have_all_ended_silently_cost_no_error(run_direct: Run) -> None:
+def test_stale_keep_alive_connections_cause_no_error(run_direct: Run) -> None:
     """As when a balancer between us forgot them: each ends when it is written to."""
     is_forgotten = False
 
@@ -265,7 +265,7 @@ def test_a_server_that_was_restarted_on_its_port_is_reached_by_every_call(
 
 
 @pytest.mark.parametrize("after", range(1, 40, 6))
-def test_closing_in_the_middle_of_everything_answers_everyone(run_direct: Run, after: int) -> None:
+def test_closing_at_any_moment_settles_every_call(run_direct: Run, after: int) -> None:
     async def dawdle(request: Received, connection: Connection) -> None:
         await asyncio.sleep(0.002)
         await echo(request, connection)
@@ -286,7 +286,7 @@ def test_closing_in_the_middle_of_everything_answers_everyone(run_direct: Run, a
     assert {type(failure) for failure in failures} <= {APIConnectionError}
 
 
-def test_closing_twice_is_closing(run: Run) -> None:
+def test_closing_twice_is_allowed(run: Run) -> None:
     async def scenario(transport: Transport, _: ScriptedServer) -> None:
         await post(transport)
         await asyncio.gather(transport.close(), transport.close())

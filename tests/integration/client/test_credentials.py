@@ -1,4 +1,4 @@
-"""Credentials as the service sees them: exchanged, renewed, refused, and never shown."""
+"""ClientCredentials as the service sees them: exchanged, renewed, refused, and never shown."""
 
 from __future__ import annotations
 
@@ -51,9 +51,11 @@ def a_client(service: ScriptedService) -> ServiceClient:
     return ServiceClient(base_url=service.base_url, api_key=service.api_key)
 
 
-def test_only_the_introduction_and_the_exchange_carry_the_key(exchanging: ScriptedService) -> None:
+def test_only_client_config_and_the_token_exchange_carry_the_key(
+    exchanging: ScriptedService,
+) -> None:
     with a_client(exchanging) as client:
-        client.create_lora_training_client("m", rank=2)
+        client.create_lora_training_client("Qwen/Qwen3-8B", rank=2).result()
 
     with_key = {
         received.endpoint
@@ -63,12 +65,12 @@ def test_only_the_introduction_and_the_exchange_carry_the_key(exchanging: Script
     assert with_key == {"client_config", "auth_token"}
 
 
-def test_a_token_that_the_service_no_longer_takes_is_renewed_without_a_word(
+def test_a_rejected_token_is_renewed_silently(
     exchanging: ScriptedService,
 ) -> None:
     """Also for polls, which are not ordinary calls; and once, however many were refused."""
     with a_client(exchanging) as client:
-        sampler = client.create_sampling_client(base_model="m")
+        sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
         exchanging.account.revoke_tokens()
 
         drawn = [
@@ -85,7 +87,7 @@ def test_a_token_is_renewed_for_a_stream_too() -> None:
         running_service(long_poll_s=0.5, pjwt_auth_enabled=True, tinsmith_stream=True) as service,
         a_client(service) as client,
     ):
-        sampler = client.create_sampling_client(base_model="m")
+        sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
         service.account.revoke_tokens()
 
         stream = sampler.sample_stream(ModelInput.from_ints([1]), 1, SamplingParams(max_tokens=1))
@@ -95,7 +97,7 @@ def test_a_token_is_renewed_for_a_stream_too() -> None:
     assert len(service.requests("asample_stream")) == 2
 
 
-def test_a_key_that_is_refused_is_refused_once(exchanging: ScriptedService) -> None:
+def test_a_rejected_key_is_not_retried(exchanging: ScriptedService) -> None:
     with a_client(exchanging) as client:
         client.get_server_capabilities()
         exchanging.forget_requests()
@@ -134,7 +136,7 @@ def test_a_token_about_to_expire_is_renewed_before_it_is_sent() -> None:
 
 @pytest.mark.parametrize("wants_tokens", [False, True])
 @pytest.mark.parametrize("by_loading", [False, True])
-def test_b103_a_checkpoint_of_another_account_is_looked_up_and_loaded_with_its_token(
+def test_a_checkpoint_of_another_account_is_looked_up_and_loaded_with_its_token(
     wants_tokens: bool, by_loading: bool
 ) -> None:
     with (
@@ -145,10 +147,15 @@ def test_b103_a_checkpoint_of_another_account_is_looked_up_and_loaded_with_its_t
         ) as service,
         a_client(service) as client,
     ):
-        path = client.create_lora_training_client("m", rank=2).save_state("c").result(WAIT_S).path
+        path = (
+            client.create_lora_training_client("Qwen/Qwen3-8B", rank=2)
+            .save_state("c")
+            .result(WAIT_S)
+            .path
+        )
         service.forget_requests()
 
-        client.create_training_client_from_state(path, weights_access_token=OTHER_KEY)
+        client.create_training_client_from_state(path, weights_access_token=OTHER_KEY).result()
         asyncio.run(
             client.create_training_client_from_state_with_optimizer_async(
                 path, weights_access_token=OTHER_KEY
@@ -173,7 +180,7 @@ def test_b103_a_checkpoint_of_another_account_is_looked_up_and_loaded_with_its_t
 
 
 @pytest.mark.usefixtures("no_credentials")
-def test_a_command_s_credential_is_exchanged_where_the_service_asks_for_it(
+def test_the_credential_command_is_used_if_the_service_asks_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with running_service(
@@ -185,7 +192,7 @@ def test_a_command_s_credential_is_exchanged_where_the_service_asks_for_it(
 
 
 @pytest.mark.usefixtures("no_credentials")
-def test_a_key_does_not_do_where_the_service_wants_a_command() -> None:
+def test_a_key_is_not_enough_if_the_service_wants_a_credential_command() -> None:
     with (
         running_service(
             pjwt_auth_enabled=True, credential_default_source="credential_cmd"
@@ -205,7 +212,7 @@ def test_s40_no_log_line_error_or_pickle_shows_a_secret(
     rest = tinsmith.RestClient(base_url=exchanging.base_url, api_key=exchanging.api_key)
     admin = tinsmith.AdminClient(base_url=exchanging.base_url, api_key=exchanging.api_key)
     with a_client(exchanging) as client:
-        training = client.create_lora_training_client("m", rank=2)
+        training = client.create_lora_training_client("Qwen/Qwen3-8B", rank=2)
         with pytest.raises(AuthenticationError) as told:
             client.get_server_capabilities()
         token = exchanging.requests("create_session")[0].headers["x-api-key"]
@@ -227,7 +234,7 @@ def test_s40_no_log_line_error_or_pickle_shows_a_secret(
 # tinsmith.auth
 
 
-def test_a_machine_without_credentials_is_told_apart_locally(
+def test_missing_credentials_are_detected_without_a_request(
     no_credentials: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert auth.get_tinker_token() is None
@@ -242,7 +249,7 @@ def test_a_machine_without_credentials_is_told_apart_locally(
     assert not (no_credentials / "ran").exists()
 
 
-def test_a_stored_key_is_found_even_beside_a_command(
+def test_a_stored_key_is_found_even_with_a_credential_command(
     no_credentials: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = no_credentials / ".tinker" / "credentials.json"
@@ -262,7 +269,7 @@ def test_a_stored_key_is_found_even_beside_a_command(
 @pytest.mark.parametrize(
     ("status", "error"), [(401, AuthenticationError), (402, BillingError), (503, TinkerError)]
 )
-def test_what_is_wrong_with_the_service_is_told_at_once(
+def test_a_service_error_is_reported_immediately(
     service: ScriptedService,
     monkeypatch: pytest.MonkeyPatch,
     status: int,
@@ -282,7 +289,7 @@ def test_what_is_wrong_with_the_service_is_told_at_once(
 
 
 @pytest.mark.usefixtures("no_credentials")
-def test_a_service_that_is_not_there_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_service_is_reported_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         monkeypatch.setenv("TINKER_BASE_URL", f"http://127.0.0.1:{unused.getsockname()[1]}")

@@ -14,11 +14,11 @@ import tinsmith
 from tinsmith.client import events
 from tinsmith.client.background import background
 from tinsmith.client.events import Event
-from tinsmith.client.heartbeat import keep_alive
 from tinsmith.client.limits import Limiter
 from tinsmith.client.poller import Poll
 from tinsmith.client.retry import RetryBudget
 from tinsmith.client.service import ServiceClient
+from tinsmith.client.upkeep import keep_alive
 from tinsmith.errors import APIConnectionError
 from tinsmith.testing import ScriptedService, running_service
 from tinsmith.types import AdamParams, Datum, ModelInput, SamplingParams
@@ -57,7 +57,7 @@ def run_a_step(service: ScriptedService) -> None:
         api_key=service.api_key,
         retry=RetryBudget(delay_base_s=0.01),
     ) as client:
-        training = client.create_lora_training_client("m", rank=4)
+        training = client.create_lora_training_client("Qwen/Qwen3-8B", rank=4)
         datum = Datum(
             ModelInput.from_ints([11111, 22222]),
             {"target_tokens": [22222, 33333], "weights": [1.0, 1.0]},
@@ -66,7 +66,7 @@ def run_a_step(service: ScriptedService) -> None:
         training.optim_step(AdamParams()).result(WAIT_S)
 
 
-def test_calls_second_tries_results_and_sessions_are_told(
+def test_calls_retries_results_and_sessions_emit_events(
     service: ScriptedService, heard: Heard
 ) -> None:
     service.faults.add("optim_step", times=1, status=503)
@@ -106,7 +106,7 @@ def test_no_event_holds_a_credential_or_a_token(service: ScriptedService, heard:
         assert secret not in told
 
 
-def test_a_call_that_nobody_answers_is_told_with_its_error(heard: Heard) -> None:
+def test_an_unanswered_call_emits_an_event_with_its_error(heard: Heard) -> None:
     retry = RetryBudget(first_contact_s=0.0)
     client = ServiceClient(base_url="http://127.0.0.1:9", api_key="tml-x", retry=retry)
 
@@ -118,10 +118,10 @@ def test_a_call_that_nobody_answers_is_told_with_its_error(heard: Heard) -> None
     assert failed.error == "APIConnectionError"
 
 
-def test_a_pause_is_told_when_it_begins_and_when_the_first_sample_leaves(
+def test_a_pause_emits_events_when_it_begins_and_when_the_first_sample_leaves(
     client: ServiceClient, service: ScriptedService, heard: Heard
 ) -> None:
-    sampler = client.create_sampling_client(base_model="m")
+    sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
     service.faults.add("asample", times=3, status=429, headers={"retry-after-ms": "50"})
     params = SamplingParams(max_tokens=2)
 
@@ -135,7 +135,7 @@ def test_a_pause_is_told_when_it_begins_and_when_the_first_sample_leaves(
     assert len(begun) == len(ended)
 
 
-def test_a_paused_queue_is_told_with_its_reason(heard: Heard) -> None:
+def test_a_paused_queue_emits_an_event_with_its_reason(heard: Heard) -> None:
     limiter = Limiter()
 
     limiter.queue_paused(2.5, "no room")
@@ -146,11 +146,11 @@ def test_a_paused_queue_is_told_with_its_reason(heard: Heard) -> None:
     assert begun.for_s == pytest.approx(2.5)
 
 
-def test_a_long_wait_for_a_result_is_told(
+def test_a_long_wait_for_a_result_emits_an_event(
     client: ServiceClient, service: ScriptedService, heard: Heard
 ) -> None:
     paused = service.faults.pause("optim_step", reason="no room", poll_after_s=0.0, times=1)
-    training = client.create_lora_training_client("m", rank=4)
+    training = client.create_lora_training_client("Qwen/Qwen3-8B", rank=4)
     step = training.optim_step(AdamParams())
     service.wait_requests("retrieve_future", 3)
     request_id = service.requests("retrieve_future")[-1].request.request_id
@@ -175,7 +175,7 @@ class _EnoughError(Exception):
     """Ends the heartbeats of a test."""
 
 
-def test_a_heartbeat_that_fails_is_told(heard: Heard) -> None:
+def test_a_failed_heartbeat_emits_an_event(heard: Heard) -> None:
     beats = 0
 
     async def call(*_: object) -> None:
@@ -211,7 +211,7 @@ def test_a_listener_that_raises_is_logged_once_and_breaks_no_call(
     assert len([record for record in caplog.records if "on_event" in record.message]) == 1
 
 
-def test_whoever_has_gone_is_not_told_and_nobody_costs_nothing() -> None:
+def test_a_removed_listener_gets_no_events() -> None:
     first, second = Heard(), Heard()
     remove_first, remove_second = tinsmith.on_event(first), tinsmith.on_event(second)
 
@@ -225,7 +225,7 @@ def test_whoever_has_gone_is_not_told_and_nobody_costs_nothing() -> None:
     assert events.listeners == ()
 
 
-def test_w24_no_telemetry_is_sent_whatever_fails(
+def test_no_telemetry_is_sent_whatever_fails(
     service: ScriptedService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TINKER_TELEMETRY", "1")
@@ -238,7 +238,7 @@ def test_w24_no_telemetry_is_sent_whatever_fails(
     assert not service.requests("telemetry")
 
 
-def test_streams_are_told_by_their_heads_and_refusals(heard: Heard) -> None:
+def test_streams_emit_events_for_response_heads_and_rejections(heard: Heard) -> None:
     params = SamplingParams(max_tokens=3, seed=1, stop=[])
     with (
         running_service(tinsmith_stream=True) as service,
@@ -248,7 +248,7 @@ def test_streams_are_told_by_their_heads_and_refusals(heard: Heard) -> None:
             retry=RetryBudget(delay_base_s=0.01),
         ) as client,
     ):
-        sampler = client.create_sampling_client(base_model="m")
+        sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
         service.faults.add("asample_stream", times=1, status=503)
 
         assert list(sampler.sample_stream(ModelInput.from_ints([1]), 1, params, timeout=WAIT_S))

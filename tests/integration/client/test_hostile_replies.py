@@ -27,7 +27,7 @@ from tinsmith.errors import (
     RequestFailedError,
 )
 from tinsmith.types.requests import ClientConfigRequest
-from tinsmith.wire.limits import DecodeLimits
+from tinsmith.wire.decode_limits import DecodeLimits
 
 OK = b"HTTP/1.1 200 OK\r\n"
 
@@ -57,7 +57,7 @@ OK = b"HTTP/1.1 200 OK\r\n"
     ],
     ids=lambda reply: str(reply[:60]),
 )
-def test_a_reply_that_is_unsound_is_a_connection_error(run_direct: Run, reply: bytes) -> None:
+def test_a_malformed_reply_is_a_connection_error(run_direct: Run, reply: bytes) -> None:
     async def scenario(transport: Transport, _: ScriptedServer) -> None:
         with pytest.raises((APIConnectionError, BodyTooLargeError)):
             await post(transport)
@@ -77,7 +77,7 @@ def test_a_reply_that_is_unsound_is_a_connection_error(run_direct: Run, reply: b
     ],
     ids=lambda reply: str(reply[:60]),
 )
-def test_a_reply_that_is_odd_and_sound_is_read(run: Run, reply: bytes) -> None:
+def test_an_unusual_but_valid_reply_is_read(run: Run, reply: bytes) -> None:
     async def scenario(transport: Transport, _: ScriptedServer) -> list[bytes]:
         return [bytes((await post(transport)).body) for _ in range(2)]
 
@@ -111,7 +111,7 @@ def test_the_beginning_of_a_second_reply_is_not_read_by_the_next_call(
     assert run_direct(smuggle, scenario) == [b"0", b"1", b"2"]
 
 
-def test_what_follows_a_chunked_body_is_not_taken_for_headers(run_direct: Run) -> None:
+def test_bytes_after_a_chunked_body_are_not_taken_for_headers(run_direct: Run) -> None:
     reply = (
         OK + b"Transfer-Encoding: chunked\r\nX-Request-Id: r1\r\n\r\n5\r\nwhole\r\n"
         b"0\r\nContent-Encoding: zstd\r\nX-Request-Id: r2\r\n\r\n"
@@ -135,7 +135,7 @@ def test_what_follows_a_chunked_body_is_not_taken_for_headers(run_direct: Run) -
     ],
     ids=["one header", "many headers", "the reason", "a trailer", "an extension", "interim"],
 )
-def test_a_head_without_end_is_refused_early(run_direct: Run, beginning: bytes) -> None:
+def test_an_endless_response_head_is_rejected_early(run_direct: Run, beginning: bytes) -> None:
     """The server would go on for 100 MB."""
     piece = {OK: b"X-More: and more\r\n", b"HTTP/1.1 100 Continue\r\n\r\n": beginning}.get(
         beginning, b"x" * 1000
@@ -158,7 +158,7 @@ def test_a_head_without_end_is_refused_early(run_direct: Run, beginning: bytes) 
     assert sent_bytes < 50_000_000
 
 
-def test_memory_is_taken_for_what_came_not_for_what_was_announced(run_direct: Run) -> None:
+def test_memory_is_allocated_for_received_bytes_not_for_announced_ones(run_direct: Run) -> None:
     announced = b"Content-Length: 200000000\r\n\r\nlittle"
 
     async def scenario(transport: Transport, server: ScriptedServer) -> int:
@@ -178,7 +178,7 @@ def test_memory_is_taken_for_what_came_not_for_what_was_announced(run_direct: Ru
     assert run_direct(answering(OK + announced), scenario) < 100_000_000
 
 
-def test_a_body_in_many_small_chunks_takes_the_memory_of_its_bytes(run_direct: Run) -> None:
+def test_a_body_in_many_small_chunks_uses_no_more_memory_than_its_bytes(run_direct: Run) -> None:
     chunks = b"2\r\nab\r\n" * 200_000
 
     async def scenario(transport: Transport, _: ScriptedServer) -> tuple[int, int]:
@@ -196,7 +196,7 @@ def test_a_body_in_many_small_chunks_takes_the_memory_of_its_bytes(run_direct: R
     assert peak < 8_000_000  # the server's own copies of what it sends are 1.4 MB each
 
 
-def test_a_reply_until_the_end_is_not_whole_when_we_close(run_direct: Run) -> None:
+def test_a_reply_without_a_length_fails_if_the_client_closes(run_direct: Run) -> None:
     begun = asyncio.Event()
 
     async def half(_: Received, connection: Connection) -> None:
@@ -217,7 +217,9 @@ def test_a_reply_until_the_end_is_not_whole_when_we_close(run_direct: Run) -> No
 
 
 @pytest.mark.parametrize("body", [b"\x1b\x00", b""])
-def test_a_refusal_packed_in_an_unknown_way_is_still_a_refusal(run: Run, body: bytes) -> None:
+def test_a_rejection_with_an_unknown_content_encoding_is_still_a_rejection(
+    run: Run, body: bytes
+) -> None:
     """Proxies answer with what browsers can read."""
 
     async def refuse(_: Received, connection: Connection) -> None:
@@ -229,7 +231,7 @@ def test_a_refusal_packed_in_an_unknown_way_is_still_a_refusal(run: Run, body: b
     assert len(reply.body) == 0
 
 
-def test_an_answer_packed_in_an_unknown_way_is_refused_by_name(run: Run) -> None:
+def test_the_error_names_an_unknown_content_encoding(run: Run) -> None:
     async def packed(_: Received, connection: Connection) -> None:
         await connection.reply(b"\x1b\x00", headers={"Content-Encoding": "br"})
 
@@ -240,7 +242,7 @@ def test_an_answer_packed_in_an_unknown_way_is_refused_by_name(run: Run) -> None
     run(packed, scenario)
 
 
-def test_a_bomb_is_refused_before_it_is_large(run: Run) -> None:
+def test_a_decompression_bomb_is_rejected_before_it_is_large(run: Run) -> None:
     bomb = gzip.compress(bytes(100_000_000), 1)
 
     async def packed(_: Received, connection: Connection) -> None:
@@ -278,7 +280,7 @@ def test_a_connection_reset_at_any_stage_is_a_connection_error(
     assert run_direct(reset, scenario) == (1 if begun else 2)
 
 
-def test_a_server_that_has_nothing_more_to_say_still_answers(run: Run) -> None:
+def test_a_reply_before_a_half_close_is_read(run: Run) -> None:
     async def half_close(request: Received, connection: Connection) -> None:
         await connection.reply(request.body)
         connection.writer.write_eof()
@@ -291,7 +293,7 @@ def test_a_server_that_has_nothing_more_to_say_still_answers(run: Run) -> None:
     assert run(half_close, scenario) == [b"0", b"1", b"2"]
 
 
-def test_a_reply_that_comes_before_the_request_is_not_the_reply_of_a_later_one(
+def test_an_unsolicited_reply_is_not_used_for_a_later_request(
     run_direct: Run,
 ) -> None:
     async def eager(request: Received, connection: Connection) -> None:
@@ -309,7 +311,7 @@ def test_a_reply_that_comes_before_the_request_is_not_the_reply_of_a_later_one(
     assert run_direct(eager, scenario) == [b"0", b"1", b"2"]
 
 
-def test_a_400_whose_body_does_not_say_its_length_is_believed_at_once(run_direct: Run) -> None:
+def test_a_400_with_a_chunked_body_is_not_retried(run_direct: Run) -> None:
     """One without a body is taken for a broken proxy's."""
     reply = (
         b"HTTP/1.1 400 Bad\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -326,7 +328,7 @@ def test_a_400_whose_body_does_not_say_its_length_is_believed_at_once(run_direct
 
 
 @pytest.mark.parametrize("delay_ms", ["1" + "0" * 400, "1e300", "-5", "true", '"soon"', "null"])
-def test_no_pending_answer_holds_back_samples_for_longer_than_a_minute(
+def test_a_pending_reply_pauses_samples_for_at_most_a_minute(
     run_direct: Run, delay_ms: str
 ) -> None:
     paused = '"type": "try_again", "queue_state": "paused_capacity"'

@@ -45,13 +45,13 @@ Pending = list[concurrent.futures.Future[Any]]
 
 
 def held_back_by_a_pause(_: ScriptedService, client: ServiceClient) -> Pending:
-    sampler = client.create_sampling_client(base_model="m")
+    sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
     sampler.limiter.rate_limited(60.0)
     return [sampler.sample(PROMPT, 1, PARAMS)]
 
 
 def between_two_tries(service: ScriptedService, client: ServiceClient) -> Pending:
-    sampler = client.create_sampling_client(base_model="m")
+    sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
     service.faults.add("asample", times=None, status=503, headers={"retry-after": "50"})
     samples: Pending = [sampler.sample(PROMPT, 1, PARAMS)]
     service.wait_requests("asample", 1)
@@ -59,7 +59,7 @@ def between_two_tries(service: ScriptedService, client: ServiceClient) -> Pendin
 
 
 def between_two_polls(service: ScriptedService, client: ServiceClient) -> Pending:
-    training = client.create_lora_training_client("m", rank=2)
+    training = client.create_lora_training_client("Qwen/Qwen3-8B", rank=2)
     service.faults.add("retrieve_future", times=None, status=503, headers={"retry-after": "50"})
     seen = len(service.requests("retrieve_future"))
     steps: Pending = [training.optim_step(AdamParams())]
@@ -68,19 +68,19 @@ def between_two_polls(service: ScriptedService, client: ServiceClient) -> Pendin
 
 
 def between_two_polls_for_a_model(service: ScriptedService, client: ServiceClient) -> Pending:
-    training = client.create_lora_training_client("m", rank=2)
+    training = client.create_lora_training_client("Qwen/Qwen3-8B", rank=2)
     service.faults.add("retrieve_future", times=None, status=503, headers={"retry-after": "50"})
     seen = len(service.requests("retrieve_future"))
     pool = concurrent.futures.ThreadPoolExecutor(1)
     models: Pending = [training.unload_model()]
-    models.append(pool.submit(client.create_lora_training_client, "m", rank=2))
+    models.append(pool.submit(client.create_lora_training_client, "Qwen/Qwen3-8B", rank=2))
     pool.shutdown(wait=False)
     service.wait_requests("retrieve_future", seen + 2)
     return models
 
 
 def in_the_line(service: ScriptedService, client: ServiceClient) -> Pending:
-    training = client.create_lora_training_client("m", rank=2)
+    training = client.create_lora_training_client("Qwen/Qwen3-8B", rank=2)
     held = service.faults.hold("optim_step", times=1)
     steps: Pending = [training.optim_step(AdamParams()) for _ in range(3)]
     held.wait_held(1)
@@ -90,14 +90,14 @@ def in_the_line(service: ScriptedService, client: ServiceClient) -> Pending:
 def at_the_start(service: ScriptedService, client: ServiceClient) -> Pending:
     held = service.faults.hold("client_config", times=1)
     pool = concurrent.futures.ThreadPoolExecutor(1)
-    creating: Pending = [pool.submit(client.create_sampling_client, base_model="m")]
+    creating: Pending = [pool.submit(client.create_sampling_client, base_model="Qwen/Qwen3-8B")]
     pool.shutdown(wait=False)
     held.wait_held(1)
     return creating
 
 
 def waiting_for_results(service: ScriptedService, client: ServiceClient) -> Pending:
-    sampler = client.create_sampling_client(base_model="m")
+    sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
     service.faults.hold_commands("asample")
     samples: Pending = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(20)]
     service.wait_requests("asample", 20)
@@ -105,7 +105,7 @@ def waiting_for_results(service: ScriptedService, client: ServiceClient) -> Pend
 
 
 def in_a_loss(_: ScriptedService, client: ServiceClient) -> Pending:
-    training = client.create_lora_training_client("m", rank=2)
+    training = client.create_lora_training_client("Qwen/Qwen3-8B", rank=2)
     begun, over = threading.Event(), threading.Event()
 
     class Slow:
@@ -135,7 +135,7 @@ def in_a_loss(_: ScriptedService, client: ServiceClient) -> Pending:
         in_a_loss,
     ],
 )
-def test_s18_whatever_a_call_waits_for_it_is_settled_when_its_client_is_closed(
+def test_s18_closing_a_client_settles_every_call_whatever_it_waits_for(
     begin: Callable[[ScriptedService, ServiceClient], Pending], has_session_poller: bool
 ) -> None:
     with running_service(
@@ -151,12 +151,12 @@ def test_s18_whatever_a_call_waits_for_it_is_settled_when_its_client_is_closed(
                 future.result(SETTLED_S)
 
 
-def test_s18_pending_work_is_settled_before_the_service_has_been_told(
+def test_s18_closing_settles_pending_calls_before_the_session_is_finished(
     service: ScriptedService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session_module, "FINISH_TIMEOUT_S", 1.0)
     client = a_client(service)
-    sampler = client.create_sampling_client(base_model="m")
+    sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
     sampler.limiter.rate_limited(60.0)
     pending = sampler.sample(PROMPT, 1, PARAMS)
     held = service.faults.hold("finish_session")
@@ -171,11 +171,11 @@ def test_s18_pending_work_is_settled_before_the_service_has_been_told(
     held.release()
 
 
-def test_one_who_gives_up_as_the_client_is_closed_gets_no_other_error(
+def test_a_call_cancelled_as_the_client_closes_raises_no_other_error(
     service: ScriptedService,
 ) -> None:
     client = a_client(service)
-    sampler = client.create_sampling_client(base_model="m")
+    sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
     sampler.limiter.rate_limited(60.0)
 
     async def scenario() -> None:
@@ -198,14 +198,14 @@ def test_s2_a_thousand_clients_leave_nothing_behind(
 ) -> None:
     def one_client() -> None:
         client = a_client(service)
-        client.create_sampling_client(base_model="m")
+        client.create_sampling_client(base_model="Qwen/Qwen3-8B").result()
         if is_closed:
             client.close().result(WAIT_S)
 
     def kept() -> tuple[int, int, int]:
         gc.collect()
         return (
-            background().task_count,
+            len(background()._tasks),
             len(sessions._open_sessions),
             len(shared_limiters.limiters),
         )
@@ -218,7 +218,10 @@ def test_s2_a_thousand_clients_leave_nothing_behind(
             assert time.monotonic() < deadline, f"{kept()} are still there, not {of_others}"
             time.sleep(0.01)
         return {
-            "threads": threading.active_count(),
+            "threads": sum(
+                not thread.name.startswith("tinsmith-io")  # the service's own
+                for thread in threading.enumerate()
+            ),
             "tasks": background().run(_count_tasks()),
             "client sockets": _sockets_to(service),
         }
@@ -234,7 +237,7 @@ def test_s2_a_thousand_clients_leave_nothing_behind(
 
 
 @pytest.mark.parametrize("failing", ["client_config", "create_session", "finish_session"])
-def test_s2_a_client_whose_calls_failed_is_let_go_too(
+def test_s2_a_client_whose_calls_failed_is_freed_too(
     service: ScriptedService, failing: str
 ) -> None:
     """The error knows the frame that holds the client; nothing of ours may hold the error."""
@@ -243,7 +246,7 @@ def test_s2_a_client_whose_calls_failed_is_let_go_too(
     def one_client() -> None:
         client = a_client(service)
         with contextlib.suppress(PermissionDeniedError):
-            client.create_sampling_client(base_model="m")
+            client.create_sampling_client(base_model="Qwen/Qwen3-8B").result()
             client.close().result(WAIT_S)
 
     gc.collect()
@@ -270,9 +273,9 @@ async def _count_tasks() -> int:
     ],
     ids=["poll-each", "session-poll", "extensions"],
 )
-def test_s2_a_sample_that_is_over_goes_without_the_garbage_collector(flags: dict[str, Any]) -> None:
+def test_s2_a_finished_sample_is_freed_without_the_garbage_collector(flags: dict[str, Any]) -> None:
     with running_service(**flags) as service, a_client(service) as client:
-        sampler = client.create_sampling_client(base_model="m")
+        sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
         sampler.sample(ModelInput.from_ints([1, 2]), 1, SamplingParams(max_tokens=2)).result(WAIT_S)
         gc.collect()
         gc.disable()
@@ -313,7 +316,7 @@ def run_program(
 import gc, os, signal, sys, threading, time
 import tinsmith
 client = tinsmith.ServiceClient(base_url={service.base_url!r}, api_key={service.api_key!r})
-sampler = client.create_sampling_client(base_model="m")
+sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
 prompt, params = tinsmith.ModelInput.from_ints([1]), tinsmith.SamplingParams(max_tokens=1)
 def in_child(work):
     child = os.fork()
@@ -341,7 +344,7 @@ def in_child(work):
         ("client.close('interrupted').result()", "interrupted"),
     ],
 )
-def test_however_a_program_ends_its_session_is_finished_once(
+def test_a_session_is_finished_once_however_its_program_ends(
     service: ScriptedService, ending: str, reason: str
 ) -> None:
     run_program(service, ending)
@@ -354,9 +357,7 @@ def test_however_a_program_ends_its_session_is_finished_once(
     "waiting",
     ["sampler.sample(prompt, 1, params).result()", "sampler.sample_many([prompt], params)"],
 )
-def test_a_program_that_ctrl_c_ended_ends_by_that_signal(
-    service: ScriptedService, waiting: str
-) -> None:
+def test_a_program_ended_by_ctrl_c_dies_of_sigint(service: ScriptedService, waiting: str) -> None:
     """Whatever finishes its session: shells stop a loop of programs only where one ended so."""
     service.faults.hold_commands("asample")
 
@@ -368,7 +369,7 @@ def test_a_program_that_ctrl_c_ended_ends_by_that_signal(
     assert len(service.requests("finish_session")) == 1
 
 
-def test_a_program_whose_server_has_gone_ends_in_seconds(service: ScriptedService) -> None:
+def test_a_program_whose_server_is_gone_exits_within_seconds(service: ScriptedService) -> None:
     service.faults.hold("finish_session")
 
     result = run_program(service, "")  # which has a limit of its own
@@ -376,7 +377,7 @@ def test_a_program_whose_server_has_gone_ends_in_seconds(service: ScriptedServic
     assert result.returncode == 0, result.stderr
 
 
-def test_a_program_whose_name_server_is_silent_can_end(service: ScriptedService) -> None:
+def test_a_program_whose_dns_server_does_not_answer_can_exit(service: ScriptedService) -> None:
     result = run_program(
         service,
         """
@@ -412,7 +413,7 @@ needs_fork = pytest.mark.skipif(sys.platform == "win32", reason="there is no for
         "client.close().result()",
     ],
 )
-def test_a_forked_child_that_ends_leaves_its_parent_s_session_alone(
+def test_a_forked_child_that_exits_does_not_finish_its_parent_s_session(
     service: ScriptedService, work: str
 ) -> None:
     result = run_program(
@@ -431,26 +432,26 @@ assert sampler.sample(prompt, 1, params).result(20)
 
 
 @needs_fork
-def test_a_client_of_the_parent_is_refused_in_a_forked_child_with_a_remedy(
+def test_a_forked_child_cannot_use_its_parent_s_client_and_is_told_the_remedy(
     service: ScriptedService,
 ) -> None:
     result = run_program(
         service,
         """
-training = client.create_lora_training_client("m", rank=2)
+training = client.create_lora_training_client("Qwen/Qwen3-8B", rank=2)
 rest = tinsmith.RestClient(base_url=client.holder.session.settings.base_url, api_key="tml-x")
 def work():
     for call in (
         lambda: sampler.sample(prompt, 1, params).result(20),
         lambda: training.optim_step(tinsmith.AdamParams()).result(20),
-        lambda: client.create_sampling_client(base_model="m"),
+        lambda: client.create_sampling_client(base_model="Qwen/Qwen3-8B"),
         lambda: client.get_server_capabilities(),
         lambda: training.get_info(),
     ):
         try:
             call()
         except tinsmith.ClosedError as error:
-            assert "make a new one here" in error.remedy
+            assert "create a new one here" in error.remedy
         else:
             raise AssertionError("not refused")
 assert in_child(work) == 7
@@ -461,7 +462,9 @@ assert in_child(work) == 7
 
 
 @needs_fork
-def test_a_forked_child_samples_by_a_handle_beside_its_parent(service: ScriptedService) -> None:
+def test_a_forked_child_samples_through_a_handle_while_its_parent_does(
+    service: ScriptedService,
+) -> None:
     result = run_program(
         service,
         f"""
@@ -483,7 +486,7 @@ assert sampler.sample(prompt, 1, params).result(20)
     assert len(set(numbers)) == 3, "no two processes use one number"
 
 
-def test_a_client_that_was_never_used_starts_no_thread_when_it_goes() -> None:
+def test_freeing_an_unused_client_starts_no_thread() -> None:
     """To start one while memory is freed, which may be at any moment, could wait for itself."""
     finished = subprocess.run(
         [sys.executable, "-c", UNUSED], capture_output=True, text=True, timeout=WAIT_S, check=False

@@ -33,22 +33,22 @@ def client_of(service: ScriptedService, retry: RetryBudget = HASTY) -> ServiceCl
 
 
 def a_step(client: ServiceClient) -> Callable[[], object]:
-    training = client.create_lora_training_client("m", rank=4)
+    training = client.create_lora_training_client("Qwen/Qwen3-8B", rank=4)
     return lambda: training.optim_step(AdamParams()).result(WAIT_S)
 
 
 def a_sample(client: ServiceClient) -> Callable[[], object]:
-    sampler = client.create_sampling_client(base_model="m")
+    sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
     return lambda: sampler.sample(PROMPT, 1, PARAMS).result(WAIT_S)
 
 
 def some_samples(client: ServiceClient) -> Callable[[], object]:
-    sampler = client.create_sampling_client(base_model="m")
+    sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
     return lambda: sampler.sample_many([PROMPT] * 4, PARAMS, timeout=WAIT_S)
 
 
 def a_stream(client: ServiceClient) -> Callable[[], object]:
-    sampler = client.create_sampling_client(base_model="m")
+    sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
     return lambda: list(sampler.sample_stream(PROMPT, 1, PARAMS, timeout=WAIT_S))
 
 
@@ -72,7 +72,7 @@ def a_stream(client: ServiceClient) -> Callable[[], object]:
         *("stream-503", "stream-429"),
     ],
 )
-def test_w17_a_server_that_asks_for_no_delay_is_not_flooded(
+def test_a_server_that_asks_for_no_delay_is_not_flooded(
     prepare: Callable[[ServiceClient], Callable[[], object]],
     on: str,
     status: int,
@@ -93,7 +93,7 @@ def test_w17_a_server_that_asks_for_no_delay_is_not_flooded(
 
 
 @pytest.mark.parametrize("flags", [{}, EXTENDED], ids=["plain", "extended"])
-def test_a_first_refusal_is_paused_for_as_long_as_the_server_says(flags: dict[str, Any]) -> None:
+def test_a_first_429_pauses_for_as_long_as_the_server_says(flags: dict[str, Any]) -> None:
     ours = RetryBudget(delay_base_s=3600.0, delay_max_s=3600.0)  # no test ends that waits for it
     with running_service(long_poll_s=0.5, **flags) as service, client_of(service, ours) as client:
         ask = a_sample(client)
@@ -109,11 +109,11 @@ def test_a_first_refusal_is_paused_for_as_long_as_the_server_says(flags: dict[st
 
 
 @pytest.mark.parametrize("flags", [{}, EXTENDED], ids=["plain", "extended"])
-def test_w18_samples_that_are_all_refused_are_given_up_within_the_budget(
+def test_samples_that_are_all_rejected_fail_within_the_retry_budget(
     flags: dict[str, Any],
 ) -> None:
     with running_service(long_poll_s=0.5, **flags) as service, client_of(service) as client:
-        sampler = client.create_sampling_client(base_model="m")
+        sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
         service.faults.add("asample", times=None, status=429, headers={"retry-after-ms": "100"})
 
         # Most of them never leave: after each pause a few are sent, and refused.
@@ -123,12 +123,12 @@ def test_w18_samples_that_are_all_refused_are_given_up_within_the_budget(
             with pytest.raises(RateLimitError) as caught:
                 future.result(WAIT_S)
         assert "attempt(s)" in caught.value.__notes__[-1]
-        assert "they are tried again for 2 s" in caught.value.__notes__[-1]
+        assert "they are retried for 2 s" in caught.value.__notes__[-1]
         service.faults.clear()
         assert sampler.sample(PROMPT, 1, PARAMS).result(WAIT_S).sequences
 
 
-def test_w18_a_stream_that_is_refused_for_ever_is_given_up_within_the_budget() -> None:
+def test_a_stream_that_is_always_rejected_fails_within_the_retry_budget() -> None:
     with running_service(**STREAMED) as service, client_of(service) as client:
         ask = a_stream(client)
         headers = {"retry-after-ms": "100"}
@@ -141,14 +141,14 @@ def test_w18_a_stream_that_is_refused_for_ever_is_given_up_within_the_budget() -
 
 
 @pytest.mark.parametrize("flags", [{}, EXTENDED], ids=["plain", "extended"])
-def test_w18_while_a_server_takes_some_samples_none_is_given_up(flags: dict[str, Any]) -> None:
+def test_no_sample_is_abandoned_while_the_server_accepts_some(flags: dict[str, Any]) -> None:
     count = itertools.count(1)
 
     def is_refused(_: ReceivedRequest) -> bool:
         return next(count) % 4 != 0
 
     with running_service(long_poll_s=0.5, **flags) as service, client_of(service) as client:
-        sampler = client.create_sampling_client(base_model="m")
+        sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
         headers = {"retry-after-ms": "100"}
         service.faults.add("asample", when=is_refused, times=None, status=429, headers=headers)
         began = time.monotonic()
@@ -161,13 +161,17 @@ def test_w18_while_a_server_takes_some_samples_none_is_given_up(flags: dict[str,
 
 @pytest.mark.parametrize("shares_a_line", [True, False], ids=["its-line", "another-line"])
 @pytest.mark.parametrize("flags", [{}, EXTENDED], ids=["plain", "extended"])
-def test_a_sample_that_is_always_refused_holds_no_other_up(
+def test_a_sample_that_is_always_rejected_does_not_delay_others(
     flags: dict[str, Any], shares_a_line: bool
 ) -> None:
     """It is not the first to leave after every pause, and others need not wait for its end."""
     with running_service(long_poll_s=0.5, **flags) as service, client_of(service, LONG) as client:
-        refused_one = client.create_sampling_client(base_model="m")
-        sampler = refused_one if shares_a_line else client.create_sampling_client(base_model="m")
+        refused_one = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
+        sampler = (
+            refused_one
+            if shares_a_line
+            else client.create_sampling_client(base_model="Qwen/Qwen3-8B")
+        )
         headers = {"retry-after-ms": "100"}
         service.faults.add("asample", when=_is_long, times=None, status=429, headers=headers)
         refused = refused_one.sample(LONG_PROMPT, 1, PARAMS)
@@ -179,10 +183,10 @@ def test_a_sample_that_is_always_refused_holds_no_other_up(
         assert not refused.done()
 
 
-def test_a_stream_that_is_always_refused_holds_no_sample_up() -> None:
+def test_a_stream_that_is_always_rejected_does_not_delay_samples() -> None:
     flags = {"long_poll_s": 0.5, **STREAMED}
     with running_service(**flags) as service, client_of(service, LONG) as client:
-        sampler = client.create_sampling_client(base_model="m")
+        sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
         headers = {"retry-after-ms": "100"}
         service.faults.add("asample_stream", times=None, status=429, headers=headers)
         stream = sampler.sample_stream(PROMPT, 1, PARAMS)
@@ -206,7 +210,7 @@ def _read_refused(stream: SampleStream) -> None:
         list(stream)
 
 
-def test_a_sample_is_not_given_up_for_what_happened_before_it_was_made() -> None:
+def test_failures_before_a_sample_was_created_do_not_use_up_its_budget() -> None:
     with running_service(long_poll_s=0.5) as service, client_of(service) as client:
         ask = a_sample(client)
         headers = {"retry-after-ms": "500"}
@@ -223,7 +227,7 @@ def test_a_sample_is_not_given_up_for_what_happened_before_it_was_made() -> None
 
 
 @pytest.mark.parametrize("status", [429, 503])
-def test_s31_the_longest_delay_that_is_honoured_can_be_set(status: int) -> None:
+def test_s31_the_longest_honoured_retry_after_is_configurable(status: int) -> None:
     impatient = RetryBudget(retry_after_max_s=0.2)
     with running_service(long_poll_s=0.5) as service, client_of(service, impatient) as client:
         ask = a_sample(client)

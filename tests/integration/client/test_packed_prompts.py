@@ -102,7 +102,9 @@ def drawn(service: ScriptedService, given: list[ModelInput]) -> list[list[int]]:
     return found
 
 
-def test_the_flag_changes_the_form_and_nothing_else(service: ScriptedService) -> None:
+def test_the_packed_prompts_flag_changes_the_encoding_and_nothing_else(
+    service: ScriptedService,
+) -> None:
     """Text, images between text, and prompts too short to be worth it."""
     given = [
         *prompts(20),
@@ -119,12 +121,12 @@ def test_the_flag_changes_the_form_and_nothing_else(service: ScriptedService) ->
     assert sent(service, packed=True)
 
 
-def test_a_service_without_the_flag_is_sent_the_same_bytes_as_before() -> None:
+def test_a_service_without_the_packed_prompts_flag_gets_plain_requests() -> None:
     with (
         running_service(keep_bodies=True) as service,
         ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
     ):
-        sampler = client.create_sampling_client(base_model="m")
+        sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
         sampler.sample(ModelInput([LONG]), 1, PARAMS).result(WAIT_S)
 
         [received] = service.requests("asample")
@@ -133,7 +135,7 @@ def test_a_service_without_the_flag_is_sent_the_same_bytes_as_before() -> None:
         assert b"897,898,899]" in received.body
 
 
-def test_a_sample_alone_is_packed_too(sampler: SamplingClient, service: ScriptedService) -> None:
+def test_a_single_sample_is_packed_too(sampler: SamplingClient, service: ScriptedService) -> None:
     sampler.sample(prompts(1)[0], 1, PARAMS).result(WAIT_S)
 
     [received] = sent(service, packed=True)
@@ -156,7 +158,7 @@ def test_a_stream_is_packed_too(sampler: SamplingClient, service: ScriptedServic
     "fault", [{"lose_reply": True}, {"half_reply": True}, {"reset": True}, {"status": 503}]
 )
 @pytest.mark.parametrize("endpoint", ["asample", "asample_many"])
-def test_after_a_lost_reply_the_same_numbers_are_sent_and_drawn_once(
+def test_after_a_lost_reply_the_same_seq_ids_are_resent_and_sampled_once(
     endpoint: str, fault: dict[str, Any], sampler: SamplingClient, service: ScriptedService
 ) -> None:
     service.faults.add(endpoint, times=2, **fault)
@@ -170,7 +172,7 @@ def test_after_a_lost_reply_the_same_numbers_are_sent_and_drawn_once(
     assert sent(service, packed=False) == []
 
 
-def test_a_sample_may_be_repeated_in_the_other_form(
+def test_a_packed_sample_may_be_retried_as_json(
     sampler: SamplingClient, service: ScriptedService
 ) -> None:
     """It arrived packed, the reply was a refusal, and as text it is known and drawn once."""
@@ -185,7 +187,7 @@ def test_a_sample_may_be_repeated_in_the_other_form(
 
 
 @pytest.mark.parametrize("count", [1, 30])
-def test_a_service_that_stops_taking_it_is_sent_text(
+def test_a_service_that_stops_accepting_packed_prompts_gets_json(
     count: int, service: ScriptedService, sampler: SamplingClient
 ) -> None:
     service.account.flags["tinsmith_packed_prompts"] = False  # another version took its place
@@ -200,7 +202,7 @@ def test_a_service_that_stops_taking_it_is_sent_text(
     assert sorted(numbers_of(sent(service, packed=False))) == list(range(2 * count))
 
 
-def test_a_stream_to_a_service_that_stops_taking_it_is_text(
+def test_a_stream_falls_back_to_json_if_packed_prompts_are_rejected(
     service: ScriptedService, sampler: SamplingClient
 ) -> None:
     service.account.flags["tinsmith_packed_prompts"] = False
@@ -212,7 +214,7 @@ def test_a_stream_to_a_service_that_stops_taking_it_is_text(
     assert refused.status == 415
 
 
-def test_a_prompt_that_no_service_takes_fails_alone_and_with_the_words_for_text(
+def test_an_invalid_packed_prompt_fails_alone_with_the_json_error_message(
     sampler: SamplingClient, service: ScriptedService
 ) -> None:
     bad = ModelInput.from_ints([-1] * 200)
@@ -239,14 +241,14 @@ def tokens_of(received: ReceivedRequest) -> list[int]:
     return tokens
 
 
-def test_a_batch_is_filled_by_its_real_bytes() -> None:
+def test_a_batch_is_filled_by_its_encoded_size() -> None:
     """Packed prompts take four bytes for a token, and so many more of them share a request."""
     tokens, most_bytes = 1000, 64 * 1024
     with (
         running_service(**{**OFFERED, "tinsmith_batch_bytes": most_bytes}) as service,
         ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
     ):
-        sampler = client.create_sampling_client(base_model="m")
+        sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
         with gathering():
             futures = [sampler.sample(prompt, 1, PARAMS) for prompt in prompts(60, tokens)]
         for future in futures:
@@ -261,12 +263,12 @@ def test_a_batch_is_filled_by_its_real_bytes() -> None:
             assert batch.body_bytes * (1 + 1 / len(batch.request.samples)) > most_bytes
 
 
-def test_a_prompt_above_the_batch_limit_goes_alone_and_packed() -> None:
+def test_a_prompt_above_the_batch_limit_is_sent_alone_and_packed() -> None:
     with (
         running_service(**{**OFFERED, "tinsmith_batch_bytes": 2000}) as service,
         ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
     ):
-        sampler = client.create_sampling_client(base_model="m")
+        sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
         futures = [sampler.sample(prompt, 1, PARAMS) for prompt in prompts(10, tokens=1000)]
         for future in futures:
             future.result(WAIT_S)
@@ -275,7 +277,7 @@ def test_a_prompt_above_the_batch_limit_goes_alone_and_packed() -> None:
         assert len(sent(service, packed=True)) == 10
 
 
-def test_cancelled_samples_leave_the_line_and_the_rest_go_on(
+def test_cancelled_samples_leave_the_queue_and_the_rest_continue(
     sampler: SamplingClient, service: ScriptedService
 ) -> None:
     with gathering():
@@ -288,19 +290,19 @@ def test_cancelled_samples_leave_the_line_and_the_rest_go_on(
     assert len(numbers_of(sent(service, packed=True))) == 10
 
 
-def test_long_prompts_are_written_as_they_leave_and_not_all_at_once() -> None:
+def test_long_prompts_are_encoded_as_they_are_sent_not_all_in_advance() -> None:
     """Between two of them the loop has a turn, so that bodies do not pile up in memory."""
     with (
         running_service(long_poll_s=1.0) as service,
         ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
     ):
-        sampler = client.create_sampling_client(base_model="m")
+        sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
         loop = background().loop
         counts: list[int] = []
         is_over = threading.Event()
 
         def look() -> None:
-            counts.append(sampler._sampler._sender.in_flight)
+            counts.append(len(sampler._sampler._sender._in_flight))
             if not is_over.is_set():
                 loop.call_soon(look)
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from tinsmith.client import heartbeat
+from tinsmith.client import upkeep
 from tinsmith.client.admin import AdminClient
 from tinsmith.client.background import Background
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.rest import RestClient
 from tinsmith.client.retry import RetryBudget
-from tinsmith.client.samples import submissions
+from tinsmith.client.samples import sender
 from tinsmith.client.samples.sampler import NUMBERS_PER_CLONE
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.service import ServiceClient
@@ -33,10 +33,10 @@ PARAMS = SamplingParams(max_tokens=1)
 DATUM = Datum(PROMPT, {"target_tokens": [1], "weights": [1.0]})
 
 
-def test_s2_every_kind_of_client_refuses_calls_once_it_is_closed(service: ScriptedService) -> None:
+def test_s2_every_kind_of_client_rejects_calls_once_it_is_closed(service: ScriptedService) -> None:
     client = ServiceClient(base_url=service.base_url, api_key=service.api_key)
-    training = client.create_lora_training_client("m", rank=2)
-    sampler = client.create_sampling_client(base_model="m")
+    training = client.create_lora_training_client("Qwen/Qwen3-8B", rank=2)
+    sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
     sampler.limiter.rate_limited(60.0)  # not even a pause is waited for
     client.close().result(WAIT_S)
     service.forget_requests()
@@ -51,7 +51,7 @@ def test_s2_every_kind_of_client_refuses_calls_once_it_is_closed(service: Script
         lambda: list(sampler.sample_stream(PROMPT, 1, PARAMS)),
         sampler.get_base_model,
         client.get_server_capabilities,
-        lambda: client.create_lora_training_client("m", rank=2),
+        lambda: client.create_lora_training_client("Qwen/Qwen3-8B", rank=2),
     ):
         with pytest.raises(ClosedError):
             call()
@@ -59,13 +59,13 @@ def test_s2_every_kind_of_client_refuses_calls_once_it_is_closed(service: Script
     assert service.requests() == []
 
 
-def test_s9_a_limiter_of_the_client_s_own_is_not_shared(service: ScriptedService) -> None:
+def test_s9_a_limiter_with_client_scope_is_not_shared(service: ScriptedService) -> None:
     clients = [
         ServiceClient(base_url=service.base_url, api_key=service.api_key, limiter_scope=scope)
         for scope in ("client", "client", "key", "key")
     ]
     alone, other, shared, also_shared = (
-        client.create_sampling_client(base_model="m") for client in clients
+        client.create_sampling_client(base_model="Qwen/Qwen3-8B") for client in clients
     )
 
     assert shared.limiter is also_shared.limiter
@@ -87,16 +87,16 @@ def test_s39_clients_of_two_sockets_share_no_limiter() -> None:
     assert one.holder.session.limiter is not other.holder.session.limiter
 
 
-def test_s7_samples_that_are_held_back_or_tried_again_or_polled_for_take_no_slot_and_no_bytes(
+def test_s7_samples_that_wait_retry_or_poll_hold_no_slot_and_no_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """There is one slot, and room for one prompt: each sample leaves when the last has arrived."""
-    monkeypatch.setattr(submissions, "MOST_REQUESTS", 1)
+    monkeypatch.setattr(sender, "MOST_REQUESTS", 1)
     with (
         running_service(long_poll_s=5.0, sample_dispatch_bytes_semaphore_size=1) as service,
         ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
     ):
-        sampler = client.create_sampling_client(base_model="m")
+        sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
         held = service.faults.hold_commands("asample", times=20)
         service.faults.add("asample", status=429, headers={"retry-after-ms": "100"})
         service.faults.add("asample", status=503, headers={"retry-after-ms": "3000"})
@@ -118,7 +118,7 @@ def test_s14_each_thread_s_calls_keep_their_order_and_each_call_s_chunks_stay_to
         running_service(long_poll_s=0.5, fwdbwd_max_chunk_len=1) as service,
         ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
     ):
-        training = client.create_lora_training_client("m", rank=2)
+        training = client.create_lora_training_client("Qwen/Qwen3-8B", rank=2)
 
         def work(thread: int) -> None:
             pending = []
@@ -160,7 +160,7 @@ def _first_token(received: Any) -> int:
     return int(next(iter(chunk.tokens)))
 
 
-def test_s19_polls_are_numbered_on_over_failures_and_sizes() -> None:
+def test_s19_poll_numbers_continue_across_failures_and_size_replies() -> None:
     with (
         running_service(long_poll_s=0.2, inline_bytes=100) as service,
         ServiceClient(
@@ -169,7 +169,7 @@ def test_s19_polls_are_numbered_on_over_failures_and_sizes() -> None:
             retry=RetryBudget(delay_base_s=0.01),
         ) as client,
     ):
-        training = client.create_lora_training_client("m", rank=2)
+        training = client.create_lora_training_client("Qwen/Qwen3-8B", rank=2)
         datum = Datum(
             ModelInput.from_ints([1] * 500), {"target_tokens": [1] * 500, "weights": [1.0] * 500}
         )
@@ -190,18 +190,18 @@ def test_s19_polls_are_numbered_on_over_failures_and_sizes() -> None:
         assert {poll.headers["x-tinker-request-type"] for poll in polls} == {"Forward"}
 
 
-def test_s39_a_tenant_that_hangs_leaves_the_heartbeats_of_others_on_time(
+def test_s39_a_hanging_tenant_does_not_delay_heartbeats_of_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.05)
+    monkeypatch.setattr(upkeep, "HEARTBEAT_INTERVAL_S", 0.05)
     with (
         running_service(api_key="tml-a") as hung,
         running_service(api_key="tml-b") as well,
         ServiceClient(base_url=hung.base_url, api_key="tml-a") as first,
         ServiceClient(base_url=well.base_url, api_key="tml-b") as second,
     ):
-        sampler = first.create_sampling_client(base_model="m")
-        second.create_sampling_client(base_model="m")
+        sampler = first.create_sampling_client(base_model="Qwen/Qwen3-8B")
+        second.create_sampling_client(base_model="Qwen/Qwen3-8B").result()
         held = hung.faults.hold(None)
         pending = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(400)]
         held.wait_held(100)
@@ -215,15 +215,15 @@ def test_s39_a_tenant_that_hangs_leaves_the_heartbeats_of_others_on_time(
             sample.cancel()
 
 
-def test_s40_no_secret_and_no_prompt_shows_in_the_log(
+def test_s40_no_secret_and_no_prompt_is_logged(
     service: ScriptedService, caplog: pytest.LogCaptureFixture
 ) -> None:
-    secret, token = "tml-very-secret", 987_654
+    secret, token = "tml-very-secret", 198_765
     caplog.set_level(logging.DEBUG)
     service.faults.add("asample", times=2, status=500)
     service.faults.add("asample", times=1, reset=True)
     with ServiceClient(base_url=service.base_url, api_key=service.api_key) as client:
-        sampler = client.create_sampling_client(base_model="m")
+        sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
         sampler.sample(ModelInput.from_ints([token]), 1, PARAMS).result(WAIT_S)
     wrong = ServiceClient(base_url=service.base_url, api_key=secret)
     with pytest.raises(TinkerError):
@@ -237,10 +237,10 @@ def test_s40_no_secret_and_no_prompt_shows_in_the_log(
         assert str(token) not in message
 
 
-def test_an_error_that_ends_the_tries_says_what_the_budget_allows(service: ScriptedService) -> None:
+def test_the_error_after_the_last_retry_names_the_retry_budget(service: ScriptedService) -> None:
     budget = RetryBudget(total_s=0.3, delay_base_s=0.01)
     with ServiceClient(base_url=service.base_url, api_key=service.api_key, retry=budget) as client:
-        sampler = client.create_sampling_client(base_model="m")
+        sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
         service.faults.add("get_sampler", times=None, status=500)
 
         with pytest.raises(InternalServerError) as caught:
@@ -257,23 +257,25 @@ NOBODY = "http://127.0.0.1:9"
 @pytest.mark.parametrize(
     "ask",
     [
-        lambda: ServiceClient(base_url=NOBODY, api_key="tml-k").create_lora_training_client("m"),
+        lambda: ServiceClient(base_url=NOBODY, api_key="tml-k").create_lora_training_client(
+            "Qwen/Qwen3-8B"
+        ),
         lambda: ServiceClient(base_url=NOBODY, api_key="tml-k").create_sampling_client(
-            base_model="m"
+            base_model="Qwen/Qwen3-8B"
         ),
         lambda: RestClient(base_url=NOBODY, api_key="tml-k").list_training_runs().result(),
         lambda: AdminClient(base_url=NOBODY, api_key="tml-k").get_audit_log().result(),
     ],
     ids=["training", "sampling", "rest", "admin"],
 )
-def test_a_closed_port_fails_in_seconds_whoever_asks(ask: Callable[[], object]) -> None:
+def test_a_closed_port_fails_within_seconds_for_every_client(ask: Callable[[], object]) -> None:
     with pytest.raises(APIConnectionError, match="check the base URL") as caught:
         ask()
 
     assert caught.value.__notes__[-1].endswith("the RetryBudget allows first_contact_s=5")
 
 
-def test_large_results_are_fetched_as_far_as_there_is_room_for_them() -> None:
+def test_large_results_are_fetched_within_the_response_byte_budget() -> None:
     """All are announced by their size; those that do not fit are fetched one at a time."""
     with (
         running_service(
@@ -281,7 +283,7 @@ def test_large_results_are_fetched_as_far_as_there_is_room_for_them() -> None:
         ) as service,
         ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
     ):
-        training = client.create_lora_training_client("m", rank=2)
+        training = client.create_lora_training_client("Qwen/Qwen3-8B", rank=2)
         targets = {"target_tokens": [1] * 500, "weights": [1.0] * 500}
         datum = Datum(ModelInput.from_ints([1] * 500), targets)
         held = service.faults.hold(
@@ -318,7 +320,7 @@ rest = tinsmith.RestClient(base_url={service.base_url!r}, api_key={service.api_k
 assert [thread.name for thread in threading.enumerate()] == ["MainThread"]
 client.get_server_capabilities()
 rest.list_training_runs().result()
-client.create_sampling_client(base_model="m")
+client.create_sampling_client(base_model="Qwen/Qwen3-8B")
 names = sorted(thread.name for thread in threading.enumerate())
 assert names == ["MainThread", "tinsmith-loop"], names
 from tinsmith.client import held_gil
@@ -366,12 +368,12 @@ def test_a_burst_of_calls_wakes_the_loop_once() -> None:
 
 
 @pytest.mark.parametrize("is_counted", [True, False], ids=["by the service", "by chance"])
-def test_no_two_clones_of_a_sampler_use_the_same_numbers(is_counted: bool) -> None:
+def test_no_two_clones_of_a_sampler_use_the_same_seq_ids(is_counted: bool) -> None:
     with (
         running_service(sample_join_sampling_session=is_counted) as service,
         ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
     ):
-        sampler = client.create_sampling_client(base_model="m")
+        sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
         handle = sampler.get_sampler_handle()
         clones = [
             SamplingClient.from_sampler_handle(handle, api_key=service.api_key) for _ in range(3)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from tinsmith.client.futures import run_callback
-from tinsmith.client.queue_state import QueueState, QueueStateLogger, StateTeller
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.service import ServiceClient
 from tinsmith.client.training import TrainingClient
+from tinsmith.client.waits import QueueState, QueueStateLogger, StateTeller
 from tinsmith.testing import ScriptedService
 from tinsmith.types import AdamParams, ModelInput, SamplingParams
 
@@ -31,7 +31,7 @@ def tells_to(told: Told) -> Any:
 
 
 @pytest.mark.parametrize("poll_status", [200, 408])
-def test_a_training_client_is_told_of_a_paused_queue_on_a_thread_for_callbacks(
+def test_a_training_client_hears_of_a_paused_queue_on_the_callback_thread(
     training: TrainingClient,
     service: ScriptedService,
     monkeypatch: pytest.MonkeyPatch,
@@ -52,12 +52,12 @@ def test_a_training_client_is_told_of_a_paused_queue_on_a_thread_for_callbacks(
     step.result(WAIT_S)
 
 
-def test_a_sampling_client_is_told_in_the_way_that_programs_replace_it(
+def test_a_replaced_on_queue_state_change_of_a_sampling_client_is_called(
     client: ServiceClient, service: ScriptedService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: Told = queue.SimpleQueue()
     monkeypatch.setattr(SamplingClient, "on_queue_state_change", tells_to(told))
-    sampler = client.create_sampling_client(base_model="m")
+    sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
     paused = service.faults.pause(
         "asample", queue_state="paused_rate_limit", poll_after_s=0.05, times=1
     )
@@ -70,7 +70,7 @@ def test_a_sampling_client_is_told_in_the_way_that_programs_replace_it(
     answer.result(WAIT_S)
 
 
-def test_an_observer_that_raises_or_blocks_holds_up_no_result(
+def test_an_observer_that_raises_or_blocks_delays_no_result(
     training: TrainingClient, service: ScriptedService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, may_end = threading.Event(), threading.Event()
@@ -93,7 +93,7 @@ def test_an_observer_that_raises_or_blocks_holds_up_no_result(
     assert after_all_callbacks.wait(WAIT_S)
 
 
-def test_a_paused_queue_is_logged_once_a_minute_and_a_moving_one_never(
+def test_a_paused_queue_is_logged_once_a_minute_and_an_active_one_never(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     now = [0.0]
@@ -111,7 +111,7 @@ def test_a_paused_queue_is_logged_once_a_minute_and_a_moving_one_never(
     ]
 
 
-def test_a_state_that_is_not_known_and_one_without_a_reason_are_told_as_such(
+def test_an_unknown_queue_state_without_a_reason_is_logged_as_unknown(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert QueueState.parse("on fire") is QueueState.UNKNOWN
@@ -121,7 +121,7 @@ def test_a_state_that_is_not_known_and_one_without_a_reason_are_told_as_such(
     assert caplog.records[0].getMessage() == "Sampling for s is paused. Reason: unknown"
 
 
-def test_the_latest_state_is_known_in_words_until_results_come() -> None:
+def test_the_latest_queue_state_is_described_until_results_arrive() -> None:
     class Observer:
         def on_queue_state_change(self, state: QueueState, reason: str | None) -> None:
             pass
@@ -136,7 +136,7 @@ def test_the_latest_state_is_known_in_words_until_results_come() -> None:
     assert states == ["", "the queue is paused_capacity: no room", "the queue is active"]
 
 
-def test_b52_pending_answers_are_not_logged_one_by_one(
+def test_pending_replies_are_not_logged_individually(
     training: TrainingClient, service: ScriptedService, caplog: pytest.LogCaptureFixture
 ) -> None:
     paused = service.faults.pause("optim_step", poll_after_s=0.01, poll_status=200, times=1)
@@ -150,7 +150,7 @@ def test_b52_pending_answers_are_not_logged_one_by_one(
     assert len(caplog.records) <= 1  # that it is paused, which is told once a minute
 
 
-def test_an_observer_that_is_gone_is_not_told() -> None:
+def test_a_freed_observer_is_not_called() -> None:
     class Observer:
         def on_queue_state_change(self, *_: object) -> None:
             raise AssertionError("it was dropped")

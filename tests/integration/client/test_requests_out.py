@@ -33,7 +33,7 @@ def test_a_path_arrives_as_it_was_written(run: Run, path: str) -> None:
     assert run(echo, scenario) == path
 
 
-def test_a_query_carries_any_text(run: Run) -> None:
+def test_a_query_may_contain_any_text(run: Run) -> None:
     query = {"a": "é&=?# \r\n\0+%", "b": ""}
 
     async def scenario(transport: Transport, server: ScriptedServer) -> str:
@@ -48,9 +48,7 @@ def test_a_query_carries_any_text(run: Run) -> None:
 
 
 @pytest.mark.parametrize("value", ["a\r\nX-Other: b", "a\nb", "a\rb", "a\0b", "日本"])
-def test_a_header_that_http_cannot_carry_is_refused_and_nothing_is_sent(
-    run_direct: Run, value: str
-) -> None:
+def test_an_invalid_header_is_rejected_and_nothing_is_sent(run_direct: Run, value: str) -> None:
     async def scenario(transport: Transport, server: ScriptedServer) -> int:
         with pytest.raises(ValidationError):
             await post(transport, headers={"X-Note": value})
@@ -69,12 +67,12 @@ def test_a_header_that_http_cannot_carry_is_refused_and_nothing_is_sent(
         *[(name, "1") for name in ("", "X Note", "X:Note", "X\r\nNote", "é", "X-Note\n")],
     ],
 )
-def test_settings_refuse_a_header_that_http_cannot_carry(name: str, value: str) -> None:
+def test_settings_reject_an_invalid_header(name: str, value: str) -> None:
     with pytest.raises(ValidationError, match="header"):
         TransportSettings(base_url="http://service", headers={name: value})
 
 
-def test_a_header_for_every_request_replaces_ours_in_any_case(run: Run) -> None:
+def test_a_default_header_replaces_ours_whatever_its_case(run: Run) -> None:
     async def scenario(transport: Transport, server: ScriptedServer) -> dict[str, str]:
         await post(transport, headers={"User-Agent": "ours", "Accept": "application/json"})
         return server.received[0].headers
@@ -89,7 +87,7 @@ def test_a_header_for_every_request_replaces_ours_in_any_case(run: Run) -> None:
     ("method", "parts", "length"),
     [("POST", [], "0"), ("POST", [b""], "0"), ("GET", [], None), ("DELETE", [], "0")],
 )
-def test_an_empty_body_says_so_where_one_is_expected(
+def test_an_empty_body_has_content_length_zero_where_a_body_is_expected(
     run: Run, method: str, parts: Parts, length: str | None
 ) -> None:
     async def scenario(transport: Transport, server: ScriptedServer) -> list[str | None]:
@@ -100,7 +98,7 @@ def test_an_empty_body_says_so_where_one_is_expected(
     assert set(run(echo, scenario)) <= {length, None if method == "DELETE" else length}
 
 
-def test_the_same_request_can_be_sent_again_whole(run: Run) -> None:
+def test_the_same_request_can_be_resent_in_full(run: Run) -> None:
     body: Parts = [b"x" * 300_000, memoryview(b"y" * 3_000_000), b"z"]
 
     async def lose_the_first(request: Received, connection: Connection) -> None:
@@ -136,7 +134,7 @@ class _Unread:
 
 
 @pytest.mark.parametrize("parts", [1, 10, 4000])
-def test_a_server_that_stops_reading_does_not_make_us_copy_the_body(
+def test_a_server_that_stops_reading_does_not_cause_body_copies(
     run_direct: Run, parts: int
 ) -> None:
     body: Parts = [memoryview(bytes(80_000_000 // parts))] * parts
@@ -156,7 +154,7 @@ def test_a_server_that_stops_reading_does_not_make_us_copy_the_body(
     assert run_direct(echo, scenario) < 10_000_000
 
 
-def test_a_connection_that_was_answered_before_all_was_sent_is_not_used_again(
+def test_a_connection_answered_before_the_request_was_complete_is_not_reused(
     run_direct: Run,
 ) -> None:
     """A server that reads no further would never see the next request."""
@@ -183,7 +181,7 @@ def test_a_connection_that_was_answered_before_all_was_sent_is_not_used_again(
     assert run_direct(echo, scenario) == [413] * 3
 
 
-def test_a_server_that_ends_its_side_before_it_has_read_all_is_a_connection_error(
+def test_a_server_that_closes_before_reading_everything_is_a_connection_error(
     run_direct: Run,
 ) -> None:
     async def scenario(_: Transport, __: ScriptedServer) -> None:

@@ -23,8 +23,8 @@ import pytest
 from tests.integration.client.scripted_server import Connection, Received, scripted_server
 from tinsmith.client import lease as sessions
 from tinsmith.client.admin import AdminClient
-from tinsmith.client.management.bulk_delete import AT_ONCE
-from tinsmith.client.management.trace_export import TraceExportError
+from tinsmith.client.management.checkpoints import AT_ONCE
+from tinsmith.client.management.sessions import TraceExportError
 from tinsmith.client.rest import RestClient
 from tinsmith.client.retry import NO_RETRIES
 from tinsmith.client.service import ServiceClient
@@ -67,7 +67,7 @@ def test_a_run_is_found_by_id_and_by_the_path_of_its_checkpoint(
     ] == [path]
 
 
-def test_a_checkpoint_can_be_published_kept_and_deleted(
+def test_a_checkpoint_can_be_published_given_a_ttl_and_deleted(
     rest: RestClient, training: TrainingClient, service: ScriptedService
 ) -> None:
     path = training.save_state("c1").result(WAIT_S).path
@@ -95,7 +95,7 @@ def test_s38_taking_one_of_many_makes_one_request(
     assert len(service.requests("list_user_checkpoints")) == 1
 
 
-def test_s38_all_items_come_once_over_pages(
+def test_s38_every_item_is_returned_once_across_pages(
     rest: RestClient, training: TrainingClient, service: ScriptedService
 ) -> None:
     for number in range(7):
@@ -126,8 +126,10 @@ def test_s38_an_error_in_a_later_page_comes_after_the_items_before_it(
         next(pages)
 
 
-def test_s38_runs_and_sessions_are_listed_whole(rest: RestClient, client: ServiceClient) -> None:
-    made = [client.create_lora_training_client("m", rank=2).model_id for _ in range(5)]
+def test_s38_runs_and_sessions_are_listed_completely(
+    rest: RestClient, client: ServiceClient
+) -> None:
+    made = [client.create_lora_training_client("Qwen/Qwen3-8B", rank=2).model_id for _ in range(5)]
 
     runs = [run.training_run_id for run in rest.iter_training_runs(page_size=2)]
     sessions = list(rest.iter_sessions(page_size=1))
@@ -167,12 +169,12 @@ def test_sessions_are_looked_up_and_searched(rest: RestClient, training: Trainin
     assert [summary.session_id for summary in found.sessions] == [session_id]
 
 
-def test_a_run_of_nobody_is_not_found(rest: RestClient) -> None:
+def test_an_unknown_run_is_not_found(rest: RestClient) -> None:
     with pytest.raises(NotFoundError):
         rest.get_training_run("nobody:train:0").result(WAIT_S)
 
 
-def test_only_external_weights_have_files_to_fetch(rest: RestClient) -> None:
+def test_only_external_weights_have_file_urls(rest: RestClient) -> None:
     with pytest.raises(ValidationError, match="save_weights_external"):
         _ = rest.get_external_weights_urls("tinker://run/weights/c1")
 
@@ -187,7 +189,7 @@ def test_management_calls_name_their_sdk_and_method(
     assert headers["x-sdk-version"]
 
 
-def test_clients_of_one_address_and_key_start_up_once(service: ScriptedService) -> None:
+def test_clients_with_one_base_url_and_key_fetch_the_config_once(service: ScriptedService) -> None:
     first = RestClient(base_url=service.base_url, api_key=service.api_key)
     second = RestClient(base_url=service.base_url, api_key=service.api_key)
 
@@ -224,7 +226,7 @@ def test_s39_clients_with_different_settings_share_nothing(
     assert other.holder is not plain.holder
 
 
-def test_a_service_behind_a_socket_is_asked_with_headers_of_one_s_own(
+def test_a_service_behind_a_socket_gets_custom_headers(
     tmp_path: pathlib.Path,
 ) -> None:
     async def scenario() -> None:
@@ -248,19 +250,19 @@ def test_a_service_behind_a_socket_is_asked_with_headers_of_one_s_own(
 @pytest.mark.parametrize(
     "setting", [{"retry": NO_RETRIES}, {"proxy": "http://proxy"}, {"api_key": "tml-b"}]
 )
-def test_what_a_client_of_a_service_is_told_besides_is_refused_and_not_ignored(
+def test_extra_settings_next_to_a_service_client_are_rejected_not_ignored(
     client: ServiceClient, setting: dict[str, Any]
 ) -> None:
     with pytest.raises(ValidationError, match="holder"):
         RestClient(client.holder, **setting)
 
 
-def test_a_setting_that_there_is_not_is_named() -> None:
-    with pytest.raises(TypeError, match="AdminClient does not know proxi"):
+def test_the_error_names_an_unknown_setting() -> None:
+    with pytest.raises(TypeError, match="unknown argument of AdminClient: proxi"):
         AdminClient(base_url="http://local", api_key="tml-a", proxi="http://proxy")
 
 
-def test_clients_of_two_keys_share_nothing(service: ScriptedService) -> None:
+def test_clients_with_different_keys_share_nothing(service: ScriptedService) -> None:
     good = RestClient(base_url=service.base_url, api_key=service.api_key)
     bad = RestClient(base_url=service.base_url, api_key="tml-other")
 
@@ -270,7 +272,9 @@ def test_clients_of_two_keys_share_nothing(service: ScriptedService) -> None:
         bad.list_sessions().result(WAIT_S)
 
 
-def test_only_what_was_named_is_deleted(rest: RestClient, training: TrainingClient) -> None:
+def test_only_checkpoints_that_match_are_deleted(
+    rest: RestClient, training: TrainingClient
+) -> None:
     training.save_state("old").result(WAIT_S)
     middle = rest.list_checkpoints(training.model_id).result(WAIT_S).checkpoints[0].time
     training.save_state("new").result(WAIT_S)
@@ -301,7 +305,7 @@ def test_times_without_an_offset_are_taken_as_utc(
     assert len(planned.deleted) == 1
 
 
-def test_everything_is_not_deleted_by_leaving_out_what(
+def test_delete_checkpoints_without_a_filter_is_rejected(
     rest: RestClient, service: ScriptedService
 ) -> None:
     with pytest.raises(ValidationError, match="every checkpoint"):
@@ -310,7 +314,7 @@ def test_everything_is_not_deleted_by_leaving_out_what(
     assert service.requests() == []
 
 
-def test_a_deletion_that_fails_is_told_and_keeps_none_of_the_others(
+def test_a_failed_deletion_is_reported_and_does_not_stop_the_others(
     rest: RestClient, training: TrainingClient, service: ScriptedService
 ) -> None:
     for number in range(4):
@@ -351,7 +355,7 @@ def test_a_deletion_whose_reply_was_lost_counts_as_done(
     assert statuses == [None, 404 if is_forgetful else 204]
 
 
-def test_a_single_deletion_is_the_same_one_when_its_reply_was_lost(
+def test_a_single_deletion_whose_reply_was_lost_succeeds(
     rest: RestClient, training: TrainingClient, service: ScriptedService
 ) -> None:
     path = training.save_state("c1").result(WAIT_S).path
@@ -395,7 +399,7 @@ async def answer_listings(request: Received, connection: Connection) -> None:
             "training_runs": [
                 {
                     "training_run_id": str(n),
-                    "base_model": "m",
+                    "base_model": "Qwen/Qwen3-8B",
                     "model_owner": "o",
                     "is_lora": True,
                     "last_request_time": time,
@@ -410,7 +414,7 @@ async def answer_listings(request: Received, connection: Connection) -> None:
 
 
 @pytest.mark.parametrize("name", ["iter_sessions", "iter_checkpoints", "iter_training_runs"])
-def test_s38_a_listing_of_3500_takes_as_few_requests_as_it_can(name: str) -> None:
+def test_s38_a_listing_of_3500_uses_the_fewest_possible_requests(name: str) -> None:
     async def scenario() -> None:
         async with scripted_server(answer_listings) as server:
             rest = RestClient(base_url=server.url, api_key="tml-test")
@@ -432,7 +436,7 @@ def test_s38_a_listing_of_3500_takes_as_few_requests_as_it_can(name: str) -> Non
     asyncio.run(scenario())
 
 
-def test_s38_sessions_of_a_service_that_gives_less_and_tells_no_total_are_all_listed() -> None:
+def test_s38_sessions_are_all_listed_without_a_total_and_with_short_pages() -> None:
     async def answer(request: Received, connection: Connection) -> None:
         asked = dict(parse_qsl(urlsplit(request.target).query))
         offset = int(asked.get("offset", 0))
@@ -468,7 +472,7 @@ def test_a_checkpoint_is_copied_into_a_project(
     assert asked.request.destination_project_id == "project-2"
 
 
-def test_a_copy_is_made_once_however_often_it_is_asked_for(
+def test_a_repeated_copy_request_makes_one_copy(
     rest: RestClient, training: TrainingClient, service: ScriptedService
 ) -> None:
     path = training.save_state("c1").result(WAIT_S).path
@@ -495,13 +499,13 @@ def test_a_copy_needs_a_project(
     assert service.requests("copy_weights")[0].request.destination_project_id == "project-of-mine"
 
 
-def test_a_trace_is_waited_for_and_its_wait_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_waiting_for_a_trace_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "tinsmith")
     with (
         running_service(trace_polls=2) as service,
         ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
     ):
-        client.create_sampling_client(base_model="m")
+        client.create_sampling_client(base_model="Qwen/Qwen3-8B").result()
         rest = RestClient(base_url=service.base_url, api_key=service.api_key)
         session_id = next(rest.iter_sessions())
 
@@ -514,12 +518,12 @@ def test_a_trace_is_waited_for_and_its_wait_is_told(caplog: pytest.LogCaptureFix
     assert session_id in told[0]
 
 
-def test_a_trace_that_never_comes_is_given_up_in_time() -> None:
+def test_a_trace_that_never_arrives_times_out() -> None:
     with (
         running_service(trace_polls=10**9) as service,
         ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
     ):
-        client.create_sampling_client(base_model="m")
+        client.create_sampling_client(base_model="Qwen/Qwen3-8B").result()
         rest = RestClient(base_url=service.base_url, api_key=service.api_key)
 
         with pytest.raises(APITimeoutError):
@@ -530,8 +534,8 @@ def test_a_trace_that_never_comes_is_given_up_in_time() -> None:
     ("body", "error", "says"),
     [
         ({"status": "failed", "error": "no spans"}, TraceExportError, "no spans"),
-        ({"status": "failed"}, RuntimeError, "does not say why"),
-        ({"status": "ready"}, APIResponseValidationError, "not where"),
+        ({"status": "failed"}, RuntimeError, "no reason given"),
+        ({"status": "ready"}, APIResponseValidationError, "no address"),
         ({"status": "lost"}, APIResponseValidationError, "lost"),
     ],
 )
@@ -549,25 +553,27 @@ def test_a_trace_that_cannot_be_made_says_why(
 
 
 @pytest.mark.parametrize("archive_redirects", [False, True])
-def test_an_archive_is_found_whichever_way_the_service_says_where(archive_redirects: bool) -> None:
+def test_an_archive_url_is_found_with_and_without_a_redirect(archive_redirects: bool) -> None:
     with (
         running_service(archive_redirects=archive_redirects) as service,
         ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
     ):
-        training = client.create_lora_training_client("m", rank=2)
+        training = client.create_lora_training_client("Qwen/Qwen3-8B", rank=2)
         path = training.save_weights_for_sampler("c1").result(WAIT_S).path
         rest = RestClient(base_url=service.base_url, api_key=service.api_key)
 
         by_id = rest.get_checkpoint_archive_url(training.model_id, "sampler_weights/c1")
         by_path = asyncio.run(rest.get_checkpoint_archive_url_from_tinker_path_async(path))
 
-        assert by_id.result(WAIT_S).url == by_path.url
         assert by_path.expires > datetime.datetime.now(datetime.UTC)
-        with urllib.request.urlopen(by_path.url) as fetched:
-            assert fetched.status == 200
+        contents = []
+        for found in (by_id.result(WAIT_S), by_path):
+            with urllib.request.urlopen(found.url) as fetched:
+                contents.append(fetched.read())
+        assert contents[0] == contents[1] != b""
 
 
-def test_an_archive_s_address_without_an_expiry_is_good_for_a_while(
+def test_an_archive_url_without_an_expiry_gets_a_default_one(
     rest: RestClient, service: ScriptedService
 ) -> None:
     service.faults.add(
@@ -582,18 +588,18 @@ def test_an_archive_s_address_without_an_expiry_is_good_for_a_while(
     assert found.expires > datetime.datetime.now(datetime.UTC)
 
 
-def test_a_plain_key_does_not_say_whose_it_is(rest: RestClient) -> None:
-    with pytest.raises(RuntimeError, match="does not say"):
+def test_whoami_with_a_plain_key_raises(rest: RestClient) -> None:
+    with pytest.raises(RuntimeError, match="does not identify an account"):
         rest.whoami().result(WAIT_S)
 
 
-def test_a_token_says_whose_it_is() -> None:
+def test_whoami_with_a_token_names_its_owner() -> None:
     with running_service(pjwt_auth_enabled=True) as service:
         rest = RestClient(base_url=service.base_url, api_key=service.api_key)
 
         me = asyncio.run(rest.whoami_async())
 
-    assert (me.user_urn, me.org_urn) == ("test-user", "tml:organization:test-org")
+    assert (me.user_urn, me.org_urn) == ("tml:user:default", "tml:organization:default")
     assert me.email
 
 
@@ -614,9 +620,7 @@ def test_calls_by_path_name_their_own_method(
     ]
 
 
-def test_a_call_that_takes_longer_than_its_time_is_given_up(
-    rest: RestClient, service: ScriptedService
-) -> None:
+def test_a_call_that_exceeds_its_timeout_fails(rest: RestClient, service: ScriptedService) -> None:
     with service.faults.hold("list_sessions"):
         with pytest.raises(APITimeoutError, match="list_sessions"):
             rest.list_sessions(timeout=0.2).result(WAIT_S)
@@ -626,7 +630,9 @@ def test_a_call_that_takes_longer_than_its_time_is_given_up(
             asyncio.run(rest.list_sessions_async(timeout=0.2))
 
 
-def test_a_client_of_a_service_takes_no_address_of_its_own(client: ServiceClient) -> None:
+def test_a_rest_client_of_a_service_client_rejects_its_own_credentials(
+    client: ServiceClient,
+) -> None:
     with pytest.warns(FutureWarning, match="RestClient"):
         rest = client.create_rest_client()
 
@@ -635,7 +641,7 @@ def test_a_client_of_a_service_takes_no_address_of_its_own(client: ServiceClient
         RestClient(rest._lease, api_key="tml-other")
 
 
-def test_patience_is_a_client_s_own(service: ScriptedService) -> None:
+def test_each_client_has_its_own_retry_budget(service: ScriptedService) -> None:
     hasty = RestClient(base_url=service.base_url, api_key=service.api_key, retry=NO_RETRIES)
     patient = RestClient(base_url=service.base_url, api_key=service.api_key)
     hasty.list_sessions().result(WAIT_S)
@@ -647,7 +653,7 @@ def test_patience_is_a_client_s_own(service: ScriptedService) -> None:
     assert patient.list_sessions().result(WAIT_S).sessions == []
 
 
-def test_a_closed_port_is_told_in_seconds(unused_address: str) -> None:
+def test_a_closed_port_is_reported_within_seconds(unused_address: str) -> None:
     rest = RestClient(base_url=unused_address, api_key="tml-test")
 
     with pytest.raises(APIConnectionError, match="check the base URL"):
@@ -661,7 +667,7 @@ def unused_address() -> Iterator[str]:
         yield f"http://127.0.0.1:{bound.getsockname()[1]}"
 
 
-def test_connections_go_with_the_last_client_that_shares_them(service: ScriptedService) -> None:
+def test_shared_connections_are_closed_with_the_last_client(service: ScriptedService) -> None:
     def open_here() -> list[Session]:
         gc.collect()
         return [s for s in sessions._open_sessions if s.settings.base_url == service.base_url]
@@ -705,7 +711,7 @@ parents.list_sessions().result(30)
     assert len(connections) == 2
 
 
-def test_many_are_deleted_a_few_at_a_time(
+def test_concurrent_deletions_are_limited(
     rest: RestClient, training: TrainingClient, service: ScriptedService
 ) -> None:
     for number in range(AT_ONCE + 4):

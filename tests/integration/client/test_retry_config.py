@@ -47,7 +47,7 @@ def client(service: ScriptedService) -> Iterator[ServiceClient]:
 
 def sampler_with(client: ServiceClient, **fields: Any) -> SamplingClient:
     config = tinsmith.RetryConfig(**fields)
-    return client.create_sampling_client(base_model="m", retry_config=config)
+    return client.create_sampling_client(base_model="Qwen/Qwen3-8B", retry_config=config)
 
 
 def accepted(service: ScriptedService) -> int:
@@ -74,7 +74,7 @@ def test_max_connections_bounds_the_samples_in_flight(
     assert held.most_held == 6
 
 
-def test_a_sample_that_is_cancelled_makes_room_for_the_next(
+def test_a_cancelled_sample_frees_its_slot_for_the_next(
     client: ServiceClient, service: ScriptedService
 ) -> None:
     sampler = sampler_with(client, max_connections=1)
@@ -121,10 +121,10 @@ def test_a_result_counts_as_progress_for_all(
     assert len(slow.result(WAIT_S).sequences) == 1
 
 
-def test_b63_without_a_config_samples_are_waited_for_as_long_as_they_take(
+def test_without_a_config_samples_have_no_progress_timeout(
     client: ServiceClient, service: ScriptedService
 ) -> None:
-    sampler = client.create_sampling_client(base_model="m")
+    sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
     held = service.faults.hold_commands("asample")
 
     future = sampler.sample(PROMPT, 1, PARAMS)
@@ -168,7 +168,7 @@ def test_without_retry_logic_the_first_failure_is_raised(
     assert len(service.requests("asample")) == 1
 
 
-def test_without_retry_logic_a_lost_result_is_not_drawn_anew(
+def test_without_retry_logic_a_lost_result_is_not_resampled(
     client: ServiceClient, service: ScriptedService
 ) -> None:
     sampler = sampler_with(client, enable_retry_logic=False)
@@ -180,7 +180,7 @@ def test_without_retry_logic_a_lost_result_is_not_drawn_anew(
     assert raised.value.status_code == 410
 
 
-def test_without_retry_logic_pauses_are_kept_all_the_same(
+def test_without_retry_logic_pauses_are_still_respected(
     client: ServiceClient, service: ScriptedService
 ) -> None:
     sampler = sampler_with(client, enable_retry_logic=False)
@@ -189,7 +189,7 @@ def test_without_retry_logic_pauses_are_kept_all_the_same(
     assert len(sampler.sample(PROMPT, 1, PARAMS).result(WAIT_S).sequences) == 1
 
 
-def test_delays_and_patience_are_those_of_the_config(
+def test_the_config_sets_retry_delays_and_timeouts(
     client: ServiceClient, service: ScriptedService
 ) -> None:
     sampler = sampler_with(
@@ -213,7 +213,7 @@ def test_delays_and_patience_are_those_of_the_config(
     assert sampler.retry_budget.delay_base_s == 0.3
 
 
-def test_w18_polls_have_the_patience_of_the_config(
+def test_the_config_sets_how_long_polls_are_retried(
     client: ServiceClient, service: ScriptedService
 ) -> None:
     patient = {"progress_timeout": 0.6, "retry_delay_base": 0.1, "enable_stuck_detection": False}
@@ -228,7 +228,7 @@ def test_w18_polls_have_the_patience_of_the_config(
         assert sum(len(service.requests(name)) for name in polls) <= most_polls
 
 
-def test_w18_streams_have_the_patience_of_the_config() -> None:
+def test_the_config_sets_how_long_streams_are_retried() -> None:
     with (
         running_service(**PLAIN, tinsmith_stream=True) as service,
         ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
@@ -242,7 +242,7 @@ def test_w18_streams_have_the_patience_of_the_config() -> None:
         assert "attempt(s)" in caught.value.__notes__[-1]
 
 
-def test_without_retry_logic_samples_that_are_all_refused_are_given_up(
+def test_without_retry_logic_samples_that_are_all_rejected_fail(
     client: ServiceClient, service: ScriptedService
 ) -> None:
     sampler = sampler_with(client, enable_retry_logic=False, progress_timeout=0.5)
@@ -254,7 +254,7 @@ def test_without_retry_logic_samples_that_are_all_refused_are_given_up(
     assert len(service.requests()) > 1
 
 
-def test_errors_that_are_named_are_drawn_anew(
+def test_errors_named_in_the_config_are_resampled(
     client: ServiceClient, service: ScriptedService
 ) -> None:
     sampler = sampler_with(client, retryable_exceptions=(RequestFailedError,))
@@ -262,19 +262,19 @@ def test_errors_that_are_named_are_drawn_anew(
 
     response = sampler.sample(PROMPT, 1, PARAMS).result(WAIT_S)
 
-    assert response.sequences[0].sequence_id.endswith(":2:0")
+    assert response.sequences[0].sequence_id.endswith(":2:s0")
     service.faults.fail_command("asample", times=None, error="for good")
     with pytest.raises(RequestFailedError, match="for good"):
         sampler.sample(PROMPT, 1, PARAMS).result(WAIT_S)
 
 
 @pytest.mark.parametrize("call", ["sample", "compute_logprobs"])
-def test_b47_a_service_may_forbid_to_draw_anew(call: str) -> None:
+def test_a_service_may_forbid_resampling(call: str) -> None:
     with (
         running_service(**PLAIN, sample_no_retries=True) as service,
         ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
     ):
-        sampler = client.create_sampling_client(base_model="m")
+        sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
         service.faults.expire_results("asample", times=1)
         asked = {"sample": (PROMPT, 1, PARAMS), "compute_logprobs": (PROMPT,)}[call]
 
@@ -282,12 +282,12 @@ def test_b47_a_service_may_forbid_to_draw_anew(call: str) -> None:
             getattr(sampler, call)(*asked).result(WAIT_S)
 
 
-def test_b38_without_a_config_the_service_bounds_the_samples_in_flight() -> None:
+def test_without_a_config_the_service_bounds_the_samples_in_flight() -> None:
     with (
         running_service(**PLAIN, sample_max_concurrent_requests=3) as service,
         ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
     ):
-        sampler = client.create_sampling_client(base_model="m")
+        sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
         held = service.faults.hold_commands("asample")
         futures = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(10)]
         held.wait_held(3)
@@ -297,7 +297,7 @@ def test_b38_without_a_config_the_service_bounds_the_samples_in_flight() -> None
         assert held.most_held == 3
 
 
-def test_b39_two_clients_of_one_sampler_have_a_bound_each(
+def test_two_clients_of_one_sampler_each_have_their_own_limit(
     client: ServiceClient, service: ScriptedService
 ) -> None:
     first = sampler_with(client, max_connections=2)
@@ -316,15 +316,15 @@ def test_b39_two_clients_of_one_sampler_have_a_bound_each(
     assert held.most_held == 4
 
 
-def test_without_a_config_the_client_s_own_budget_holds(service: ScriptedService) -> None:
+def test_without_a_config_the_client_s_own_retry_budget_applies(service: ScriptedService) -> None:
     mine = RetryBudget(total_s=12.0)
     with ServiceClient(base_url=service.base_url, api_key=service.api_key, retry=mine) as client:
-        sampler = client.create_sampling_client(base_model="m")
+        sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
 
         assert sampler.retry_budget == mine
 
 
-def test_w39_a_pickled_client_keeps_its_config_and_no_key(
+def test_a_pickled_client_keeps_its_config_and_no_key(
     client: ServiceClient, service: ScriptedService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TINKER_API_KEY", service.api_key)
@@ -338,16 +338,18 @@ def test_w39_a_pickled_client_keeps_its_config_and_no_key(
     assert len(clone.sample(PROMPT, 1, PARAMS).result(WAIT_S).sequences) == 1
 
 
-def test_every_way_to_a_sampler_takes_a_config(client: ServiceClient) -> None:
+def test_every_way_to_create_a_sampler_accepts_a_config(client: ServiceClient) -> None:
     config = tinsmith.RetryConfig(progress_timeout=44.0)
-    training = client.create_lora_training_client("m", rank=4)
+    training = client.create_lora_training_client("Qwen/Qwen3-8B", rank=4)
     saved = training.save_weights_for_sampler("s1").result(WAIT_S)
 
     samplers = [
         training.save_weights_and_get_sampling_client(retry_config=config),
         training.create_sampling_client(saved.path, retry_config=config),
         client.create_sampling_client(model_path=saved.path, retry_config=config),
-        SamplingClient.create(client.holder, base_model="m", retry_config=config).result(WAIT_S),
+        SamplingClient.create(
+            client.holder, base_model="Qwen/Qwen3-8B", retry_config=config
+        ).result(WAIT_S),
     ]
 
     assert {sampler.retry_budget.total_s for sampler in samplers} == {44.0}
@@ -363,7 +365,7 @@ def test_a_config_is_a_value_that_can_be_changed_and_compared() -> None:
             tinsmith.RetryConfig(**wrong)
 
 
-def test_a_service_that_was_reached_before_is_waited_for_with_a_config_too() -> None:
+def test_with_a_config_a_service_that_was_reached_before_is_still_retried() -> None:
     """It is not given up as an address at which nothing ever ran."""
     with running_service(**PLAIN) as service:
         client = ServiceClient(

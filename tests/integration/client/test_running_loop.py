@@ -24,13 +24,13 @@ SLOW_S = 0.4
 """How long the service takes for each reply."""
 
 
-def test_blocking_calls_work_where_a_loop_runs_as_in_a_notebook(service: ScriptedService) -> None:
+def test_blocking_calls_work_in_a_running_loop_as_in_a_notebook(service: ScriptedService) -> None:
     """A cell runs on a loop, calls blocking methods, and may await others in between."""
 
     async def cell() -> list[Any]:
         with ServiceClient(base_url=service.base_url, api_key=service.api_key) as client:
             client.get_server_capabilities()
-            training = client.create_lora_training_client("m", rank=2)
+            training = client.create_lora_training_client("Qwen/Qwen3-8B", rank=2)
             output = training.forward_backward([DATUM], "cross_entropy").result(20)
             step = await training.optim_step(AdamParams())
             sampler = training.save_weights_and_get_sampling_client()
@@ -46,7 +46,7 @@ def test_a_blocking_call_inside_a_coroutine_inside_a_blocking_call_works(
 ) -> None:
     """As programs nest loops: a coroutine on a loop of its own, on a thread, on a running loop."""
     with ServiceClient(base_url=service.base_url, api_key=service.api_key) as client:
-        sampler = client.create_sampling_client(base_model="m")
+        sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
 
         async def inner() -> int:
             first = sampler.sample(PROMPT, 1, PARAMS).result(20)
@@ -59,11 +59,11 @@ def test_a_blocking_call_inside_a_coroutine_inside_a_blocking_call_works(
         assert asyncio.run(outer()) == 2
 
 
-def test_a_loss_of_a_users_own_may_use_another_client(service: ScriptedService) -> None:
+def test_a_custom_loss_may_use_another_client(service: ScriptedService) -> None:
     """It runs on a thread of its own, where blocking is allowed."""
     with ServiceClient(base_url=service.base_url, api_key=service.api_key) as client:
-        training = client.create_lora_training_client("m", rank=2)
-        sampler = client.create_sampling_client(base_model="m")
+        training = client.create_lora_training_client("Qwen/Qwen3-8B", rank=2)
+        sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
 
         class Sampled:
             def gradients(self, data: list[Datum], _: list[Any]) -> Any:
@@ -88,8 +88,24 @@ async def _drained(items: AsyncIterator[Any]) -> list[Any]:
 
 CALLS: dict[str, Callable[[Clients], Awaitable[Any]]] = {
     "capabilities": lambda has: has.client.get_server_capabilities_async(),
-    "create training": lambda has: has.client.create_lora_training_client_async("m", rank=2),
-    "create sampling": lambda has: has.client.create_sampling_client_async(base_model="m"),
+    "create training": lambda has: has.client.create_lora_training_client_async(
+        "Qwen/Qwen3-8B", rank=2
+    ),
+    "create sampling": lambda has: has.client.create_sampling_client_async(
+        base_model="Qwen/Qwen3-8B"
+    ),
+    "one spelling: create training": lambda has: has.client.create_lora_training_client(
+        "Qwen/Qwen3-8B", rank=2
+    ),
+    "one spelling: create sampling": lambda has: has.client.create_sampling_client(
+        base_model="Qwen/Qwen3-8B"
+    ),
+    "one spelling: save and sample": lambda has: (
+        has.training.save_weights_and_get_sampling_client()
+    ),
+    "one spelling: forward": lambda has: has.training.forward([DATUM], "cross_entropy"),
+    "one spelling: sample": lambda has: has.sampler.sample(PROMPT, 1, PARAMS),
+    "one spelling: runs": lambda has: has.rest.list_training_runs(),
     "forward": lambda has: _twice(has.training.forward_async([DATUM], "cross_entropy")),
     "forward_backward": lambda has: _twice(
         has.training.forward_backward_async([DATUM], "cross_entropy")
@@ -113,9 +129,7 @@ async def _twice(submitting: Awaitable[Awaitable[Any]]) -> Any:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_no_call_for_coroutines_holds_the_loop_up(
-    name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_async_call_blocks_the_loop(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """The loop tells of every callback that took as long as the service's slow reply."""
     with (
         running_service(long_poll_s=0.2, tinsmith_stream=True) as service,
@@ -123,8 +137,8 @@ def test_no_call_for_coroutines_holds_the_loop_up(
     ):
         clients = Clients(
             client,
-            client.create_lora_training_client("m", rank=2),
-            client.create_sampling_client(base_model="m"),
+            client.create_lora_training_client("Qwen/Qwen3-8B", rank=2),
+            client.create_sampling_client(base_model="Qwen/Qwen3-8B"),
             RestClient(base_url=service.base_url, api_key=service.api_key),
         )
         service.faults.add(None, times=None, delay_s=SLOW_S)
@@ -140,7 +154,7 @@ def test_no_call_for_coroutines_holds_the_loop_up(
     assert [record for record in caplog.records if record.name == "asyncio"] == []
 
 
-def test_the_measure_above_would_see_a_call_that_blocks(
+def test_a_blocking_call_would_be_detected_by_the_loop_check(
     client: ServiceClient, service: ScriptedService, caplog: pytest.LogCaptureFixture
 ) -> None:
     service.faults.add(None, times=None, delay_s=SLOW_S)
@@ -160,12 +174,12 @@ CALLS_OF_A_TRIAL = ["forward_backward"] * 3 + ["save_weights_for_sampler", "opti
 """A pass in three chunks, whose first leaves last: whoever does not wait overtakes it."""
 
 
-def test_s14_a_save_for_sampling_keeps_its_place_in_the_line_in_50_trials() -> None:
+def test_s14_a_save_for_sampling_keeps_its_queue_position_in_50_trials() -> None:
     with (
         running_service(long_poll_s=0.5, fwdbwd_max_chunk_len=1) as service,
         ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
     ):
-        training = client.create_lora_training_client("m", rank=2)
+        training = client.create_lora_training_client("Qwen/Qwen3-8B", rank=2)
 
         async def trial(number: int) -> None:
             futures: list[APIFuture[Any]] = [

@@ -15,8 +15,8 @@ from tinsmith.client.background import background
 from tinsmith.client.poller import Poll
 from tinsmith.client.retry import RetryBudget
 from tinsmith.client.samples import result_feed
-from tinsmith.client.samples.group import error_of
 from tinsmith.client.samples.sampler import Sampler
+from tinsmith.client.samples.sender import error_of
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.service import ServiceClient
 from tinsmith.errors import APITimeoutError, BadRequestError, ClosedError, RequestFailedError
@@ -41,8 +41,14 @@ def prompts(count: int) -> list[ModelInput]:
 
 
 @pytest.fixture
-def service() -> Iterator[ScriptedService]:
-    with running_service(**OFFERED) as service:
+def offered() -> dict[str, Any]:
+    """What the service offers beside `OFFERED`."""
+    return {}
+
+
+@pytest.fixture
+def service(offered: dict[str, Any]) -> Iterator[ScriptedService]:
+    with running_service(**{**OFFERED, **offered}) as service:
         yield service
 
 
@@ -93,7 +99,7 @@ def has_seq_id(*numbers: int) -> Any:
     return holds
 
 
-def test_a_burst_leaves_in_few_requests_and_comes_back_in_few(
+def test_a_burst_of_samples_uses_few_submissions_and_few_polls(
     sampler: SamplingClient, service: ScriptedService
 ) -> None:
     held = service.faults.hold_commands("asample")
@@ -116,7 +122,7 @@ def test_a_burst_leaves_in_few_requests_and_comes_back_in_few(
     assert len(service.requests("retrieve_results")) < 200
 
 
-def test_what_comes_back_is_what_a_plain_service_gives(sampler: SamplingClient) -> None:
+def test_results_equal_those_of_a_service_without_batching(sampler: SamplingClient) -> None:
     with (
         running_service(long_poll_s=1.0) as plain_service,
         ServiceClient(
@@ -133,12 +139,12 @@ def test_what_comes_back_is_what_a_plain_service_gives(sampler: SamplingClient) 
             assert got.prompt_logprobs == expected.prompt_logprobs
 
 
-def test_a_service_without_the_flags_is_spoken_to_plainly() -> None:
+def test_a_service_without_the_flags_gets_plain_requests() -> None:
     with (
         running_service(long_poll_s=0.5) as service,
         ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
     ):
-        sampler = client.create_sampling_client(base_model="m")
+        sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
         futures = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(50)]
         for future in futures:
             future.result(WAIT_S)
@@ -158,7 +164,7 @@ def test_each_extension_works_without_the_other(flags: dict[str, Any]) -> None:
         running_service(long_poll_s=1.0, **flags) as service,
         ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
     ):
-        sampler = client.create_sampling_client(base_model="m")
+        sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
         futures = [sampler.sample(prompt, 1, PARAMS) for prompt in prompts(100)]
 
         assert [number_of(future.result(WAIT_S)) for future in futures] == list(range(100))
@@ -170,7 +176,7 @@ def test_each_extension_works_without_the_other(flags: dict[str, Any]) -> None:
     "fault", [{"lose_reply": True}, {"half_reply": True}, {"reset": True}, {"status": 503}]
 )
 @pytest.mark.parametrize("endpoint", ["asample_many", "retrieve_results", "fetch_results"])
-def test_lost_and_broken_replies_cost_no_sample_and_repeat_none(
+def test_lost_and_broken_replies_lose_and_repeat_no_sample(
     endpoint: str, fault: dict[str, Any], sampler: SamplingClient, service: ScriptedService
 ) -> None:
     if endpoint == "fetch_results":
@@ -184,7 +190,7 @@ def test_lost_and_broken_replies_cost_no_sample_and_repeat_none(
     assert set(sent_numbers(service)) == set(range(100))
 
 
-def test_s3_items_that_are_refused_with_429_wait_and_keep_their_numbers(
+def test_s3_items_rejected_with_429_wait_and_keep_their_seq_ids(
     sampler: SamplingClient, service: ScriptedService
 ) -> None:
     refused = range(3, 60, 7)
@@ -228,13 +234,13 @@ def test_s3_a_429_of_one_item_pauses_all_samples_of_the_key(
     assert min(held) >= refused_at + 0.79  # a timer may be early by its clock's resolution
 
 
-def test_s3_a_429_of_one_item_pauses_no_longer_than_one_of_a_request_may() -> None:
+def test_s3_the_pause_after_an_item_s_429_is_capped_like_that_of_a_request() -> None:
     refused = error_of(SampleManyItem(status=429, retry_after_ms=1e15))
 
     assert RetryBudget().wait_s(0, refused.retry_after_s) == 60
 
 
-def test_one_bad_sample_spoils_none_of_its_neighbours(
+def test_one_bad_sample_does_not_fail_others_in_its_batch(
     sampler: SamplingClient, service: ScriptedService
 ) -> None:
     service.faults.add("asample", when=has_seq_id(5), status=400, body={"detail": "too long"})
@@ -248,7 +254,7 @@ def test_one_bad_sample_spoils_none_of_its_neighbours(
     assert sent_numbers(service).count(5) == 1
 
 
-def test_items_that_fail_for_a_while_are_sent_again(
+def test_items_with_transient_failures_are_retried(
     sampler: SamplingClient, service: ScriptedService
 ) -> None:
     service.faults.add("asample", when=has_seq_id(2, 7), times=4, status=503)
@@ -274,7 +280,7 @@ def test_failed_samples_raise_their_own_errors(
     assert service.requests("retrieve_future") == []
 
 
-def test_s6_results_that_the_server_lost_are_sampled_again(
+def test_s6_results_that_the_server_lost_are_resampled(
     sampler: SamplingClient, service: ScriptedService
 ) -> None:
     service.faults.expire_results("asample", times=3)
@@ -286,7 +292,7 @@ def test_s6_results_that_the_server_lost_are_sampled_again(
     assert sorted(sent_numbers(service)) == list(range(13))
 
 
-def test_results_in_another_order_reach_their_own_samples(
+def test_results_that_arrive_out_of_order_reach_their_own_samples(
     sampler: SamplingClient, service: ScriptedService
 ) -> None:
     service.faults.reorder_completions("asample", count=30, apart_s=0.001)
@@ -295,10 +301,10 @@ def test_results_in_another_order_reach_their_own_samples(
     assert [number_of(future.result(WAIT_S)) for future in futures] == list(range(30))
 
 
+@pytest.mark.parametrize("offered", [{"tinsmith_inline_bytes": 1}])
 def test_results_that_are_too_large_for_the_poll_are_fetched_together(
     sampler: SamplingClient, service: ScriptedService
 ) -> None:
-    service.account.flags["tinsmith_inline_bytes"] = 1
     held = service.faults.hold_commands("asample")
     futures = [sampler.sample(prompt, 1, PARAMS) for prompt in prompts(50)]
     deadline = time.monotonic() + 60
@@ -311,7 +317,7 @@ def test_results_that_are_too_large_for_the_poll_are_fetched_together(
     assert 0 < fetches < 50
 
 
-def test_results_that_were_read_are_reported_once_and_then_dropped(
+def test_received_results_are_acknowledged_once_and_then_dropped(
     sampler: SamplingClient, service: ScriptedService
 ) -> None:
     futures = [sampler.sample(prompt, 1, PARAMS) for prompt in prompts(10)]
@@ -324,7 +330,7 @@ def test_results_that_were_read_are_reported_once_and_then_dropped(
     assert len(reported(service)) == len(set(reported(service))) == 10
 
 
-def test_samples_one_after_another_take_two_requests_each(
+def test_sequential_samples_take_two_requests_each(
     sampler: SamplingClient, service: ScriptedService
 ) -> None:
     """Reports ride on the poll of the next sample, and nothing is slept over."""
@@ -342,7 +348,7 @@ def reported(service: ScriptedService) -> list[str]:
 
 @pytest.mark.parametrize("endpoint", ["asample_many", "retrieve_results"])
 @pytest.mark.parametrize("status", [404, 405])
-def test_a_service_that_stops_offering_it_is_spoken_to_plainly(
+def test_a_service_that_stops_offering_batching_gets_plain_requests(
     endpoint: str, status: int, sampler: SamplingClient, service: ScriptedService
 ) -> None:
     service.faults.add(endpoint, times=None, status=status)
@@ -356,7 +362,7 @@ def test_a_service_that_stops_offering_it_is_spoken_to_plainly(
     assert set(sent_numbers(service)) == set(range(40))
 
 
-def test_a_batch_that_is_refused_as_a_whole_goes_one_by_one(
+def test_a_batch_that_is_rejected_as_a_whole_is_sent_one_by_one(
     sampler: SamplingClient, service: ScriptedService
 ) -> None:
     service.faults.add("asample_many", times=1, status=413)
@@ -365,13 +371,13 @@ def test_a_batch_that_is_refused_as_a_whole_goes_one_by_one(
     assert [number_of(future.result(WAIT_S)) for future in futures] == list(range(30))
 
 
-def test_a_batch_keeps_to_the_limits_of_the_service() -> None:
+def test_a_batch_respects_the_limits_of_the_service() -> None:
     limits = {"tinsmith_batch_items": 5, "tinsmith_batch_bytes": 2000}
     with (
         running_service(**{**OFFERED, **limits}) as service,
         ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
     ):
-        sampler = client.create_sampling_client(base_model="m")
+        sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
         long_prompt = ModelInput.from_ints(list(range(1000)))
         futures = [sampler.sample(prompt, 1, PARAMS) for prompt in [*prompts(40), long_prompt]]
         for future in futures:
@@ -385,7 +391,7 @@ def test_a_batch_keeps_to_the_limits_of_the_service() -> None:
         assert max(r.body_bytes for r in service.requests("asample")) > 2000
 
 
-def test_cancelled_samples_are_cancelled_on_the_server_and_the_rest_come_back(
+def test_cancelled_samples_are_cancelled_on_the_server_and_the_rest_complete(
     sampler: SamplingClient, service: ScriptedService
 ) -> None:
     held = service.faults.hold_commands("asample")
@@ -418,12 +424,12 @@ def test_a_sample_that_is_cancelled_while_it_is_submitted_is_cancelled_on_the_se
     assert len(service.wait_requests("cancel_future", 1)) == 1
 
 
-def test_cancels_take_few_connections_at_once() -> None:
+def test_cancellations_use_few_connections() -> None:
     with (
         running_service(**OFFERED, sample_cancel_max_batch_size=5) as service,
         ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
     ):
-        sampler = client.create_sampling_client(base_model="m")
+        sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
         service.faults.hold_commands("asample")
         held = service.faults.hold("cancel_future")
         futures = [sampler.sample(prompt, 1, PARAMS) for prompt in prompts(50)]
@@ -455,7 +461,7 @@ def test_a_timeout_ends_one_sample_and_no_other(
     assert len(patient.result(WAIT_S).sequences) == 1
 
 
-def test_a_cancelled_coroutine_gives_its_sample_up(
+def test_cancelling_a_coroutine_cancels_its_sample(
     sampler: SamplingClient, service: ScriptedService
 ) -> None:
     service.faults.hold_commands("asample")
@@ -472,7 +478,7 @@ def test_a_cancelled_coroutine_gives_its_sample_up(
     assert len(service.wait_requests("cancel_future", 1)) == 1
 
 
-def test_s18_samples_under_way_fail_when_the_client_is_closed(
+def test_s18_samples_in_flight_fail_when_the_client_is_closed(
     client: ServiceClient, sampler: SamplingClient, service: ScriptedService
 ) -> None:
     service.faults.hold_commands("asample")
@@ -490,7 +496,7 @@ def test_s18_samples_under_way_fail_when_the_client_is_closed(
         sampler.sample(PROMPT, 1, PARAMS).result(WAIT_S)
 
 
-def test_s8_a_paused_queue_that_the_poll_tells_of_holds_back_new_samples(
+def test_s8_a_paused_queue_reported_by_the_poll_holds_back_new_samples(
     sampler: SamplingClient, service: ScriptedService
 ) -> None:
     paused = service.faults.pause("asample", reason="no room", retry_after_ms=60_000, times=1)
@@ -508,7 +514,7 @@ def test_s8_a_paused_queue_that_the_poll_tells_of_holds_back_new_samples(
     assert number_of(second.result(WAIT_S)) == 1
 
 
-def test_s8_a_paused_queue_holds_back_no_longer_than_any_server_may_ask_for(
+def test_s8_the_pause_of_a_queue_is_capped(
     sampler: SamplingClient, service: ScriptedService
 ) -> None:
     """Who gave up all samples hears of no end of the pause."""
@@ -525,11 +531,11 @@ def test_s8_a_paused_queue_holds_back_no_longer_than_any_server_may_ask_for(
     assert pause.until - time.monotonic() <= 60
 
 
-@pytest.mark.parametrize("broken", [(Sampler, "_await_result"), (Poll, "found")])
-def test_a_fault_of_our_own_fails_the_sample_instead_of_leaving_it_for_ever(
+@pytest.mark.parametrize("broken", [(Sampler, "_await_result"), (Poll, "_read")])
+def test_an_internal_error_fails_the_sample_instead_of_leaving_it_pending(
     monkeypatch: pytest.MonkeyPatch, broken: tuple[type, str]
 ) -> None:
-    """Such as no memory for a reply, where no task is there to end with it."""
+    """Such as no memory for a reply."""
 
     def run_out(*_: object) -> None:
         raise MemoryError("no room")
@@ -547,7 +553,7 @@ def test_a_fault_of_our_own_fails_the_sample_instead_of_leaving_it_for_ever(
                 sample.result(timeout=WAIT_S)
 
 
-def test_a_clone_s_samples_come_back_to_the_clone(sampler: SamplingClient) -> None:
+def test_results_of_a_clone_s_samples_reach_the_clone(sampler: SamplingClient) -> None:
     clone = SamplingClient.from_sampler_handle(sampler.get_sampler_handle(), api_key="tml-test")
     futures = [
         (one, one.sample(prompt, 1, PARAMS)) for prompt in prompts(20) for one in (sampler, clone)
@@ -558,7 +564,7 @@ def test_a_clone_s_samples_come_back_to_the_clone(sampler: SamplingClient) -> No
         assert is_clone is (one is clone)
 
 
-def test_s18_a_closed_client_reports_nothing_more(
+def test_s18_a_closed_client_sends_no_more_reports(
     sampler: SamplingClient, client: ServiceClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(result_feed, "REPORT_AFTER_S", 60.0)
@@ -572,20 +578,20 @@ def test_s18_a_closed_client_reports_nothing_more(
     assert not feed._is_polling
 
 
-def test_a_dropped_client_s_samples_come_back(
+def test_samples_of_a_dropped_sampling_client_complete(
     client: ServiceClient, service: ScriptedService
 ) -> None:
     del client
     with ServiceClient(base_url=service.base_url, api_key=service.api_key) as other:
         futures = [
-            other.create_sampling_client(base_model="m").sample(prompt, 1, PARAMS)
+            other.create_sampling_client(base_model="Qwen/Qwen3-8B").sample(prompt, 1, PARAMS)
             for prompt in prompts(5)
         ]
         assert len([future.result(WAIT_S) for future in futures]) == 5
 
 
 @pytest.mark.usefixtures("eager_switching")
-def test_s44_a_storm_of_threads_cancels_and_faults_settles_every_sample(
+def test_s44_every_sample_settles_despite_many_threads_cancellations_and_faults(
     sampler: SamplingClient, service: ScriptedService
 ) -> None:
     service.faults.add("asample_many", times=3, lose_reply=True)

@@ -41,7 +41,7 @@ def service(request: pytest.FixtureRequest) -> Iterator[ScriptedService]:
 @pytest.fixture
 def sampler(service: ScriptedService) -> Iterator[SamplingClient]:
     with ServiceClient(base_url=service.base_url, api_key=service.api_key) as client:
-        yield client.create_sampling_client(base_model="m")
+        yield client.create_sampling_client(base_model="Qwen/Qwen3-8B")
 
 
 def prompt(number: int) -> ModelInput:
@@ -74,7 +74,7 @@ def test_answers_are_in_the_order_of_the_prompts(
     assert {len(response.sequences) for response in responses} == {2}
 
 
-def test_prompts_are_taken_only_as_fast_as_samples_come_back(
+def test_prompts_are_consumed_only_as_fast_as_samples_complete(
     sampler: SamplingClient, service: ScriptedService
 ) -> None:
     held = service.faults.hold_commands("asample")
@@ -115,7 +115,7 @@ def test_the_first_error_is_raised_and_the_rest_are_cancelled(
     assert len(service.wait_requests("cancel_future", 1)) >= 1
 
 
-def test_errors_can_stand_where_the_answers_would(
+def test_errors_can_be_returned_in_place_of_results(
     sampler: SamplingClient, service: ScriptedService
 ) -> None:
     service.faults.add("asample", when=is_of_prompt(3), status=400, body={"detail": "bad prompt"})
@@ -126,7 +126,7 @@ def test_errors_can_stand_where_the_answers_would(
     assert kinds == [SampleResponse] * 3 + [BadRequestError] + [SampleResponse] * 2
 
 
-def test_a_timeout_cancels_what_is_under_way(
+def test_a_timeout_cancels_samples_in_flight(
     sampler: SamplingClient, service: ScriptedService
 ) -> None:
     service.faults.hold_commands("asample")
@@ -138,7 +138,7 @@ def test_a_timeout_cancels_what_is_under_way(
 
 
 @pytest.mark.parametrize("timeout", [float("nan"), "soon"])
-def test_a_timeout_that_is_no_number_is_refused_and_nothing_is_sent(
+def test_an_invalid_timeout_is_rejected_and_nothing_is_sent(
     sampler: SamplingClient, service: ScriptedService, timeout: Any
 ) -> None:
     calls: list[Callable[[], object]] = [
@@ -149,21 +149,21 @@ def test_a_timeout_that_is_no_number_is_refused_and_nothing_is_sent(
     ]
 
     for call in calls:
-        with pytest.raises(ValidationError, match=r"timeout is .*; give seconds, or None"):
+        with pytest.raises(ValidationError, match=r"timeout is .*; pass seconds, or None"):
             call()
 
     sampler.sample(prompt(1), 1, PARAMS).result(WAIT_S)
     assert len(service.requests("asample")) == 1
 
 
-def test_an_endless_timeout_is_none(sampler: SamplingClient) -> None:
+def test_an_infinite_timeout_means_no_timeout(sampler: SamplingClient) -> None:
     endless = float("inf")
 
     assert len(sampler.sample_many(prompts(3), PARAMS, timeout=endless)) == 3
     assert len(sampler.sample(prompt(0), 1, PARAMS, timeout=endless).result(WAIT_S).sequences) == 1
 
 
-def test_leaving_the_loop_cancels_what_is_under_way(
+def test_leaving_the_loop_cancels_samples_in_flight(
     sampler: SamplingClient, service: ScriptedService
 ) -> None:
     service.faults.hold_commands("asample", when=lambda r: r.request.prompt != prompt(0))
@@ -187,7 +187,9 @@ def held_ids(service: ScriptedService) -> list[str]:
     return alone + [str(fields["seq_id"]) for r in batches for fields in r.request.samples]
 
 
-def test_coroutines_have_the_same(sampler: SamplingClient, service: ScriptedService) -> None:
+def test_the_async_variant_behaves_the_same(
+    sampler: SamplingClient, service: ScriptedService
+) -> None:
     service.faults.reorder_completions("asample", count=20)
 
     async def scenario() -> tuple[list[Any], list[int]]:
@@ -224,7 +226,7 @@ def test_a_cancelled_coroutine_cancels_its_samples(
     assert len(service.wait_requests("cancel_future", 5)) == 5
 
 
-def test_progress_is_told_to_a_function(sampler: SamplingClient) -> None:
+def test_progress_is_reported_to_a_callback(sampler: SamplingClient) -> None:
     told: list[tuple[int, int | None]] = []
 
     sampler.sample_many(prompts(3), PARAMS, progress=lambda *how: told.append(how), timeout=WAIT_S)
@@ -235,7 +237,7 @@ def test_progress_is_told_to_a_function(sampler: SamplingClient) -> None:
     assert told == [(1, 3), (2, 3), (3, 3), (1, None), (2, None)]
 
 
-def test_no_bar_is_drawn_where_there_is_no_terminal(
+def test_no_progress_bar_is_drawn_without_a_terminal(
     sampler: SamplingClient, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sampler.sample_many(prompts(3), PARAMS, progress=True, timeout=WAIT_S)
@@ -263,7 +265,7 @@ def test_no_prompts_give_no_answers(sampler: SamplingClient, service: ScriptedSe
     assert held_ids(service) == []
 
 
-def test_what_does_not_fit_is_refused_before_a_prompt_is_taken(sampler: SamplingClient) -> None:
+def test_invalid_options_are_rejected_before_a_prompt_is_consumed(sampler: SamplingClient) -> None:
     untouched = iter(prompts(1))
 
     with pytest.raises(ValidationError):
@@ -279,7 +281,7 @@ def test_what_does_not_fit_is_refused_before_a_prompt_is_taken(sampler: Sampling
 INTERRUPTED = """
 import sys, tinsmith
 client = tinsmith.ServiceClient(base_url=sys.argv[1], api_key=sys.argv[2])
-sampler = client.create_sampling_client(base_model="m")
+sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
 prompts = (tinsmith.ModelInput.from_ints([1, 2, n]) for n in range(10**6))
 try:
     sampler.sample_many(
@@ -292,7 +294,7 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a terminal and signals")
-def test_ctrl_c_cancels_what_is_under_way(tmp_path: Path) -> None:
+def test_ctrl_c_cancels_samples_in_flight(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(INTERRUPTED, encoding="utf-8")
     with running_service(**EXTENDED) as service:
@@ -320,7 +322,7 @@ def test_ctrl_c_cancels_what_is_under_way(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("eager_switching")
-def test_s44_thousands_of_prompts_come_back_from_several_threads(
+def test_s44_thousands_of_prompts_from_several_threads_all_complete(
     sampler: SamplingClient,
 ) -> None:
     async def scenario() -> list[list[Any]]:
@@ -337,9 +339,7 @@ def test_s44_thousands_of_prompts_come_back_from_several_threads(
 
 
 @pytest.mark.parametrize("on_error", ["raise", "return"])
-def test_a_prompt_that_is_none_does_not_end_the_others_silently(
-    sampler: SamplingClient, on_error: Any
-) -> None:
+def test_a_prompt_of_none_raises(sampler: SamplingClient, on_error: Any) -> None:
     asked: Any = [prompt(0), None, prompt(2)]
 
     with pytest.raises(ValidationError, match="prompt"):

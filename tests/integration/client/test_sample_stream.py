@@ -17,6 +17,7 @@ from tinsmith.client.retry import RetryBudget
 from tinsmith.client.samples.stream_reader import SampleEvent
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.service import ServiceClient
+from tinsmith.engine.fake.sampling import RunningSample
 from tinsmith.errors import (
     APIConnectionError,
     APIResponseValidationError,
@@ -26,7 +27,7 @@ from tinsmith.errors import (
     RequestFailedError,
     ValidationError,
 )
-from tinsmith.testing import ScriptedService, StreamedReply, draws, running_service
+from tinsmith.testing import ScriptedService, StreamedReply, running_service
 from tinsmith.types import ModelInput, SampleResponse, SamplingParams
 
 WAIT_S = 60.0
@@ -74,14 +75,14 @@ def assert_whole(events: list[SampleEvent], expected: SampleResponse) -> None:
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
-def test_a_stream_whose_result_lacks_what_was_asked_for_fails_as_a_sample_does(
+def test_a_stream_whose_result_lacks_a_requested_field_fails_like_a_sample(
     sampler: SamplingClient,
     service: ScriptedService,
     monkeypatch: pytest.MonkeyPatch,
     is_streamed: bool,
 ) -> None:
     """The service is too old for what was asked, and ignores it."""
-    monkeypatch.setattr(draws, "_alt_tokens", lambda *_: None)
+    monkeypatch.setattr(RunningSample, "_alt_tokens", lambda *_: None)
     if not is_streamed:
         service.faults.add("asample_stream", status=404)
 
@@ -89,7 +90,7 @@ def test_a_stream_whose_result_lacks_what_was_asked_for_fails_as_a_sample_does(
         list(sampler.sample_stream(PROMPT, 1, PARAMS, prompt_alt_tokens_k=2, timeout=WAIT_S))
 
 
-def test_s41_a_stream_brings_what_a_sample_brings(sampler: SamplingClient) -> None:
+def test_s41_a_stream_returns_what_a_sample_returns(sampler: SamplingClient) -> None:
     expected = sampler.sample(PROMPT, 3, PARAMS).result(WAIT_S)
 
     events = list(sampler.sample_stream(PROMPT, 3, PARAMS, timeout=WAIT_S))
@@ -114,7 +115,7 @@ def test_s41_the_first_token_arrives_before_the_server_has_finished(
 
 
 @pytest.mark.parametrize("sequences", [1, 3])
-def test_s41_cut_connections_lose_and_repeat_nothing(
+def test_s41_cut_connections_lose_and_repeat_no_tokens(
     sampler: SamplingClient, service: ScriptedService, sequences: int
 ) -> None:
     expected = sampler.sample(PROMPT, sequences, PARAMS).result(WAIT_S)
@@ -139,7 +140,7 @@ def service_cuts(service: ScriptedService) -> int:
     return len(service.faults._stream) + 1
 
 
-def test_s41_a_cut_at_every_token_still_brings_all_of_them(
+def test_s41_a_connection_cut_at_every_token_still_delivers_all_tokens(
     sampler: SamplingClient, service: ScriptedService
 ) -> None:
     expected = sampler.sample(PROMPT, 1, PARAMS).result(WAIT_S)
@@ -151,7 +152,7 @@ def test_s41_a_cut_at_every_token_still_brings_all_of_them(
 
 
 @pytest.mark.parametrize("fault", [{"lose_reply": True}, {"reset": True}, {"status": 503}])
-def test_s41_a_lost_or_failing_submission_is_made_again_under_its_number(
+def test_s41_a_lost_or_failed_submission_is_retried_under_its_seq_id(
     sampler: SamplingClient, service: ScriptedService, fault: dict[str, object]
 ) -> None:
     service.faults.add("asample_stream", times=2, **fault)
@@ -172,7 +173,7 @@ def test_s41_a_stream_obeys_the_limiter(sampler: SamplingClient, service: Script
     assert first.request.seq_id == second.request.seq_id
 
 
-def test_s8_a_stream_that_is_held_back_holds_back_new_samples(
+def test_s8_a_paused_stream_holds_back_new_samples(
     sampler: SamplingClient, service: ScriptedService
 ) -> None:
     paused = service.faults.pause("asample", reason="no room", retry_after_ms=60_000)
@@ -244,7 +245,7 @@ def test_a_cancelled_coroutine_cancels_the_sample(
     assert len(service.wait_requests("cancel_future", 1)) == 1
 
 
-def test_a_sample_that_is_given_up_before_its_name_came_back_is_cancelled_too(
+def test_a_stream_closed_before_its_request_id_arrives_is_cancelled_too(
     sampler: SamplingClient, service: ScriptedService
 ) -> None:
     held = service.faults.hold("asample_stream", times=1)
@@ -275,7 +276,7 @@ def test_a_stream_that_takes_too_long_fails_and_is_cancelled(
     assert len(service.wait_requests("cancel_future", 1)) == 1
 
 
-def test_streams_on_a_loop_of_the_user_run_side_by_side(sampler: SamplingClient) -> None:
+def test_streams_on_the_user_s_event_loop_run_concurrently(sampler: SamplingClient) -> None:
     expected = sampler.sample(PROMPT, 2, PARAMS).result(WAIT_S)
 
     async def one() -> list[SampleEvent]:
@@ -289,7 +290,7 @@ def test_streams_on_a_loop_of_the_user_run_side_by_side(sampler: SamplingClient)
 
 
 @pytest.mark.usefixtures("eager_switching")
-def test_s44_streams_that_are_cut_and_read_by_many_threads_stay_whole(
+def test_s44_streams_that_are_cut_and_read_by_many_threads_stay_complete(
     sampler: SamplingClient, service: ScriptedService
 ) -> None:
     expected = sampler.sample(PROMPT, 1, PARAMS).result(WAIT_S)
@@ -314,7 +315,7 @@ def test_a_failed_sample_fails_its_stream(
     assert service.requests("cancel_future") == []
 
 
-def test_a_sample_that_the_server_lost_is_drawn_anew_before_its_first_token(
+def test_a_lost_sample_is_resampled_before_its_first_token(
     sampler: SamplingClient, service: ScriptedService
 ) -> None:
     service.faults.expire_results("asample", times=1)
@@ -327,7 +328,7 @@ def test_a_sample_that_the_server_lost_is_drawn_anew_before_its_first_token(
     assert numbers == [0, 0, 1]
 
 
-def test_a_sample_that_is_lost_after_its_first_token_is_an_error(
+def test_a_sample_lost_after_its_first_token_is_an_error(
     sampler: SamplingClient, service: ScriptedService
 ) -> None:
     service.faults.cut_stream(after_tokens=2)
@@ -340,10 +341,10 @@ def test_a_sample_that_is_lost_after_its_first_token_is_an_error(
     assert raised.value.status_code == 410
 
 
-def test_a_stream_that_breaks_for_ever_is_given_up(service: ScriptedService) -> None:
+def test_a_stream_that_always_breaks_fails(service: ScriptedService) -> None:
     hasty = RetryBudget(total_s=0.3, delay_base_s=0.01, delay_max_s=0.05)
     with ServiceClient(base_url=service.base_url, api_key=service.api_key, retry=hasty) as client:
-        sampler = client.create_sampling_client(base_model="m")
+        sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
         service.faults.cut_stream(after_tokens=0, times=None)
 
         with pytest.raises(APIConnectionError):
@@ -364,7 +365,7 @@ def test_a_service_without_streaming_gives_all_tokens_at_the_end() -> None:
         assert service.requests("asample_stream") == []
 
 
-def test_a_service_that_stops_streaming_is_sampled_plainly_under_the_same_number(
+def test_if_streaming_stops_a_plain_sample_is_sent_under_the_same_seq_id(
     sampler: SamplingClient, service: ScriptedService
 ) -> None:
     service.faults.add("asample_stream", status=404)
@@ -404,7 +405,7 @@ def served(service: ScriptedService, *events: bytes) -> None:
             yield event
 
     headers = {"Content-Type": "text/event-stream"}
-    service._handlers["asample_stream"] = lambda _: StreamedReply(200, headers, pieces())
+    service.answers["asample_stream"] = lambda _: StreamedReply(200, headers, pieces())
 
 
 OPEN = b'event: open\ndata: {"request_id": "r", "sample_sequence_ids": ["s"]}\n\n'
@@ -423,7 +424,7 @@ OPEN = b'event: open\ndata: {"request_id": "r", "sample_sequence_ids": ["s"]}\n\
         b"event: open\ndata: []\n\n",
     ],
 )
-def test_what_is_no_event_of_a_stream_is_a_typed_error(
+def test_an_invalid_stream_event_is_a_typed_error(
     sampler: SamplingClient, service: ScriptedService, event: bytes
 ) -> None:
     served(service, OPEN, event)
@@ -432,7 +433,7 @@ def test_what_is_no_event_of_a_stream_is_a_typed_error(
         list(sampler.sample_stream(PROMPT, 1, PARAMS, timeout=WAIT_S))
 
 
-def test_s41_tokens_that_came_before_a_broken_event_are_given_out(
+def test_s41_tokens_before_a_broken_event_are_delivered(
     sampler: SamplingClient, service: ScriptedService
 ) -> None:
     token = b'event: tokens\ndata: {"index": 0, "offset": 0, "tokens": [7]}\n\n'
@@ -444,7 +445,7 @@ def test_s41_tokens_that_came_before_a_broken_event_are_given_out(
         next(stream)
 
 
-def test_events_that_are_not_known_and_comments_are_passed_over(
+def test_unknown_events_and_comments_are_ignored(
     sampler: SamplingClient, service: ScriptedService
 ) -> None:
     token = b'event: tokens\ndata: {"index": 0, "offset": 0, "tokens": [7], "new": 1}\n\n'
@@ -457,7 +458,7 @@ def test_events_that_are_not_known_and_comments_are_passed_over(
         next(stream)
 
 
-def test_s41_a_stream_that_is_not_read_takes_little_memory(
+def test_s41_an_unread_stream_uses_little_memory(
     sampler: SamplingClient, service: ScriptedService
 ) -> None:
     sent = 0
@@ -471,7 +472,7 @@ def test_s41_a_stream_that_is_not_read_takes_little_memory(
             sent += 65536
 
     headers = {"Content-Type": "text/event-stream"}
-    service._handlers["asample_stream"] = lambda _: StreamedReply(200, headers, endless())
+    service.answers["asample_stream"] = lambda _: StreamedReply(200, headers, endless())
     stream = sampler.sample_stream(PROMPT, 1, PARAMS)
     assert next(stream).tokens == [7]
 
@@ -489,7 +490,7 @@ FORKED = """
 import os, sys, time, tinsmith
 from tinsmith.client.samples import stream_reader
 client = tinsmith.ServiceClient(base_url=sys.argv[1], api_key=sys.argv[2])
-sampler = client.create_sampling_client(base_model="m")
+sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
 params = tinsmith.SamplingParams(max_tokens=12, seed=1, stop=[])
 stream = sampler.sample_stream(tinsmith.ModelInput.from_ints([5, 6, 7]), 1, params)
 next(stream)
@@ -506,7 +507,7 @@ assert len(stream.result().sequences[0].tokens) == 12
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
-def test_a_forked_child_that_closes_a_stream_leaves_its_parent_s_alone(
+def test_a_forked_child_that_closes_a_stream_does_not_close_its_parent_s(
     service: ScriptedService,
 ) -> None:
     held = service.faults.hold_stream(after_tokens=3)

@@ -10,10 +10,10 @@ import pickle
 
 import pytest
 
-from tinsmith.client import heartbeat
+from tinsmith.client import upkeep
 from tinsmith.client.retry import RetryBudget
-from tinsmith.client.samples.handle import SamplerHandle
 from tinsmith.client.samples.sampler import NUMBERS_PER_CLONE
+from tinsmith.client.samples.sampler_handle import SamplerHandle
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.service import ServiceClient
 from tinsmith.errors import AuthenticationError, ValidationError
@@ -30,7 +30,7 @@ def sample_with(sampler: SamplingClient) -> int:
 
 
 def test_a_handle_holds_no_credential(client: ServiceClient, service: ScriptedService) -> None:
-    sampler = client.create_sampling_client(base_model="m")
+    sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
 
     handle = sampler.get_sampler_handle()
 
@@ -38,10 +38,10 @@ def test_a_handle_holds_no_credential(client: ServiceClient, service: ScriptedSe
     assert service.api_key.encode() not in pickle.dumps(SamplerHandle.from_text(handle))
 
 
-def test_s40_a_pickled_client_holds_no_credential_and_uses_that_of_its_process(
+def test_s40_a_pickled_client_holds_no_credential_and_uses_its_process_s(
     client: ServiceClient, service: ScriptedService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sampler = client.create_sampling_client(base_model="m")
+    sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
     pickled = pickle.dumps(sampler)
     monkeypatch.setenv("TINKER_API_KEY", service.api_key)
 
@@ -55,7 +55,7 @@ def test_a_client_works_in_a_spawned_process(
     client: ServiceClient, service: ScriptedService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TINKER_API_KEY", service.api_key)
-    sampler = client.create_sampling_client(base_model="m")
+    sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
     context = multiprocessing.get_context("spawn")
 
     with concurrent.futures.ProcessPoolExecutor(2, mp_context=context) as pool:
@@ -65,10 +65,10 @@ def test_a_client_works_in_a_spawned_process(
     assert len(service.requests("create_session")) == 1
 
 
-def test_a_clone_counts_from_a_number_of_its_own(
+def test_a_clone_counts_seq_ids_from_its_own_start(
     client: ServiceClient, service: ScriptedService
 ) -> None:
-    sampler = client.create_sampling_client(base_model="m")
+    sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
     handle = sampler.get_sampler_handle()
 
     clones = [SamplingClient.from_sampler_handle(handle, api_key=service.api_key) for _ in range(3)]
@@ -82,12 +82,12 @@ def test_a_clone_counts_from_a_number_of_its_own(
     assert all(number >= NUMBERS_PER_CLONE for number in numbers[2:])
 
 
-def test_the_service_numbers_clones_where_it_offers_to() -> None:
+def test_the_service_numbers_clones_if_it_offers_to() -> None:
     with (
         running_service(sample_join_sampling_session=True) as service,
         ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
     ):
-        handle = client.create_sampling_client(base_model="m").get_sampler_handle()
+        handle = client.create_sampling_client(base_model="Qwen/Qwen3-8B").get_sampler_handle()
         clone = SamplingClient.from_sampler_handle(handle, api_key=service.api_key)
 
         sample_with(clone)
@@ -101,7 +101,7 @@ def test_the_service_numbers_clones_where_it_offers_to() -> None:
 def test_a_clone_that_is_dropped_does_not_finish_the_session_of_others(
     client: ServiceClient, service: ScriptedService
 ) -> None:
-    sampler = client.create_sampling_client(base_model="m")
+    sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
     clone = SamplingClient.from_sampler_handle(
         sampler.get_sampler_handle(), api_key=service.api_key
     )
@@ -114,19 +114,19 @@ def test_a_clone_that_is_dropped_does_not_finish_the_session_of_others(
 
 
 @pytest.mark.parametrize("text", ["", "nonsense", "e30=", "%%%", "bm90IGpzb24="])
-def test_what_is_no_handle_is_refused_with_a_remedy(text: str) -> None:
+def test_an_invalid_handle_is_rejected_with_a_remedy(text: str) -> None:
     with pytest.raises(ValidationError, match="get_sampler_handle"):
         SamplingClient.from_sampler_handle(text, api_key="tml-test")
 
 
-def test_w39_a_pickled_client_keeps_the_settings_of_its_service_client(
+def test_a_pickled_client_keeps_the_settings_of_its_service_client(
     service: ScriptedService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     budget = RetryBudget(total_s=7.0, delay_max_s=2.0)
     with ServiceClient(
         base_url=service.base_url, api_key=service.api_key, retry=budget, limiter_scope="client"
     ) as client:
-        sampler = client.create_sampling_client(base_model="m")
+        sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
         monkeypatch.setenv("TINKER_API_KEY", service.api_key)
 
         clone = pickle.loads(pickle.dumps(sampler))
@@ -137,11 +137,11 @@ def test_w39_a_pickled_client_keeps_the_settings_of_its_service_client(
         assert sample_with(clone) == 2
 
 
-def test_s40_a_pickle_without_a_key_in_its_process_says_how_to_give_one(
+def test_s40_unpickling_without_a_key_in_the_process_says_how_to_provide_one(
     client: ServiceClient, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
     """Official pickles carry the key. Ours do not, so there must be one where they are loaded."""
-    sampler = client.create_sampling_client(base_model="m")
+    sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
     # On this machine there may be a service without keys, which is asked without one.
     here = sampler.get_sampler_handle()
     there = base64.urlsafe_b64decode(here).replace(b"127.0.0.1", b"host.test")
@@ -157,10 +157,10 @@ def test_s40_a_pickle_without_a_key_in_its_process_says_how_to_give_one(
     assert "from_sampler_handle(handle, api_key=" in str(caught.value)
 
 
-def test_b96_clones_of_one_session_share_its_connections_and_no_numbers(
+def test_clones_of_one_session_share_its_connections_but_no_seq_ids(
     client: ServiceClient, service: ScriptedService
 ) -> None:
-    sampler = client.create_sampling_client(base_model="m")
+    sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
     handle = sampler.get_sampler_handle()
 
     clones = [SamplingClient.from_sampler_handle(handle, api_key=service.api_key) for _ in range(3)]
@@ -174,12 +174,12 @@ def test_b96_clones_of_one_session_share_its_connections_and_no_numbers(
     assert len({received.connection for received in sent}) == 1
 
 
-def test_b85_a_clone_keeps_the_session_alive_from_its_first_use_on(
+def test_a_clone_keeps_the_session_alive_from_its_first_use_on(
     client: ServiceClient, service: ScriptedService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    handle = client.create_sampling_client(base_model="m").get_sampler_handle()
+    handle = client.create_sampling_client(base_model="Qwen/Qwen3-8B").get_sampler_handle()
     clone = SamplingClient.from_sampler_handle(handle, api_key=service.api_key)
-    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.05)  # the original's next is ten seconds away
+    monkeypatch.setattr(upkeep, "HEARTBEAT_INTERVAL_S", 0.05)
 
     sample_with(clone)
 
@@ -187,13 +187,13 @@ def test_b85_a_clone_keeps_the_session_alive_from_its_first_use_on(
     assert {beat.request.session_id for beat in beats} == {clone.holder.get_session_id()}
 
 
-def test_b97_a_clone_makes_no_samplers(client: ServiceClient, service: ScriptedService) -> None:
+def test_a_clone_cannot_create_samplers(client: ServiceClient, service: ScriptedService) -> None:
     """Its session's numbers are the original's: one that is taken would give another's sampler."""
-    handle = client.create_sampling_client(base_model="m").get_sampler_handle()
+    handle = client.create_sampling_client(base_model="Qwen/Qwen3-8B").get_sampler_handle()
     clone = SamplingClient.from_sampler_handle(handle, api_key=service.api_key)
 
-    with pytest.raises(ValidationError, match="a clone of a sampler makes no others"):
-        SamplingClient.create(clone.holder, base_model="m").result(WAIT_S)
+    with pytest.raises(ValidationError, match="cannot create further samplers"):
+        SamplingClient.create(clone.holder, base_model="Qwen/Qwen3-8B").result(WAIT_S)
     again = SamplingClient.create(
         clone.holder, sampling_session_id=clone._sampling_session_id
     ).result(WAIT_S)

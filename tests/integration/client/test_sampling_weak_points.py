@@ -37,7 +37,7 @@ def client_of(service: ScriptedService, **options: Any) -> ServiceClient:
 FORKED = """
 import os, sys, tinsmith
 client = tinsmith.ServiceClient(base_url=sys.argv[1], api_key=sys.argv[2])
-sampler = client.create_sampling_client(base_model="m")
+sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
 prompt, params = tinsmith.ModelInput.from_ints([1, 2]), tinsmith.SamplingParams(max_tokens=2)
 under_way = sampler.sample(prompt, 1, params)
 child = os.fork()
@@ -61,7 +61,7 @@ sampler.sample(prompt, 1, params).result(20)
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 @pytest.mark.parametrize("flags", [{}, EXTENDED], ids=["plain", "extended"])
-def test_w5_a_sampler_that_was_used_before_a_fork_is_refused_in_the_child_at_once(
+def test_a_sampler_used_before_a_fork_is_rejected_immediately_in_the_child(
     flags: dict[str, Any],
 ) -> None:
     with running_service(long_poll_s=0.5, **flags) as service:
@@ -81,9 +81,9 @@ def test_w5_a_sampler_that_was_used_before_a_fork_is_refused_in_the_child_at_onc
 
 
 @pytest.mark.parametrize("flags", [{}, EXTENDED], ids=["plain", "extended"])
-def test_w17_a_service_that_does_not_hold_polls_open_is_not_flooded(flags: dict[str, Any]) -> None:
+def test_a_service_that_does_not_hold_polls_open_is_not_flooded(flags: dict[str, Any]) -> None:
     with running_service(long_poll_s=0.0, **flags) as service, client_of(service) as client:
-        sampler = client.create_sampling_client(base_model="m")
+        sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
         held = service.faults.hold_commands("asample")
         future = sampler.sample(PROMPT, 1, PARAMS)
         held.wait_held(1)
@@ -97,7 +97,7 @@ def test_w17_a_service_that_does_not_hold_polls_open_is_not_flooded(flags: dict[
 
 @pytest.mark.parametrize("flags", [{}, EXTENDED], ids=["plain", "extended"])
 @pytest.mark.parametrize("status", [500, 503])
-def test_w18_submissions_that_only_fail_are_given_up_within_the_budget(
+def test_submissions_that_always_fail_raise_within_the_retry_budget(
     flags: dict[str, Any], status: int
 ) -> None:
     hasty = RetryBudget(total_s=0.5, delay_base_s=0.05)
@@ -105,7 +105,7 @@ def test_w18_submissions_that_only_fail_are_given_up_within_the_budget(
         running_service(long_poll_s=0.5, **flags) as service,
         client_of(service, retry=hasty) as client,
     ):
-        sampler = client.create_sampling_client(base_model="m")
+        sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
         service.faults.add(("asample", "asample_many"), times=None, status=status)
         futures = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(10)]
 
@@ -114,7 +114,7 @@ def test_w18_submissions_that_only_fail_are_given_up_within_the_budget(
                 future.result(WAIT_S)
 
 
-def test_w26_a_misspelt_setting_is_refused_and_the_right_one_named() -> None:
+def test_a_misspelt_setting_is_rejected_and_the_error_names_the_right_one() -> None:
     with pytest.raises(tinsmith.UnknownFieldError, match="max_tokens"):
         SamplingParams(max_token=5)  # type: ignore[call-arg]
 
@@ -122,12 +122,12 @@ def test_w26_a_misspelt_setting_is_refused_and_the_right_one_named() -> None:
 @pytest.mark.parametrize(
     "flags", [{"sample_use_retrieve_futures": True}, EXTENDED], ids=["plain", "extended"]
 )
-def test_w32_what_comes_of_samples_that_nobody_waits_for_is_dropped_and_reported(
+def test_results_of_timed_out_samples_are_dropped_and_acknowledged(
     flags: dict[str, Any],
 ) -> None:
     polls = {**flags, "long_poll_s": 0.5, "sample_cancel_enabled": False}
     with running_service(**polls) as service, client_of(service) as client:
-        sampler = client.create_sampling_client(base_model="m")
+        sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
         held = service.faults.hold_commands("asample")
         late = [sampler.sample(PROMPT, 1, PARAMS, timeout=3.0) for _ in range(20)]
         held.wait_held(20)
@@ -139,7 +139,7 @@ def test_w32_what_comes_of_samples_that_nobody_waits_for_is_dropped_and_reported
         sampler.sample_stream(PROMPT, 1, PARAMS).result()
         sampler.sample(PROMPT, 1, PARAMS).result(WAIT_S)
 
-        told = sampler._sampler._feed or sampler._sampler._poller
+        told = sampler._sampler._feed
         assert told is not None
         deadline = time.monotonic() + WAIT_S
         while told._retrieved and time.monotonic() < deadline:
@@ -156,14 +156,14 @@ def test_w32_what_comes_of_samples_that_nobody_waits_for_is_dropped_and_reported
         assert len(told._unclaimed) == 0
 
 
-def test_w33_bodies_on_their_way_never_overshoot_their_budget() -> None:
+def test_bodies_in_flight_never_exceed_their_byte_budget() -> None:
     small = ModelInput.from_ints(list(range(100, 200)))
     large = ModelInput.from_ints(list(range(1000, 3000)))
     with (
         running_service(long_poll_s=0.5, sample_dispatch_bytes_semaphore_size=4000) as service,
         client_of(service) as client,
     ):
-        sampler = client.create_sampling_client(base_model="m")
+        sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
         held = service.faults.hold("asample")
         futures = [sampler.sample(prompt, 1, PARAMS) for prompt in [small] * 10 + [large] + [small]]
         most_bytes = 0
@@ -182,13 +182,13 @@ def test_w33_bodies_on_their_way_never_overshoot_their_budget() -> None:
         assert most_bytes > 4000  # the large one went, alone
 
 
-def test_w38_dropped_samplers_with_settings_of_their_own_keep_nothing_alive() -> None:
+def test_dropped_samplers_with_their_own_settings_keep_nothing_alive() -> None:
     with running_service(long_poll_s=0.2, **EXTENDED) as service:
         gone: list[weakref.ref[Any]] = []
         for number in range(20):
             client = client_of(service)
             config = tinsmith.RetryConfig(progress_timeout=100.0 + number)
-            sampler = client.create_sampling_client(base_model="m", retry_config=config)
+            sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B", retry_config=config)
             sampler.sample(PROMPT, 1, PARAMS).result(WAIT_S)
             sampler.sample_stream(PROMPT, 1, PARAMS).result()
             gone += [weakref.ref(sampler), weakref.ref(sampler._lease)]
@@ -202,10 +202,10 @@ def test_w38_dropped_samplers_with_settings_of_their_own_keep_nothing_alive() ->
         assert len(service.requests("finish_session")) == 20
 
 
-def test_w41_a_long_run_of_samples_can_show_how_far_it_is() -> None:
+def test_a_long_sample_many_can_show_progress() -> None:
     told: list[int] = []
     with running_service(long_poll_s=0.5) as service, client_of(service) as client:
-        sampler: SamplingClient = client.create_sampling_client(base_model="m")
+        sampler: SamplingClient = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
         sampler.sample_many([PROMPT] * 5, PARAMS, progress=lambda done, _: told.append(done))
 
     assert told == [1, 2, 3, 4, 5]

@@ -20,7 +20,7 @@ def test_samples_share_one_poll_and_fetch_their_results_once() -> None:
         running_service(long_poll_s=5.0, sample_use_retrieve_futures=True) as service,
         ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
     ):
-        sampler = client.create_sampling_client(base_model="m")
+        sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
         held = service.faults.hold_commands("asample")
         futures = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(50)]
         service.wait_requests("asample", 50)
@@ -34,12 +34,12 @@ def test_samples_share_one_poll_and_fetch_their_results_once() -> None:
         assert service.in_flight("retrieve_futures") <= 1
 
 
-def test_results_that_have_arrived_are_reported() -> None:
+def test_received_results_are_acknowledged() -> None:
     with (
         running_service(long_poll_s=0.3, sample_use_retrieve_futures=True) as service,
         ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
     ):
-        sampler = client.create_sampling_client(base_model="m")
+        sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
 
         sampler.sample(PROMPT, 1, PARAMS).result(WAIT_S)
         polls = service.wait_requests("retrieve_futures", 2)
@@ -49,13 +49,13 @@ def test_results_that_have_arrived_are_reported() -> None:
         assert [fetched] in reported
 
 
-def test_b72_failures_that_have_arrived_are_reported_too() -> None:
+def test_received_failures_are_acknowledged_too() -> None:
     """The service need not keep them any longer."""
     with (
         running_service(long_poll_s=0.3, sample_use_retrieve_futures=True) as service,
         ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
     ):
-        sampler = client.create_sampling_client(base_model="m")
+        sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
         service.faults.fail_command("asample", category="user")
 
         with pytest.raises(RequestFailedError):
@@ -71,7 +71,7 @@ def test_a_failed_sample_raises_its_own_error() -> None:
         running_service(long_poll_s=0.3, sample_use_retrieve_futures=True) as service,
         ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
     ):
-        sampler = client.create_sampling_client(base_model="m")
+        sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
         service.faults.fail_command("asample", category="user", error="no such token")
 
         with pytest.raises(RequestFailedError, match="no such token"):
@@ -80,12 +80,12 @@ def test_a_failed_sample_raises_its_own_error() -> None:
 
 
 @pytest.mark.parametrize("status", [404, 422])
-def test_a_service_that_stops_offering_it_is_polled_for_each_sample(status: int) -> None:
+def test_a_service_that_stops_offering_session_polls_is_polled_per_sample(status: int) -> None:
     with (
         running_service(long_poll_s=0.3, sample_use_retrieve_futures=True) as service,
         ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
     ):
-        sampler = client.create_sampling_client(base_model="m")
+        sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
         service.faults.add("retrieve_futures", times=None, status=status)
 
         for _ in range(3):
@@ -94,13 +94,13 @@ def test_a_service_that_stops_offering_it_is_polled_for_each_sample(status: int)
         assert len(service.requests("retrieve_futures")) == 1
 
 
-def test_polls_that_fail_for_a_while_are_repeated_with_the_same_cursor() -> None:
+def test_polls_that_fail_temporarily_are_retried_with_the_same_cursor() -> None:
     retry = RetryBudget(delay_base_s=0.01)
     with (
         running_service(long_poll_s=0.3, sample_use_retrieve_futures=True) as service,
         ServiceClient(base_url=service.base_url, api_key=service.api_key, retry=retry) as client,
     ):
-        sampler = client.create_sampling_client(base_model="m")
+        sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
         service.faults.add("retrieve_futures", times=2, status=503)
 
         assert len(sampler.sample(PROMPT, 1, PARAMS).result(WAIT_S).sequences) == 1
@@ -109,12 +109,12 @@ def test_polls_that_fail_for_a_while_are_repeated_with_the_same_cursor() -> None
         assert cursors == [0, 0, 0]
 
 
-def test_b76_what_was_reported_by_a_poll_that_failed_is_reported_again() -> None:
+def test_acknowledgements_of_a_failed_poll_are_sent_again() -> None:
     with (
         running_service(long_poll_s=0.3, sample_use_retrieve_futures=True) as service,
         ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
     ):
-        sampler = client.create_sampling_client(base_model="m")
+        sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
         service.faults.add(
             "retrieve_futures",
             when=lambda poll: bool(poll.request.retrieved_request_ids),

@@ -48,7 +48,9 @@ async def whole_of(transport: Transport, _: ScriptedServer) -> bytes:
     ],
 )
 @pytest.mark.parametrize("is_torn", [True, False])
-def test_a_body_ends_where_it_says(run: Run, run_direct: Run, reply: bytes, is_torn: bool) -> None:
+def test_a_body_ends_where_its_framing_says(
+    run: Run, run_direct: Run, reply: bytes, is_torn: bool
+) -> None:
     async def answer(_: Received, connection: Connection) -> None:
         for piece in [reply[n : n + 1] for n in range(len(reply))] if is_torn else [reply]:
             connection.writer.write(piece)
@@ -70,7 +72,7 @@ def test_a_body_ends_where_it_says(run: Run, run_direct: Run, reply: bytes, is_t
         b"",
     ],
 )
-def test_a_body_that_breaks_off_is_a_connection_error(run_direct: Run, reply: bytes) -> None:
+def test_a_truncated_body_is_a_connection_error(run_direct: Run, reply: bytes) -> None:
     async def scenario(transport: Transport, server: ScriptedServer) -> None:
         with pytest.raises(APIConnectionError):
             await whole_of(transport, server)
@@ -78,7 +80,7 @@ def test_a_body_that_breaks_off_is_a_connection_error(run_direct: Run, reply: by
     run_direct(answering(reply, then_close=True), scenario)
 
 
-def test_what_came_before_the_end_is_read_after_it(run_direct: Run) -> None:
+def test_data_received_before_the_connection_closed_is_still_read(run_direct: Run) -> None:
     """Far more than is kept at a time, so that reading is paused when the connection ends."""
     gone = asyncio.Event()
     whole = bytes(range(256)) * 20_000
@@ -100,7 +102,7 @@ def test_what_came_before_the_end_is_read_after_it(run_direct: Run) -> None:
     assert run_direct(answer, scenario) == whole
 
 
-def test_pieces_that_came_before_a_reset_are_still_given_out(run_direct: Run) -> None:
+def test_data_received_before_a_reset_is_still_delivered(run_direct: Run) -> None:
     async def answer(_: Received, connection: Connection) -> None:
         connection.writer.write(OK + b"Content-Length: 100\r\n\r\nhalf")
         await connection.writer.drain()
@@ -121,7 +123,9 @@ def test_pieces_that_came_before_a_reset_are_still_given_out(run_direct: Run) ->
 
 
 @pytest.mark.parametrize("steps", range(0, 12, 2))
-def test_a_stream_given_up_at_any_moment_leaves_nothing_behind(run_direct: Run, steps: int) -> None:
+def test_a_stream_cancelled_at_any_moment_leaves_nothing_behind(
+    run_direct: Run, steps: int
+) -> None:
     async def endless(_: Received, connection: Connection) -> None:
         connection.writer.write(OK + b"Transfer-Encoding: chunked\r\n\r\n")
         while True:
@@ -158,14 +162,14 @@ def test_closing_ends_streams_at_any_moment(run_direct: Run, steps: int) -> None
     run_direct(silent, scenario)
 
 
-def test_a_stream_that_falls_silent_or_never_begins_is_a_timeout(run: Run) -> None:
+def test_a_stream_that_stalls_or_never_begins_times_out(run: Run) -> None:
     async def silent(_: Received, connection: Connection) -> None:
         if connection.number == 0:
             connection.writer.write(OK + b"Transfer-Encoding: chunked\r\n\r\n5\r\nwhole\r\n")
         assert await connection.read_request() is None
 
     async def scenario(transport: Transport, _: ScriptedServer) -> None:
-        with pytest.raises(APITimeoutError, match=r"silent for 0\.1 s"):
+        with pytest.raises(APITimeoutError, match=r"no data for 0\.1 s"):
             async with streamed(transport, idle_s=0.1) as reply:
                 assert [piece async for piece in reply.pieces] == []
         with pytest.raises(APITimeoutError, match=r"no reply .* within 0\.1 s"):
@@ -175,7 +179,7 @@ def test_a_stream_that_falls_silent_or_never_begins_is_a_timeout(run: Run) -> No
     run(silent, scenario)
 
 
-def test_a_stream_s_head_without_end_is_refused(run_direct: Run) -> None:
+def test_an_endless_head_of_a_stream_is_rejected(run_direct: Run) -> None:
     async def flood(_: Received, connection: Connection) -> None:
         connection.writer.write(OK)
         for __ in range(1000):
@@ -189,7 +193,7 @@ def test_a_stream_s_head_without_end_is_refused(run_direct: Run) -> None:
     run_direct(flood, scenario)
 
 
-def test_a_stream_that_is_packed_all_the_same_is_refused_by_name(run_direct: Run) -> None:
+def test_the_error_names_the_encoding_of_a_compressed_stream(run_direct: Run) -> None:
     reply = OK + b"Content-Encoding: gzip\r\nContent-Length: 5\r\n\r\nwhole"
 
     async def scenario(transport: Transport, server: ScriptedServer) -> None:

@@ -113,7 +113,7 @@ async def alert(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 @pytest.mark.parametrize("serve", [close, alert])
-def test_plain_http_to_a_server_that_speaks_tls_is_told_of_https(serve: Serve) -> None:
+def test_plain_http_to_a_tls_server_suggests_https(serve: Serve) -> None:
     """Such servers end the connection, or send an alert first."""
 
     async def scenario() -> None:
@@ -125,7 +125,7 @@ def test_plain_http_to_a_server_that_speaks_tls_is_told_of_https(serve: Serve) -
     asyncio.run(scenario())
 
 
-def test_tls_to_a_server_that_speaks_none_is_told_of_http() -> None:
+def test_https_to_a_plain_server_suggests_http() -> None:
     async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(16)
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
@@ -153,7 +153,7 @@ YESTERDAY = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1)
     ],
     ids=["another name", "expired", "unknown authority"],
 )
-def test_a_certificate_that_is_not_to_be_trusted_is_named_and_not_tried_again(
+def test_an_untrusted_certificate_is_reported_and_not_retried(
     made_by: Maker,
     authority: trustme.CA,
     ca_file: str,
@@ -178,7 +178,7 @@ def test_a_certificate_that_is_not_to_be_trusted_is_named_and_not_tried_again(
 
 
 @pytest.mark.parametrize("new_loop", list(LOOPS.values()), ids=list(LOOPS))
-def test_calls_over_tls_can_be_given_up_at_any_moment(
+def test_calls_over_tls_can_be_cancelled_at_any_moment(
     new_loop: NewLoop, authority: trustme.CA, ca_file: str
 ) -> None:
     chance = random.Random(11)
@@ -208,7 +208,7 @@ def test_calls_over_tls_can_be_given_up_at_any_moment(
 
 
 @pytest.mark.parametrize("new_loop", list(LOOPS.values()), ids=list(LOOPS))
-def test_large_bodies_go_both_ways_over_tls_at_the_pace_of_the_server(
+def test_large_bodies_over_tls_respect_backpressure_in_both_directions(
     new_loop: NewLoop, authority: trustme.CA, ca_file: str
 ) -> None:
     async def echo_slowly(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -247,7 +247,7 @@ def test_a_server_without_tls_is_a_connection_error(made_by: Maker) -> None:
     run_quietly(scenario())
 
 
-def test_a_handshake_that_hangs_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_handshake_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(address, "CONNECT_TIMEOUT_S", 0.2)
 
     async def scenario() -> None:
@@ -281,9 +281,7 @@ class ConnectProxy:
         await asyncio.gather(_pass_on(reader, to_there), _pass_on(there, writer))
 
 
-def test_https_goes_through_a_proxy_that_sees_the_address_alone(
-    authority: trustme.CA, ca_file: str
-) -> None:
+def test_an_https_proxy_sees_only_the_host_and_port(authority: trustme.CA, ca_file: str) -> None:
     proxy = ConnectProxy()
 
     async def scenario() -> bytes:
@@ -318,7 +316,7 @@ def test_every_request_through_a_proxy_carries_its_login() -> None:
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
 @pytest.mark.parametrize("refusal", ["407 Proxy Authentication Required", "no HTTP", ""])
-def test_a_proxy_that_refuses_is_an_error_that_tells_no_password(scheme: str, refusal: str) -> None:
+def test_the_error_of_a_proxy_that_refuses_reveals_no_password(scheme: str, refusal: str) -> None:
     async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         if refusal:
@@ -340,7 +338,7 @@ def test_a_proxy_that_refuses_is_an_error_that_tells_no_password(scheme: str, re
     assert scheme == "http" or "service.invalid" in said
 
 
-def test_a_proxy_that_hangs_is_a_timeout() -> None:
+def test_a_hanging_proxy_times_out() -> None:
     async def scenario() -> None:
         async with listening(hang) as through:
             with pytest.raises(APITimeoutError, match=r"0\.2 s"):
@@ -354,7 +352,7 @@ def test_a_proxy_that_hangs_is_a_timeout() -> None:
     run_quietly(scenario())
 
 
-def test_a_proxy_that_is_not_there_is_what_is_to_be_checked() -> None:
+def test_the_error_of_an_unreachable_proxy_says_to_check_the_proxy() -> None:
     async def scenario() -> None:
         with pytest.raises(APIConnectionError, match="check the proxy"):
             await ask(ProxiedTransport, "http://service.invalid", proxy="http://127.0.0.1:1")
@@ -365,7 +363,7 @@ def test_a_proxy_that_is_not_there_is_what_is_to_be_checked() -> None:
 @pytest.mark.parametrize(
     "proxy", ["socks5://127.0.0.1:1080", "ftp://proxy", "http://", "http://a:b"]
 )
-def test_a_proxy_that_cannot_be_used_is_refused_by_name(proxy: str) -> None:
+def test_the_error_names_an_unusable_proxy(proxy: str) -> None:
     async def scenario() -> None:
         with pytest.raises(ValidationError, match="proxy"):
             await ask(ProxiedTransport, "http://service.invalid", proxy=proxy)
@@ -385,7 +383,9 @@ def test_a_proxy_that_cannot_be_used_is_refused_by_name(proxy: str) -> None:
         ("*", False),
     ],
 )
-def test_no_proxy_is_obeyed(monkeypatch: pytest.MonkeyPatch, no_proxy: str, is_used: bool) -> None:
+def test_the_no_proxy_variable_is_respected(
+    monkeypatch: pytest.MonkeyPatch, no_proxy: str, is_used: bool
+) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:3128")
     monkeypatch.setenv("no_proxy", no_proxy)
 
@@ -395,15 +395,13 @@ def test_no_proxy_is_obeyed(monkeypatch: pytest.MonkeyPatch, no_proxy: str, is_u
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "[::1]"])
-def test_no_proxy_is_asked_for_this_machine_itself(
-    monkeypatch: pytest.MonkeyPatch, host: str
-) -> None:
+def test_no_proxy_is_used_for_localhost(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
     monkeypatch.setenv("http_proxy", "http://proxy:3128")
     monkeypatch.delenv("no_proxy", raising=False)
 
     assert settings_from(base_url=f"http://{host}:8000", api_key="tml-key").proxy is None
 
 
-def test_a_ca_file_that_is_not_there_is_named() -> None:
+def test_the_error_names_a_missing_ca_file() -> None:
     with pytest.raises(ValidationError, match=r"missing\.pem"):
         TransportSettings(base_url="https://service", ca_file="/no/such/missing.pem")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tinsmith.client import chunking
+from tinsmith.client import dispatch
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.poller import MOST_BAD_REQUESTS
 from tinsmith.client.retry import RetryBudget
@@ -41,6 +41,7 @@ from tinsmith.errors import (
 )
 from tinsmith.testing import ScriptedService, running_service
 from tinsmith.types import AdamParams, Datum, ModelInput
+from tinsmith.wire import content
 
 WAIT_S = 60.0
 FOREVER_S = 3600.0
@@ -64,7 +65,7 @@ def sent_numbers(service: ScriptedService) -> list[int]:
     ]
 
 
-def test_a_loop_trains_and_its_loss_falls(training: TrainingClient) -> None:
+def test_a_training_loop_lowers_the_loss(training: TrainingClient) -> None:
     losses = []
 
     for _ in range(3):
@@ -99,7 +100,7 @@ def test_the_loss_per_token_does_not_depend_on_the_scale_of_weights_or_the_size_
     assert per_token([0.0, 3.0, 1.0]) == pytest.approx(-(3 * lp[1] + lp[2]) / 4)
 
 
-def test_the_loss_per_token_of_rewards_is_of_the_tokens_that_have_an_advantage(
+def test_the_loss_per_token_of_rl_losses_counts_tokens_with_an_advantage(
     training: TrainingClient,
 ) -> None:
     inputs = {
@@ -125,7 +126,7 @@ def test_the_loss_per_token_of_rewards_is_of_the_tokens_that_have_an_advantage(
         ("ppo", {"logprobs": [-1.0] * 3, "advantages": [1.0] * 4}),
     ],
 )
-def test_inputs_of_a_named_loss_that_differ_in_length_are_refused_before_they_are_sent(
+def test_loss_inputs_of_different_lengths_are_rejected_before_sending(
     training: TrainingClient, service: ScriptedService, loss_fn: Any, inputs: dict[str, Any]
 ) -> None:
     tokens = ModelInput.from_ints([1, 2, 3])
@@ -140,7 +141,7 @@ def test_inputs_of_a_named_loss_that_differ_in_length_are_refused_before_they_ar
     assert training.forward([a_datum()], "cross_entropy").result(WAIT_S).loss > 0
 
 
-def test_both_faces_submit_at_once_and_give_the_result_when_awaited(
+def test_async_calls_submit_immediately_and_return_awaitable_futures(
     training: TrainingClient,
 ) -> None:
     async def scenario() -> tuple[float, Any]:
@@ -154,7 +155,7 @@ def test_both_faces_submit_at_once_and_give_the_result_when_awaited(
     assert step.metrics is not None
 
 
-def test_s14_numbers_on_the_wire_rise_by_exactly_1(
+def test_s14_seq_ids_on_the_wire_increase_by_exactly_1(
     training: TrainingClient, service: ScriptedService
 ) -> None:
     pending: list[Any] = []
@@ -181,12 +182,12 @@ def test_s14_numbers_on_the_wire_rise_by_exactly_1(
     ],
     ids=["plain", "ours"],
 )
-def test_s16_chunks_travel_in_parallel_with_the_first_last(flags: dict[str, bool]) -> None:
+def test_s16_chunks_are_sent_in_parallel_and_the_first_one_last(flags: dict[str, bool]) -> None:
     with (
         running_service(long_poll_s=0.5, fwdbwd_max_chunk_len=2, **flags) as service,
         ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
     ):
-        training = client.create_lora_training_client("m", rank=4)
+        training = client.create_lora_training_client("Qwen/Qwen3-8B", rank=4)
         others = service.faults.hold("forward_backward", when=lambda r: _number(r) in (2, 3, 4))
 
         output = training.forward_backward([a_datum() for _ in range(8)], "cross_entropy")
@@ -205,14 +206,14 @@ def test_s16_a_serial_mode_sends_one_chunk_after_another() -> None:
             base_url=service.base_url, api_key=service.api_key, parallel_chunks=False
         ) as client,
     ):
-        training = client.create_lora_training_client("m", rank=4)
+        training = client.create_lora_training_client("Qwen/Qwen3-8B", rank=4)
 
         training.forward_backward([a_datum() for _ in range(8)], "cross_entropy").result(WAIT_S)
 
         assert sent_numbers(service) == [1, 2, 3, 4]
 
 
-def test_b31_bodies_of_a_model_on_their_way_keep_to_the_budget_of_the_service() -> None:
+def test_bodies_of_a_model_in_flight_respect_the_service_s_byte_budget() -> None:
     flags = {"fwdbwd_max_chunk_len": 1, "fwdbwd_dispatch_bytes_semaphore_size": 40_000}
     tokens = list(range(1, 1001))
     large = Datum(
@@ -223,7 +224,7 @@ def test_b31_bodies_of_a_model_on_their_way_keep_to_the_budget_of_the_service() 
         running_service(long_poll_s=0.5, **flags) as service,
         ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
     ):
-        models = [client.create_lora_training_client("m", rank=4) for _ in range(2)]
+        models = [client.create_lora_training_client("Qwen/Qwen3-8B", rank=4) for _ in range(2)]
         held = service.faults.hold("forward_backward")
         outputs = [model.forward_backward([large] * 6, "cross_entropy") for model in models]
         held.wait_held(4)
@@ -231,6 +232,35 @@ def test_b31_bodies_of_a_model_on_their_way_keep_to_the_budget_of_the_service() 
 
         assert [len(output.result(WAIT_S).loss_fn_outputs) for output in outputs] == [6, 6]
         assert held.most_held == 4  # two of about 16 kB of each
+
+
+@pytest.mark.parametrize("tokens", [3, 20_000])
+def test_small_and_large_bodies_are_compressed_where_the_service_asks(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small one on the event loop, since handing it to a thread would gain nothing."""
+    on_threads = []
+    to_thread = asyncio.to_thread
+
+    async def noted(function: Any, *arguments: Any) -> Any:
+        on_threads.append(function)
+        return await to_thread(function, *arguments)
+
+    with (
+        running_service(proto_compress_fwdbwd=True) as service,
+        ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
+    ):
+        training = client.create_lora_training_client("Qwen/Qwen3-8B", rank=4)
+        monkeypatch.setattr("tinsmith.client.submission.asyncio.to_thread", noted)
+        data = Datum(
+            ModelInput.from_ints([1] * tokens),
+            {"target_tokens": [2] * tokens, "weights": [1.0] * tokens},
+        )
+        training.forward_backward([data], "cross_entropy").result(WAIT_S)
+
+        [received] = service.requests("forward_backward")
+        assert received.headers["content-encoding"] == "zstd"
+        assert (content.compress in on_threads) == (tokens > 3)
 
 
 def _number(received: Any) -> int:
@@ -253,7 +283,7 @@ def test_s17_a_failing_chunk_leaves_the_client_usable(
             parallel_chunks=parallel,
         ) as client,
     ):
-        training = client.create_lora_training_client("m", rank=4)
+        training = client.create_lora_training_client("Qwen/Qwen3-8B", rank=4)
         service.faults.add(
             "forward_backward",
             times=None,
@@ -278,7 +308,7 @@ def _is_filler(received: Any) -> bool:
     return bool(received.request.forward_only)
 
 
-def test_s17_a_call_cancelled_in_the_line_leaves_no_number_behind(
+def test_s17_a_call_cancelled_in_the_queue_leaves_no_gap_in_seq_ids(
     training: TrainingClient, service: ScriptedService
 ) -> None:
     first_reply = service.faults.hold("forward_backward", times=1)
@@ -319,7 +349,7 @@ def test_s17_a_call_that_fails_while_it_is_sent_leaves_the_client_usable(
         running_service(long_poll_s=0.5, gap_wait_s=FOREVER_S) as service,
         ServiceClient(base_url=service.base_url, api_key=service.api_key, retry=retry) as client,
     ):
-        training = client.create_lora_training_client("m", rank=4)
+        training = client.create_lora_training_client("Qwen/Qwen3-8B", rank=4)
         service.faults.add(endpoint, times=None, **failure)
 
         with pytest.raises(APIError):
@@ -341,7 +371,7 @@ def test_s17_a_call_cancelled_while_it_is_sent_leaves_the_client_usable(
         running_service(long_poll_s=0.5, gap_wait_s=FOREVER_S) as service,
         ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
     ):
-        training = client.create_lora_training_client("m", rank=4)
+        training = client.create_lora_training_client("Qwen/Qwen3-8B", rank=4)
         held = service.faults.hold(endpoint, times=1, **failure)
         sending = SINGLE_CALLS[endpoint](training)
         held.wait_held(1)
@@ -353,7 +383,7 @@ def test_s17_a_call_cancelled_while_it_is_sent_leaves_the_client_usable(
         held.release()
 
 
-def test_a_call_sends_its_arrays_as_they_were_when_it_was_made(
+def test_a_call_sends_its_arrays_as_they_were_at_the_call(
     training: TrainingClient, service: ScriptedService
 ) -> None:
     """However the caller changes them while it waits in the line."""
@@ -374,7 +404,7 @@ def test_a_call_sends_its_arrays_as_they_were_when_it_was_made(
     assert set(received.tolist()) == {1.0}
 
 
-def test_a_lost_reply_is_sent_again_under_the_same_number_and_runs_once(
+def test_after_a_lost_reply_the_call_is_resent_under_its_seq_id_and_runs_once(
     training: TrainingClient, service: ScriptedService
 ) -> None:
     service.faults.add("optim_step", times=2, lose_reply=True)
@@ -392,7 +422,7 @@ def test_a_lost_reply_is_sent_again_under_the_same_number_and_runs_once(
     assert len(keys) == 1
 
 
-def test_s15_results_keep_coming_and_info_answers_while_a_long_send_is_under_way(
+def test_s15_results_and_get_info_are_not_delayed_by_a_long_send(
     training: TrainingClient, service: ScriptedService
 ) -> None:
     early = training.forward_backward([a_datum()], "cross_entropy")
@@ -408,12 +438,12 @@ def test_s15_results_keep_coming_and_info_answers_while_a_long_send_is_under_way
     stuck.result(WAIT_S)
 
 
-def test_s15_sixty_four_results_are_awaited_at_once_and_come_while_a_send_is_stuck() -> None:
+def test_s15_sixty_four_results_arrive_while_a_send_is_stuck() -> None:
     with (
         running_service(long_poll_s=60.0) as service,
         ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
     ):
-        training = client.create_lora_training_client("m", rank=4)
+        training = client.create_lora_training_client("Qwen/Qwen3-8B", rank=4)
         work = service.faults.hold_commands("forward_backward")
         pending = [training.forward_backward([a_datum()], "cross_entropy") for _ in range(64)]
         service.wait_requests("retrieve_future", 65)  # the first was for the model
@@ -430,9 +460,9 @@ def test_s15_sixty_four_results_are_awaited_at_once_and_come_while_a_send_is_stu
         stuck.result(WAIT_S)
 
 
-def test_s15_closing_does_not_wait_for_a_send_that_is_stuck(service: ScriptedService) -> None:
+def test_s15_closing_does_not_wait_for_a_stuck_send(service: ScriptedService) -> None:
     client = ServiceClient(base_url=service.base_url, api_key=service.api_key)
-    training = client.create_lora_training_client("m", rank=4)
+    training = client.create_lora_training_client("Qwen/Qwen3-8B", rank=4)
     held = service.faults.hold("forward_backward", times=1)
     stuck = training.forward_backward([a_datum()], "cross_entropy")
     held.wait_held(1)
@@ -445,12 +475,12 @@ def test_s15_closing_does_not_wait_for_a_send_that_is_stuck(service: ScriptedSer
 
 
 @pytest.mark.usefixtures("eager_switching")
-def test_s14_many_threads_with_calls_of_many_chunks_lose_no_number() -> None:
+def test_s14_many_threads_with_multi_chunk_calls_leave_no_gap_in_seq_ids() -> None:
     with (
         running_service(long_poll_s=0.5, fwdbwd_max_chunk_len=2, gap_wait_s=30.0) as service,
         ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
     ):
-        training = client.create_lora_training_client("m", rank=4)
+        training = client.create_lora_training_client("Qwen/Qwen3-8B", rank=4)
         errors: list[BaseException] = []
 
         def work() -> None:
@@ -476,9 +506,7 @@ def test_s14_many_threads_with_calls_of_many_chunks_lose_no_number() -> None:
         assert sorted(numbers) == list(range(1, len(numbers) + 1))
 
 
-def test_arrays_are_read_when_the_call_is_made(
-    training: TrainingClient, service: ScriptedService
-) -> None:
+def test_arrays_are_read_at_the_call(training: TrainingClient, service: ScriptedService) -> None:
     np = pytest.importorskip("numpy")
     weights = np.ones(3, np.float32)
     datum = Datum(ModelInput.from_ints([1, 2, 3]), {"target_tokens": [2, 3, 4], "weights": weights})
@@ -496,7 +524,7 @@ def test_arrays_are_read_when_the_call_is_made(
     assert arrived.loss_fn_inputs["weights"].tolist() == [1.0, 1.0, 1.0]
 
 
-def test_empty_data_is_refused_at_the_call(training: TrainingClient) -> None:
+def test_empty_data_is_rejected_at_the_call(training: TrainingClient) -> None:
     with pytest.raises(ValidationError, match="empty"):
         _ = training.forward_backward([], "cross_entropy")
 
@@ -541,7 +569,7 @@ def test_s19_polls_are_numbered_from_0_and_typed(
     assert has_roundtrip == [True] + [False] * (len(polls) - 1)
 
 
-def test_polls_keep_their_distance_from_a_failing_server(
+def test_polls_back_off_from_a_failing_server(
     training: TrainingClient, service: ScriptedService
 ) -> None:
     service.faults.add("retrieve_future", times=3, status=500)
@@ -568,7 +596,7 @@ def test_a_large_result_is_fetched_in_two_steps() -> None:
         running_service(long_poll_s=0.5, inline_bytes=100) as service,
         ServiceClient(base_url=service.base_url, api_key=service.api_key) as client,
     ):
-        training = client.create_lora_training_client("m", rank=4)
+        training = client.create_lora_training_client("Qwen/Qwen3-8B", rank=4)
         datum = Datum(
             ModelInput.from_ints([1] * 500),
             {"target_tokens": [1] * 500, "weights": [1.0] * 500},
@@ -581,7 +609,7 @@ def test_a_large_result_is_fetched_in_two_steps() -> None:
         assert [poll.allow_metadata_only for poll in polls[-2:]] == [True, False]
 
 
-def test_a_timeout_in_a_coroutine_gives_the_call_up_and_the_next_one_works(
+def test_a_timeout_in_a_coroutine_cancels_the_call_and_the_next_one_works(
     training: TrainingClient, service: ScriptedService
 ) -> None:
     held = service.faults.hold_commands("optim_step", times=1)
@@ -596,7 +624,7 @@ def test_a_timeout_in_a_coroutine_gives_the_call_up_and_the_next_one_works(
     assert asyncio.run(scenario()) > 0
 
 
-def test_state_is_saved_and_training_goes_on_from_it(
+def test_training_continues_from_a_saved_state(
     client: ServiceClient, training: TrainingClient
 ) -> None:
     _ = training.forward_backward([a_datum()], "cross_entropy")
@@ -610,11 +638,11 @@ def test_state_is_saved_and_training_goes_on_from_it(
     assert resumed.forward([a_datum()], "cross_entropy").result(WAIT_S).loss == before
 
 
-def test_a_name_for_weights_that_are_sampled_from_at_once_is_ignored_with_a_warning(
+def test_save_weights_and_get_sampling_client_ignores_a_name_with_a_warning(
     training: TrainingClient, service: ScriptedService
 ) -> None:
     with pytest.warns(DeprecationWarning, match="name .* is deprecated"):
-        training.save_weights_and_get_sampling_client(name="mine", timeout=WAIT_S)
+        training.save_weights_and_get_sampling_client(name="mine", timeout=WAIT_S).result()
     with pytest.warns(DeprecationWarning, match="name .* is deprecated"):
         asyncio.run(training.save_weights_and_get_sampling_client_async("mine", timeout=WAIT_S))
 
@@ -622,9 +650,9 @@ def test_a_name_for_weights_that_are_sampled_from_at_once_is_ignored_with_a_warn
     assert [save.request.path for save in sent] == [None, None]
 
 
-def test_s18_closing_settles_what_was_pending(service: ScriptedService) -> None:
+def test_s18_closing_settles_pending_futures(service: ScriptedService) -> None:
     client = ServiceClient(base_url=service.base_url, api_key=service.api_key)
-    training = client.create_lora_training_client("m", rank=4)
+    training = client.create_lora_training_client("Qwen/Qwen3-8B", rank=4)
     service.faults.hold_commands("optim_step")
     pending = training.optim_step(AdamParams())
     service.wait_requests("optim_step", 1)
@@ -647,12 +675,12 @@ def test_s18_closing_settles_what_was_pending(service: ScriptedService) -> None:
         (422, UnprocessableEntityError),
     ],
 )
-def test_w19_a_refusal_to_give_a_result_is_an_api_error_and_a_value_error(
+def test_a_rejected_result_poll_is_an_api_error_and_a_value_error(
     service: ScriptedService, status: int, kind: type[APIStatusError]
 ) -> None:
     retry = RetryBudget(delay_base_s=0.01)
     with ServiceClient(base_url=service.base_url, api_key=service.api_key, retry=retry) as client:
-        training = client.create_lora_training_client("m", rank=4)
+        training = client.create_lora_training_client("Qwen/Qwen3-8B", rank=4)
         refusal = service.faults.add("retrieve_future", times=None, status=status)
 
         with pytest.raises(ValueError, match=str(status)) as caught:
@@ -668,7 +696,7 @@ def test_w19_a_refusal_to_give_a_result_is_an_api_error_and_a_value_error(
 
 
 @pytest.mark.parametrize("call", ["forward_backward", "optim_step"])
-def test_s18_a_result_that_cannot_be_read_fails_its_call_alone(
+def test_s18_an_unreadable_result_fails_only_its_own_call(
     training: TrainingClient, service: ScriptedService, call: str
 ) -> None:
     service.faults.add("retrieve_future", status=200, body=["nonsense"])
@@ -686,14 +714,14 @@ def test_s18_a_result_that_cannot_be_read_fails_its_call_alone(
     assert training.forward([a_datum()], "cross_entropy").result(WAIT_S).loss > 0
 
 
-def test_s18_a_mistake_of_ours_in_joining_chunks_reaches_the_caller(
+def test_s18_an_internal_error_in_joining_chunks_reaches_the_caller(
     training: TrainingClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def join(_: object) -> Any:
         raise ZeroDivisionError("a mistake")
 
     with monkeypatch.context() as patched:
-        patched.setattr(chunking, "join", join)
+        patched.setattr(dispatch, "join", join)
         broken = training.forward_backward([a_datum()], "cross_entropy")
         with pytest.raises(ZeroDivisionError, match="a mistake"):
             broken.result(WAIT_S)
@@ -701,14 +729,14 @@ def test_s18_a_mistake_of_ours_in_joining_chunks_reaches_the_caller(
     assert training.forward([a_datum()], "cross_entropy").result(WAIT_S).loss > 0
 
 
-def test_s18_a_program_that_ends_with_work_under_way_ends_at_once(
+def test_s18_a_program_with_calls_in_flight_exits_immediately(
     service: ScriptedService,
 ) -> None:
     service.faults.hold_commands("optim_step")
     program = f"""
 import tinsmith
 client = tinsmith.ServiceClient(base_url={service.base_url!r}, api_key={service.api_key!r})
-training = client.create_lora_training_client("m", rank=4)
+training = client.create_lora_training_client("Qwen/Qwen3-8B", rank=4)
 pending = training.optim_step(tinsmith.AdamParams())
 pending.add_done_callback(lambda future: print("settled", future.cancelled(), flush=True))
 try:
@@ -732,17 +760,17 @@ except TimeoutError:
 @pytest.mark.parametrize(
     ("data", "loss_fn", "message"),
     [
-        (a_datum(), "cross_entropy", "data is a list of Datum, not Datum"),
-        (None, "cross_entropy", "data is a list of Datum, not NoneType"),
-        ([{"model_input": [1]}], "cross_entropy", r"data\[0\] is dict, and not a Datum"),
-        ([a_datum()], print, "goes to forward_backward_custom"),
+        (a_datum(), "cross_entropy", "data must be a list of Datum, not Datum"),
+        (None, "cross_entropy", "data must be a list of Datum, not NoneType"),
+        ([{"model_input": [1]}], "cross_entropy", r"data\[0\] must be a Datum, not dict"),
+        ([a_datum()], print, "to forward_backward_custom"),
         ([a_datum()], None, "the name of a loss"),
     ],
 )
-def test_what_is_no_pass_is_told_at_once_and_the_next_call_goes(
+def test_invalid_forward_backward_arguments_raise_and_the_next_call_works(
     data: Any, loss_fn: Any, message: str, client: ServiceClient
 ) -> None:
-    training = client.create_lora_training_client("m", rank=2)
+    training = client.create_lora_training_client("Qwen/Qwen3-8B", rank=2)
 
     with pytest.raises(TypeError, match=message):
         training.forward_backward(data, loss_fn).result()

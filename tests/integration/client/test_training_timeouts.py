@@ -44,7 +44,7 @@ def training(service: ScriptedService, request: pytest.FixtureRequest) -> Iterat
         parallel_chunks=request.param == "parallel",
         retry=RetryBudget(total_s=5.0, delay_base_s=0.01),
     ) as client:
-        yield client.create_lora_training_client("m", rank=4)
+        yield client.create_lora_training_client("Qwen/Qwen3-8B", rank=4)
 
 
 def a_datum(token: int = 1) -> Datum:
@@ -86,7 +86,7 @@ def timeout_of(how: str) -> float | None:
 
 
 @pytest.mark.parametrize("how", ["timeout", "cancel"])
-def test_s17_a_call_given_up_behind_another_takes_no_number(
+def test_s17_a_queued_call_that_is_abandoned_uses_no_seq_id(
     training: TrainingClient, service: ScriptedService, how: str
 ) -> None:
     held = service.faults.hold("forward_backward", times=1)
@@ -108,7 +108,7 @@ def test_s17_a_call_given_up_behind_another_takes_no_number(
 
 @pytest.mark.parametrize("how", ["timeout", "cancel"])
 @pytest.mark.parametrize("stuck", [1, 2, 3])
-def test_s17_a_call_given_up_while_a_chunk_is_sent_leaves_no_number_missing(
+def test_s17_a_call_abandoned_while_a_chunk_is_sent_leaves_no_gap_in_seq_ids(
     training: TrainingClient, service: ScriptedService, stuck: int, how: str
 ) -> None:
     held = service.faults.hold(
@@ -126,11 +126,12 @@ def test_s17_a_call_given_up_while_a_chunk_is_sent_leaves_no_number_missing(
 
 
 @pytest.mark.parametrize("how", ["timeout", "cancel"])
-def test_s18_a_call_given_up_while_its_result_is_awaited_holds_nobody_up(
+def test_s18_a_call_abandoned_while_awaiting_its_result_delays_no_other(
     training: TrainingClient, service: ScriptedService, how: str
 ) -> None:
     held = service.faults.hold_commands("forward_backward", times=1)
-    waiting = training.forward_backward([a_datum()], "cross_entropy", timeout=timeout_of(how))
+    timeout = 5 * SHORT_S if how == "timeout" else None  # it has to get as far as its first poll
+    waiting = training.forward_backward([a_datum()], "cross_entropy", timeout=timeout)
     service.wait_requests("retrieve_future", 2)  # the first was for the model
 
     give_up(waiting, how)
@@ -153,7 +154,7 @@ class _SlowLoss:
 
 
 @pytest.mark.parametrize("how", ["timeout", "cancel"])
-def test_s17_a_custom_loss_given_up_while_it_runs_gives_both_places_up(
+def test_s17_a_custom_loss_abandoned_while_it_runs_frees_both_seq_ids(
     training: TrainingClient, service: ScriptedService, how: str
 ) -> None:
     loss = _SlowLoss()
@@ -167,7 +168,7 @@ def test_s17_a_custom_loss_given_up_while_it_runs_gives_both_places_up(
 
 
 @pytest.mark.parametrize("how", ["timeout", "cancel"])
-def test_s17_a_custom_loss_given_up_in_its_second_half_leaves_no_number_missing(
+def test_s17_a_custom_loss_abandoned_in_its_second_pass_leaves_no_seq_id_gap(
     training: TrainingClient, service: ScriptedService, how: str
 ) -> None:
     loss = _SlowLoss()
@@ -182,19 +183,19 @@ def test_s17_a_custom_loss_given_up_in_its_second_half_leaves_no_number_missing(
     held.release()
 
 
-def test_s17_a_save_given_up_leaves_the_client_usable(
+def test_s17_an_abandoned_save_leaves_the_client_usable(
     training: TrainingClient, service: ScriptedService
 ) -> None:
     held = service.faults.hold("save_weights_for_sampler", times=1)
 
     with pytest.raises(APITimeoutError):
-        training.save_weights_and_get_sampling_client(timeout=SHORT_S)
+        training.save_weights_and_get_sampling_client(timeout=SHORT_S).result()
 
     assert_usable(training, service)
     held.release()
 
 
-def test_a_timeout_holds_for_coroutines_just_the_same(
+def test_timeouts_apply_to_async_calls_too(
     training: TrainingClient, service: ScriptedService
 ) -> None:
     held = service.faults.hold("get_info", times=1)
@@ -209,7 +210,7 @@ def test_a_timeout_holds_for_coroutines_just_the_same(
     held.release()
 
 
-def test_a_timeout_that_is_no_number_is_refused_at_once_and_the_next_call_works(
+def test_an_invalid_timeout_is_rejected_immediately_and_the_next_call_works(
     training: TrainingClient, service: ScriptedService
 ) -> None:
     nan = float("nan")
@@ -225,7 +226,7 @@ def test_a_timeout_that_is_no_number_is_refused_at_once_and_the_next_call_works(
         lambda: training.get_info(timeout=nan),
     ]
     for call in calls:
-        with pytest.raises(ValidationError, match="timeout is nan; give seconds, or None"):
+        with pytest.raises(ValidationError, match="timeout is nan; pass seconds, or None"):
             call()
 
     assert_usable(training, service)

@@ -19,19 +19,19 @@ import trustme
 
 from tests.integration.client.scripted_server import Connection, Received, ScriptedServer
 from tests.integration.client.transport_runs import Maker, Run, echo, post, run_with
-from tinsmith.client.transports import connection_pool
+from tinsmith.client.transports import direct
 from tinsmith.client.transports.base import ExchangeReply, Transport, TransportSettings
 from tinsmith.client.transports.direct import DirectTransport
 from tinsmith.client.transports.proxied import ProxiedTransport
 from tinsmith.errors import APIConnectionError, APITimeoutError, BodyTooLargeError, TinkerError
 from tinsmith.wire import content
+from tinsmith.wire.decode_limits import DecodeLimits
 from tinsmith.wire.endpoint_types import Pool
 from tinsmith.wire.exchange import HttpRequest
-from tinsmith.wire.limits import DecodeLimits
 from tinsmith.wire.protobuf import Parts
 
 
-def test_a_reply_comes_back_with_status_headers_and_body(run: Run) -> None:
+def test_a_reply_has_its_status_headers_and_body(run: Run) -> None:
     async def refuse(_: Received, connection: Connection) -> None:
         await connection.reply(b'{"detail": "no"}', 422, {"X-Request-Id": "r1"})
 
@@ -41,7 +41,7 @@ def test_a_reply_comes_back_with_status_headers_and_body(run: Run) -> None:
     assert bytes(reply.body) == b'{"detail": "no"}'
 
 
-def test_a_body_in_parts_arrives_whole_with_its_length(run: Run) -> None:
+def test_a_body_in_parts_arrives_complete_with_its_length(run: Run) -> None:
     parts: Parts = [b"head", memoryview(bytes(range(256)) * 1000), b"tail"]
 
     async def scenario(transport: Transport, server: ScriptedServer) -> Received:
@@ -54,7 +54,7 @@ def test_a_body_in_parts_arrives_whole_with_its_length(run: Run) -> None:
     assert received.headers["content-length"] == str(len(received.body))
 
 
-def test_s12_nothing_given_for_a_call_replaces_the_credential(run: Run) -> None:
+def test_s12_no_header_of_a_call_replaces_the_credential(run: Run) -> None:
     async def scenario(transport: Transport, server: ScriptedServer) -> Received:
         await post(transport, headers={"X-API-Key": "stolen", "X-Extra": "1"})
         return server.received[0]
@@ -67,7 +67,7 @@ def test_s12_nothing_given_for_a_call_replaces_the_credential(run: Run) -> None:
     assert (received.headers["x-extra"], received.headers["x-team"]) == ("1", "blue")
 
 
-def test_every_call_that_changes_something_has_an_idempotency_key(run: Run) -> None:
+def test_every_mutating_call_has_an_idempotency_key(run: Run) -> None:
     async def scenario(transport: Transport, server: ScriptedServer) -> list[Received]:
         await post(transport, key="mine")
         await post(transport)
@@ -87,7 +87,7 @@ def test_every_call_that_changes_something_has_an_idempotency_key(run: Run) -> N
     assert read.target in ("/api/v1/healthz?a=b+c", "/api/v1/healthz?a=b%20c")
 
 
-def test_a_connection_that_the_server_closed_meanwhile_costs_no_error(run: Run) -> None:
+def test_an_idle_connection_closed_by_the_server_causes_no_error(run: Run) -> None:
     async def close_the_second(request: Received, connection: Connection) -> None:
         if connection.number == 0 and connection.requests == 2:
             connection.reset()
@@ -105,7 +105,7 @@ def test_a_connection_that_the_server_closed_meanwhile_costs_no_error(run: Run) 
     assert {request.headers["x-idempotency-key"] for request in received[1:]} == {"same"}
 
 
-def test_a_server_that_always_hangs_up_is_a_connection_error(run: Run) -> None:
+def test_a_server_that_always_disconnects_is_a_connection_error(run: Run) -> None:
     async def hang_up(_: Received, connection: Connection) -> None:
         connection.reset()
 
@@ -117,7 +117,7 @@ def test_a_server_that_always_hangs_up_is_a_connection_error(run: Run) -> None:
     assert run(hang_up, scenario) == 2
 
 
-def test_half_a_reply_is_a_connection_error(run: Run) -> None:
+def test_a_truncated_reply_is_a_connection_error(run: Run) -> None:
     async def half(_: Received, connection: Connection) -> None:
         connection.writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf")
         await connection.writer.drain()
@@ -130,7 +130,7 @@ def test_half_a_reply_is_a_connection_error(run: Run) -> None:
     run(half, scenario)
 
 
-def test_bytes_that_are_no_http_are_a_connection_error(run: Run) -> None:
+def test_bytes_that_are_not_http_are_a_connection_error(run: Run) -> None:
     async def nonsense(_: Received, connection: Connection) -> None:
         connection.writer.write(b"\x00\x01 nonsense \xff\r\n\r\n")
         await connection.writer.drain()
@@ -142,7 +142,7 @@ def test_bytes_that_are_no_http_are_a_connection_error(run: Run) -> None:
     run(nonsense, scenario)
 
 
-def test_a_reply_that_does_not_come_is_a_timeout_and_frees_its_connection(run: Run) -> None:
+def test_a_missing_reply_times_out_and_frees_its_connection(run: Run) -> None:
     async def silent_at_first(request: Received, connection: Connection) -> None:
         if connection.number == 0:
             await asyncio.sleep(3600)
@@ -156,7 +156,7 @@ def test_a_reply_that_does_not_come_is_a_timeout_and_frees_its_connection(run: R
     assert run(silent_at_first, scenario, most_connections=1).status == 200
 
 
-def test_each_exchange_of_a_connection_has_its_own_time(run: Run) -> None:
+def test_each_request_on_a_connection_has_its_own_timeout(run: Run) -> None:
     """However much or little the one before it had: neither cuts it short nor lends it time."""
     early_s = 0.1
 
@@ -188,7 +188,7 @@ def test_each_exchange_of_a_connection_has_its_own_time(run: Run) -> None:
     assert len(replies) >= 4
 
 
-def test_a_closed_port_is_refused_at_once_and_says_what_to_check(made_by: Maker) -> None:
+def test_a_closed_port_fails_immediately_and_says_what_to_check(made_by: Maker) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
@@ -209,7 +209,7 @@ def test_a_closed_port_is_refused_at_once_and_says_what_to_check(made_by: Maker)
     ("encoding", "pack"),
     [("gzip", gzip.compress), ("zstd", lambda body: content.compress([body]))],
 )
-def test_a_compressed_reply_is_unpacked(
+def test_a_compressed_reply_is_decompressed(
     run: Run, encoding: str, pack: Callable[[bytes], bytes]
 ) -> None:
     async def packed(_: Received, connection: Connection) -> None:
@@ -221,7 +221,7 @@ def test_a_compressed_reply_is_unpacked(
 
 
 @pytest.mark.parametrize("is_packed", [True, False])
-def test_a_reply_beyond_the_limit_is_refused(run: Run, is_packed: bool) -> None:
+def test_a_reply_above_the_size_limit_is_rejected(run: Run, is_packed: bool) -> None:
     body = bytes(5_000_000)
 
     async def too_much(_: Received, connection: Connection) -> None:
@@ -238,7 +238,7 @@ def test_a_reply_beyond_the_limit_is_refused(run: Run, is_packed: bool) -> None:
     run(too_much, scenario, limits=DecodeLimits(memory_bytes=1_000_000))
 
 
-def test_s22_hung_samples_hold_up_no_other_pool(run: Run) -> None:
+def test_s22_hung_samples_do_not_block_other_pools(run: Run) -> None:
     async def hang_samples(request: Received, connection: Connection) -> None:
         if b"hang" in request.body:
             await asyncio.sleep(3600)
@@ -274,7 +274,7 @@ def test_a_cancelled_call_closes_its_connection(run: Run) -> None:
     run(watch, scenario)
 
 
-def test_s2_a_closed_transport_refuses_calls_and_sends_nothing(run: Run) -> None:
+def test_s2_a_closed_transport_rejects_calls_and_sends_nothing(run: Run) -> None:
     async def scenario(transport: Transport, server: ScriptedServer) -> int:
         await transport.close()
         with pytest.raises(APIConnectionError, match="closed"):
@@ -292,7 +292,7 @@ def test_a_unix_socket_can_be_used(run: Run, tmp_path: pathlib.Path) -> None:
     assert bytes(reply.body) == b"over the wall"
 
 
-def test_a_proxy_is_asked_for_the_whole_address() -> None:
+def test_a_proxy_gets_the_absolute_url() -> None:
     async def scenario(_: Transport, server: ScriptedServer) -> str:
         settings = TransportSettings(base_url="http://service.invalid/svc", proxy=server.url)
         proxied = ProxiedTransport(settings, lambda: "tml-key")
@@ -315,7 +315,7 @@ def test_a_proxy_is_asked_for_the_whole_address() -> None:
     ],
     ids=["chunked", "after an interim reply", "until the end", "HTTP/1.0"],
 )
-def test_a_reply_in_any_of_its_forms_is_read(run: Run, reply: bytes) -> None:
+def test_a_reply_in_every_framing_is_read(run: Run, reply: bytes) -> None:
     async def answer(_: Received, connection: Connection) -> None:
         for byte in reply:  # torn apart as far as it can be
             connection.writer.write(bytes([byte]))
@@ -329,7 +329,7 @@ def test_a_reply_in_any_of_its_forms_is_read(run: Run, reply: bytes) -> None:
     assert run(answer, scenario) == [b"whole", b"whole"]
 
 
-def test_a_large_body_goes_out_at_the_pace_of_the_server(run: Run) -> None:
+def test_sending_a_large_body_respects_backpressure(run: Run) -> None:
     body = bytes(range(256)) * 40_000
 
     async def scenario(transport: Transport, server: ScriptedServer) -> bytes:
@@ -340,7 +340,7 @@ def test_a_large_body_goes_out_at_the_pace_of_the_server(run: Run) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["identity", "gzip"])
-def test_a_large_reply_is_writable_memory_for_its_arrays_to_share(run: Run, encoding: str) -> None:
+def test_arrays_of_a_large_reply_share_its_writable_memory(run: Run, encoding: str) -> None:
     whole = bytes(range(256)) * 16_384  # 4 MiB, which no system hands over in one piece
 
     async def answer(_: Received, connection: Connection) -> None:
@@ -353,7 +353,7 @@ def test_a_large_reply_is_writable_memory_for_its_arrays_to_share(run: Run, enco
     assert not memoryview(reply.body).readonly
 
 
-def test_a_refusal_that_comes_before_the_body_is_sent_is_what_the_caller_gets() -> None:
+def test_a_rejection_sent_before_the_body_is_complete_reaches_the_caller() -> None:
     async def scenario() -> int:
         async def refuse(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             writer.write(b"HTTP/1.1 413 Too Large\r\nContent-Length: 0\r\n\r\n")
@@ -376,7 +376,7 @@ def test_a_refusal_that_comes_before_the_body_is_sent_is_what_the_caller_gets() 
     assert asyncio.run(scenario()) == 413
 
 
-def test_a_header_cannot_smuggle_in_another(run: Run) -> None:
+def test_a_header_value_cannot_inject_another_header(run: Run) -> None:
     async def scenario(transport: Transport, server: ScriptedServer) -> int:
         with pytest.raises((TinkerError, ValueError)):
             await post(transport, headers={"X-Note": "a\r\nX-Other: b"})
@@ -385,7 +385,7 @@ def test_a_header_cannot_smuggle_in_another(run: Run) -> None:
     assert run(echo, scenario) == 0
 
 
-def test_bytes_that_nobody_asked_for_do_not_become_the_next_reply(run: Run) -> None:
+def test_unsolicited_bytes_do_not_become_the_next_reply(run: Run) -> None:
     async def twice(request: Received, connection: Connection) -> None:
         await connection.reply(request.body)
         await connection.reply(b"unasked")
@@ -400,7 +400,7 @@ def test_bytes_that_nobody_asked_for_do_not_become_the_next_reply(run: Run) -> N
     assert run(twice, scenario) == [b"0", b"1", b"2"]
 
 
-def test_connections_are_used_again(run: Run) -> None:
+def test_connections_are_reused(run: Run) -> None:
     async def scenario(transport: Transport, server: ScriptedServer) -> int:
         for _ in range(5):
             await asyncio.gather(*(post(transport) for _ in range(20)))
@@ -410,7 +410,7 @@ def test_connections_are_used_again(run: Run) -> None:
 
 
 def test_idle_connections_are_closed_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_pool, "KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(direct, "KEEP_ALIVE_S", 0.05)
     gone = asyncio.Event()
 
     async def watch(request: Received, connection: Connection) -> None:
@@ -425,7 +425,7 @@ def test_idle_connections_are_closed_after_a_while(monkeypatch: pytest.MonkeyPat
     run_with(DirectTransport, watch, scenario)
 
 
-def test_closing_fails_the_calls_under_way(run: Run) -> None:
+def test_closing_fails_calls_in_flight(run: Run) -> None:
     async def silent(_: Received, connection: Connection) -> None:
         assert await connection.read_request() is None
 

@@ -55,7 +55,7 @@ def a_datum() -> Datum:
 
 
 def sampler_of(client: ServiceClient) -> SamplingClient:
-    return client.create_sampling_client(base_model="m")
+    return client.create_sampling_client(base_model="Qwen/Qwen3-8B")
 
 
 @pytest.mark.parametrize(("owner", "name"), PATCHED, ids=str)
@@ -81,7 +81,7 @@ def test_methods_that_programs_wrap_are_plain_functions_of_their_class(
         (TrainingClient.save_weights_for_sampler_async, ["name"]),
     ],
 )
-def test_positions_of_the_first_arguments_hold(
+def test_the_first_positional_arguments_keep_their_order(
     method: Callable[..., Any], first: list[str]
 ) -> None:
     assert list(inspect.signature(method).parameters)[1 : 1 + len(first)] == first
@@ -136,7 +136,7 @@ def test_a_wrapper_on_the_class_sees_every_call_once(
     ]
 
 
-def test_a_retry_layer_on_the_class_makes_a_failed_call_again(
+def test_a_retry_wrapper_on_the_class_can_repeat_a_failed_call(
     training: TrainingClient, service: ScriptedService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = TrainingClient.forward_backward
@@ -154,7 +154,7 @@ def test_a_retry_layer_on_the_class_makes_a_failed_call_again(
     assert training.forward_backward([a_datum()], "cross_entropy").result(WAIT_S).loss > 0
 
 
-def test_what_sample_returns_is_a_concurrent_future(client: ServiceClient) -> None:
+def test_sample_returns_a_concurrent_future(client: ServiceClient) -> None:
     called = threading.Event()
 
     future = sampler_of(client).sample(PROMPT, 1, PARAMS)
@@ -167,7 +167,7 @@ def test_what_sample_returns_is_a_concurrent_future(client: ServiceClient) -> No
     assert future.cancel() is False
 
 
-def test_what_a_training_call_returns_takes_callbacks(training: TrainingClient) -> None:
+def test_the_future_of_a_training_call_accepts_callbacks(training: TrainingClient) -> None:
     called = threading.Event()
 
     future = training.optim_step(AdamParams())
@@ -182,7 +182,7 @@ def test_ids_can_be_read(client: ServiceClient, training: TrainingClient) -> Non
     assert sampler_of(client)._sampling_session_id
 
 
-def test_awaiting_twice_submits_and_then_waits(
+def test_the_first_await_submits_and_the_second_waits_for_the_result(
     training: TrainingClient, service: ScriptedService
 ) -> None:
     """The pipelining idiom: submit two, then wait for both."""
@@ -200,7 +200,7 @@ def test_awaiting_twice_submits_and_then_waits(
     asyncio.run(scenario())
 
 
-def test_the_holder_of_every_client_tells_of_its_session(
+def test_the_holder_of_every_client_exposes_its_session(
     client: ServiceClient, training: TrainingClient
 ) -> None:
     holder = client.holder
@@ -217,7 +217,7 @@ def test_the_holder_of_every_client_tells_of_its_session(
     assert holder.run_coroutine_threadsafe(answer()).result(WAIT_S) == 42
 
 
-def test_a_rest_client_of_a_service_can_still_be_made(client: ServiceClient) -> None:
+def test_create_rest_client_still_works(client: ServiceClient) -> None:
     with pytest.warns(FutureWarning):
         rest = client.create_rest_client()
 

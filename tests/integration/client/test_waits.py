@@ -44,68 +44,68 @@ def in_the_background(work: Callable[[], object]) -> None:
 
 
 def a_result(service: ScriptedService, client: ServiceClient) -> object:
-    training = client.create_lora_training_client("m", rank=2)
+    training = client.create_lora_training_client("Qwen/Qwen3-8B", rank=2)
     service.faults.hold_commands("optim_step")
     return training.optim_step(AdamParams())
 
 
 def a_paused_queue(service: ScriptedService, client: ServiceClient) -> object:
-    training = client.create_lora_training_client("m", rank=2)
+    training = client.create_lora_training_client("Qwen/Qwen3-8B", rank=2)
     service.faults.pause("optim_step", reason="out of GPUs", poll_after_s=0.1)
     return training.optim_step(AdamParams())
 
 
 def a_hung_step(service: ScriptedService, client: ServiceClient) -> object:
-    training = client.create_lora_training_client("m", rank=2)
+    training = client.create_lora_training_client("Qwen/Qwen3-8B", rank=2)
     service.faults.hold("optim_step")
     return training.optim_step(AdamParams())
 
 
 def a_hung_sample(service: ScriptedService, client: ServiceClient) -> object:
-    sampler = client.create_sampling_client(base_model="m")
+    sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
     service.faults.hold("asample")
     return sampler.sample(PROMPT, 1, PARAMS)
 
 
 def calls_before_it(service: ScriptedService, client: ServiceClient) -> object:
-    training = client.create_lora_training_client("m", rank=2)
+    training = client.create_lora_training_client("Qwen/Qwen3-8B", rank=2)
     service.faults.hold("optim_step")
     return [training.optim_step(AdamParams()), training.forward([DATUM], "cross_entropy")]
 
 
 def a_second_try(service: ScriptedService, client: ServiceClient) -> object:
-    training = client.create_lora_training_client("m", rank=2)
+    training = client.create_lora_training_client("Qwen/Qwen3-8B", rank=2)
     service.faults.add("optim_step", times=None, status=503, headers={"retry-after": "20"})
     return training.optim_step(AdamParams())
 
 
 def a_limiter(_: ScriptedService, client: ServiceClient) -> object:
-    sampler = client.create_sampling_client(base_model="m")
+    sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
     sampler.limiter.rate_limited(20.0, "429 of the test")
     return sampler.sample(PROMPT, 1, PARAMS)
 
 
 def samples(service: ScriptedService, client: ServiceClient) -> object:
-    sampler = client.create_sampling_client(base_model="m")
+    sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
     service.faults.hold_commands("asample")
     return [sampler.sample(PROMPT, 1, PARAMS) for _ in range(7)]
 
 
 def a_paused_sample(service: ScriptedService, client: ServiceClient) -> object:
-    sampler = client.create_sampling_client(base_model="m")
+    sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
     service.faults.pause("asample", reason="out of GPUs", poll_after_s=0.1)
     return sampler.sample(PROMPT, 1, PARAMS)
 
 
 def a_paused_stream(service: ScriptedService, client: ServiceClient) -> object:
-    sampler = client.create_sampling_client(base_model="m")
+    sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
     service.faults.pause("asample", reason="out of GPUs", poll_after_s=0.1)
     in_the_background(lambda: list(sampler.sample_stream(PROMPT, 1, PARAMS, timeout=WAIT_S)))
     return None
 
 
 def many_samples(service: ScriptedService, client: ServiceClient) -> object:
-    sampler = client.create_sampling_client(base_model="m")
+    sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
     service.faults.hold_commands("asample")
     in_the_background(lambda: list(sampler.sample_many([PROMPT] * 3, PARAMS)))
     return None
@@ -113,12 +113,12 @@ def many_samples(service: ScriptedService, client: ServiceClient) -> object:
 
 def a_session(service: ScriptedService, client: ServiceClient) -> object:
     service.faults.hold("create_session")
-    in_the_background(lambda: client.create_sampling_client(base_model="m"))
+    in_the_background(lambda: client.create_sampling_client(base_model="Qwen/Qwen3-8B"))
     return None
 
 
 def a_loss(_: ScriptedService, client: ServiceClient) -> object:
-    training = client.create_lora_training_client("m", rank=2)
+    training = client.create_lora_training_client("Qwen/Qwen3-8B", rank=2)
 
     class Slow:
         def gradients(self, data: list[Datum], _: list[Any]) -> Any:
@@ -129,7 +129,7 @@ def a_loss(_: ScriptedService, client: ServiceClient) -> object:
 
 
 def a_tokenizer(_: ScriptedService, client: ServiceClient) -> object:
-    sampler = client.create_sampling_client(base_model="m")
+    sampler = client.create_sampling_client(base_model="Qwen/Qwen3-8B")
     in_the_background(sampler.get_tokenizer)
     return None
 
@@ -140,16 +140,16 @@ def a_tokenizer(_: ScriptedService, client: ServiceClient) -> object:
         (a_result, "optim_step of", "still running after"),
         (a_paused_queue, "optim_step of", "paused_capacity: out of GPUs"),
         (calls_before_it, "forward of", "queued behind 1 call"),
-        (a_second_try, "optim_step of", "retrying optim_step, which failed with"),
+        (a_second_try, "optim_step of", "retrying optim_step after"),
         (a_limiter, "sample of", "429 of the test"),
         (samples, "sample of", "the oldest of 7"),
         (many_samples, "sample", "the oldest of 3"),
         (a_session, "create_sampling_client", ""),
-        (a_loss, "forward_backward_custom of", "the loss function runs here"),
-        (a_tokenizer, "get_tokenizer", "loading the tokenizer of m"),
+        (a_loss, "forward_backward_custom of", "running the loss function in this process"),
+        (a_tokenizer, "get_tokenizer", "loading the tokenizer of Qwen"),
     ],
 )
-def test_a_wait_is_told_with_its_name_its_time_and_its_reason(
+def test_a_long_wait_is_logged_with_its_name_duration_and_reason(
     begin: Callable[[ScriptedService, ServiceClient], object],
     what: str,
     why: str,
@@ -180,7 +180,7 @@ def test_a_wait_is_told_with_its_name_its_time_and_its_reason(
         (a_session, "no answer to create_session yet"),
     ],
 )
-def test_a_request_that_nobody_answers_is_told_once_with_whoever_waits_for_it(
+def test_an_unanswered_request_is_logged_once_with_the_call_that_waits(
     begin: Callable[[ScriptedService, ServiceClient], object],
     why: str,
     caplog: pytest.LogCaptureFixture,
@@ -214,7 +214,7 @@ def test_a_request_that_nobody_answers_is_told_once_with_whoever_waits_for_it(
     ],
     ids=["poll", "feed", "stream"],
 )
-def test_a_wait_for_samples_is_told_with_the_state_of_their_queue_and_its_reason(
+def test_a_wait_for_samples_is_logged_with_the_queue_state_and_its_reason(
     begin: Callable[[ScriptedService, ServiceClient], object],
     flags: dict[str, Any],
     caplog: pytest.LogCaptureFixture,
@@ -234,7 +234,9 @@ def test_a_wait_for_samples_is_told_with_the_state_of_their_queue_and_its_reason
         del pending
 
 
-def test_what_is_quick_is_not_told(client: ServiceClient, caplog: pytest.LogCaptureFixture) -> None:
+def test_quick_calls_are_not_logged(
+    client: ServiceClient, caplog: pytest.LogCaptureFixture
+) -> None:
     client.get_server_capabilities()
 
     assert caplog.messages == []

@@ -15,7 +15,7 @@ from tinsmith.types import requests as r
 from tinsmith.types.record import to_plain
 from tinsmith.wire import json_format, proto_samples
 from tinsmith.wire.endpoints import ENDPOINTS
-from tinsmith.wire.sse import Event, EventDecoder
+from tinsmith.wire.sse import EventDecoder, ServerSentEvent
 
 FLAGS: dict[str, Any] = {
     "long_poll_s": 0.2,
@@ -41,23 +41,32 @@ def poll(sampler: str, **fields: Any) -> x.ResultsRetrieveRequest:
     return x.ResultsRetrieveRequest(**{"target": target, "inline_bytes": 65536, **fields})
 
 
-def events_of(body: bytes) -> list[Event]:
+def events_of(body: bytes) -> list[ServerSentEvent]:
     return EventDecoder().feed(body)
 
 
-def tokens_of(events: list[Event]) -> list[x.StreamedTokens]:
+def tokens_of(events: list[ServerSentEvent]) -> list[x.StreamedTokens]:
     told = [event.data for event in events if event.event == "tokens"]
     return [json_format.decode(data, x.StreamedTokens) for data in told]
 
 
-def test_the_flags_are_told_where_clients_look_for_them(caller: Caller) -> None:
+def single_tokens(events: list[ServerSentEvent]) -> list[tuple[int, int, int]]:
+    """The sequence, the place and the id of each token."""
+    return [
+        (told.index, told.offset + place, token)
+        for told in tokens_of(events)
+        for place, token in enumerate(told.tokens)
+    ]
+
+
+def test_extension_flags_are_in_the_client_config(caller: Caller) -> None:
     flags = caller.ask("client_config", r.ClientConfigRequest(sdk_version="0.36.0"))
 
     assert flags.tinsmith_batch_items == 8
     assert flags.tinsmith_stream
 
 
-def test_items_are_answered_in_order_and_by_themselves(caller: Caller) -> None:
+def test_batch_items_are_answered_in_order_and_independently(caller: Caller) -> None:
     sampler = caller.new_sampler()
     bad = asample(sampler, 1, params={"top_p": 0.0})
     nobody = asample("nobody", 0)
@@ -71,7 +80,7 @@ def test_items_are_answered_in_order_and_by_themselves(caller: Caller) -> None:
     assert [item.request_id for item in answer.items][::3] == [f"{sampler}:0", f"{sampler}:2"]
 
 
-def test_a_batch_that_is_sent_again_gets_the_same_answer(caller: Caller) -> None:
+def test_a_resent_batch_gets_the_same_answer(caller: Caller) -> None:
     sampler = caller.new_sampler()
     request = many(asample(sampler, 0), asample(sampler, 1))
 
@@ -82,7 +91,7 @@ def test_a_batch_that_is_sent_again_gets_the_same_answer(caller: Caller) -> None
     assert alone.request_id == first.items[1].request_id
 
 
-def test_another_body_under_a_known_identity_is_refused(caller: Caller) -> None:
+def test_a_different_body_under_a_known_seq_id_is_rejected(caller: Caller) -> None:
     sampler = caller.new_sampler()
     caller.ask("asample", asample(sampler, 0))
 
@@ -91,7 +100,7 @@ def test_another_body_under_a_known_identity_is_refused(caller: Caller) -> None:
     assert answer.items[0].status == 400
 
 
-def test_a_batch_beyond_the_limits_is_refused_as_a_whole(caller: Caller) -> None:
+def test_a_batch_beyond_the_limits_is_rejected_as_a_whole(caller: Caller) -> None:
     sampler = caller.new_sampler()
     too_many = many(*(asample(sampler, number) for number in range(9)))
     too_large = many(asample(sampler, 0, prompt=list(range(2000))))
@@ -102,7 +111,7 @@ def test_a_batch_beyond_the_limits_is_refused_as_a_whole(caller: Caller) -> None
     assert caller.ask("retrieve_results", poll(sampler)).completions == []
 
 
-def test_results_are_carried_and_kept_until_they_are_reported(caller: Caller) -> None:
+def test_results_are_inlined_and_kept_until_acknowledged(caller: Caller) -> None:
     sampler = caller.new_sampler()
     caller.ask("asample_many", many(asample(sampler, 0), asample(sampler, 1)))
 
@@ -126,7 +135,7 @@ def test_results_are_carried_and_kept_until_they_are_reported(caller: Caller) ->
     assert kinds == [x.ResultGone, x.ResultFinished, x.ResultUnknown]
 
 
-def test_an_answer_that_would_be_too_large_is_cut(caller: Caller) -> None:
+def test_an_answer_that_would_be_too_large_is_split(caller: Caller) -> None:
     sampler = caller.new_sampler()
     caller.ask("asample_many", many(*(asample(sampler, number) for number in range(5))))
     size = len(caller.ask("retrieve_results", poll(sampler)).completions[0].payload)
@@ -146,7 +155,7 @@ def test_an_answer_that_would_be_too_large_is_cut(caller: Caller) -> None:
     assert seen == [f"{sampler}:{number}" for number in range(5)]
 
 
-def test_a_result_beyond_what_the_client_wants_is_told_by_its_size(caller: Caller) -> None:
+def test_a_result_above_the_client_s_limit_is_announced_by_its_size(caller: Caller) -> None:
     sampler = caller.new_sampler()
     caller.ask("asample", asample(sampler, 0))
 
@@ -169,20 +178,22 @@ def test_the_first_result_is_fetched_however_large(caller: Caller) -> None:
     assert [result.request_id for result in answer.results] == [f"{sampler}:0"]
 
 
-def test_a_stream_goes_on_after_any_position(caller: Caller) -> None:
+def test_a_stream_resumes_after_any_position(caller: Caller) -> None:
     sampler = caller.new_sampler()
     request = asample(sampler, 0, num_samples=2)
     whole = events_of(caller.call("asample_stream", request).body)
-    expected = tokens_of(whole)
+    expected = single_tokens(whole)
 
-    assert [event.event for event in whole] == ["open", *["tokens"] * 8, "result"]
-    for index, event in enumerate(whole[1:-1]):
+    kinds = [event.event for event in whole]
+    assert (kinds[0], set(kinds[1:-1]), kinds[-1]) == ("open", {"tokens"}, "result")
+    for event in whole[1:-1]:
+        counts = [int(count) for count in str(event.id).split(".")]
         reply = caller.call("asample_stream", request, Last_Event_ID=str(event.id))
-        rest = tokens_of(events_of(reply.body))
-        assert rest == expected[index + 1 :]
+        rest = single_tokens(events_of(reply.body))
+        assert sorted(rest) == sorted(one for one in expected if one[1] >= counts[one[0]])
 
 
-def test_a_streamed_sample_is_a_sample_like_any_other(caller: Caller) -> None:
+def test_a_streamed_sample_can_also_be_polled(caller: Caller) -> None:
     sampler = caller.new_sampler()
     request = asample(sampler, 0)
     streamed = events_of(caller.call("asample_stream", request).body)
@@ -194,7 +205,7 @@ def test_a_streamed_sample_is_a_sample_like_any_other(caller: Caller) -> None:
 
 
 @pytest.mark.parametrize("position", ["x", "1.2", "-1", "²"])
-def test_a_position_that_is_none_of_this_sample_is_refused(caller: Caller, position: str) -> None:
+def test_an_invalid_stream_position_is_rejected(caller: Caller, position: str) -> None:
     request = asample(caller.new_sampler(), 0)
 
     reply = caller.call("asample_stream", request, Last_Event_ID=position)
@@ -202,7 +213,7 @@ def test_a_position_that_is_none_of_this_sample_is_refused(caller: Caller, posit
     assert reply.status == 400
 
 
-def test_a_sample_without_an_identity_cannot_be_streamed(caller: Caller) -> None:
+def test_a_sample_without_a_seq_id_cannot_be_streamed(caller: Caller) -> None:
     request = asample(caller.new_sampler(), 0).model_copy(update={"seq_id": None})
 
     assert caller.call("asample_stream", request).status == 400
@@ -223,7 +234,7 @@ def packed_sample(sampler: str, number: int, tokens: int) -> bytes:
     return json_format.encode({**plain, "prompt": prompt})
 
 
-def test_a_packed_sample_is_the_sample_that_it_is_as_text() -> None:
+def test_a_packed_sample_equals_the_json_sample() -> None:
     tokens = struct.pack("<3i", 1, 2, 3)
     with calling(**FLAGS, tinsmith_packed_prompts=True) as caller:
         sampler = caller.new_sampler()
@@ -240,13 +251,11 @@ def test_a_packed_sample_is_the_sample_that_it_is_as_text() -> None:
 
 
 @pytest.mark.parametrize("endpoint", ["asample", "asample_many", "asample_stream"])
-def test_a_packed_body_that_was_not_offered_is_refused_with_415(
-    caller: Caller, endpoint: str
-) -> None:
+def test_a_packed_body_without_the_flag_is_a_415(caller: Caller, endpoint: str) -> None:
     assert packed(caller, endpoint, b"{}").status == 415
 
 
-def test_a_packed_body_that_lies_is_refused_with_400_and_does_nothing() -> None:
+def test_an_inconsistent_packed_body_is_a_400_and_does_nothing() -> None:
     with calling(**FLAGS, tinsmith_packed_prompts=True) as caller:
         sampler = caller.new_sampler()
         samples = b",".join(packed_sample(sampler, number, 3) for number in range(2))
@@ -254,5 +263,5 @@ def test_a_packed_body_that_lies_is_refused_with_400_and_does_nothing() -> None:
         taken = caller.ask("asample", asample(sampler, 0, prompt=[9]))
 
     assert reply.status == 400
-    assert "past the end" in reply.plain["detail"]
+    assert "exceed the packed body" in reply.plain["detail"]
     assert taken.request_id

@@ -14,10 +14,8 @@ from tests.contract.official_process import said_by
 from tests.integration.testing.official_scenario import ABANDONED_LENGTH
 from tinsmith.testing import Faults, ReceivedRequest, ScriptedService, running_service
 from tinsmith.types.requests import SampleRequest
-from tinsmith.types.runs import ClientSessionFinished
 
 SCENARIO = Path(__file__).with_name("official_scenario.py")
-MODEL = "session-0:train:0"
 ALL_FLAGS = {
     "sample_use_retrieve_futures": True,
     "sample_cancel_enabled": True,
@@ -90,7 +88,7 @@ def test_official_sdk_trains_saves_samples_and_manages(days: dict[str, Day], cas
         check_nothing_was_refused(service)
 
 
-def test_official_sdk_passes_over_extensions_that_are_offered(days: dict[str, Day]) -> None:
+def test_the_official_sdk_ignores_offered_extensions(days: dict[str, Day]) -> None:
     service, _ = days["all"]
 
     assert not any(received.path.startswith("/api/v1/tinsmith/") for received in service.requests())
@@ -98,7 +96,6 @@ def test_official_sdk_passes_over_extensions_that_are_offered(days: dict[str, Da
 
 def check_results(seen: dict[str, Any]) -> None:
     assert seen["losses"] == sorted(seen["losses"], reverse=True)
-    assert seen["losses"][-1] < seen["losses"][0] / 4
     assert seen["custom"] > 0
     sampled = seen["sample"]
     assert sampled["tokens"] == sampled["clone_tokens"]
@@ -109,14 +106,15 @@ def check_results(seen: dict[str, Any]) -> None:
     assert sampled["topk"] == [None, 3, 3]
     assert len(seen["named"]) == 2
     assert seen["resumed"] == seen["original"]
-    assert seen["info"] == [MODEL, "Qwen/Qwen3-8B", 8]
+    model, *described = seen["info"]
+    assert described == ["Qwen/Qwen3-8B", 8]
     assert seen["models"] == ["Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B"]
     managed = seen["rest"]
-    assert managed["published"] == [f"tinker://{MODEL}/weights/c1"]
-    assert managed["left"] == [f"tinker://{MODEL}/sampler_weights/s1"]
+    assert managed["published"] == [f"tinker://{model}/weights/c1"]
+    assert managed["left"] == [f"tinker://{model}/sampler_weights/s1"]
     assert (managed["rank"], managed["run"]) == (8, "Qwen/Qwen3-8B")
-    assert managed["runs"] == ["session-0:train:1", MODEL]
-    assert managed["sessions"] == ["session-0"]
+    assert managed["runs"] == [model.replace(":train:0", ":train:1"), model]
+    assert managed["sessions"] == [model.partition(":train:")[0]]
 
 
 def is_abandoned(received: ReceivedRequest) -> bool:
@@ -148,6 +146,5 @@ def check_requests(service: ScriptedService, options: dict[str, Any]) -> None:
     assert len(service.requests("join_sampling_session")) == (1 if joins else 0)
     if options.get("pjwt_auth_enabled"):
         assert {one.headers["x-api-key"][:3] for one in batches} == {"eyJ"}
-    status = service.sessions.known("session-0").status
-    assert isinstance(status, ClientSessionFinished)
-    assert (status.reason.type, status.detail) == ("success", "done")
+    (finished,) = service.requests("finish_session")
+    assert (finished.request.reason.type, finished.request.detail) == ("success", "done")

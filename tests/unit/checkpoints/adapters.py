@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from tinsmith.checkpoints.format import Adapter, LoraPair
+from tinsmith.checkpoints.format import LoraPair, StoredAdapter
 
 
-def an_adapter(rank: int = 4, seed: int = 0) -> Adapter:
+def an_adapter(rank: int = 4, seed: int = 0) -> StoredAdapter:
     """An attention layer, a feed-forward layer and the output layer, with random numbers."""
     random = np.random.default_rng(seed)
 
@@ -22,10 +22,10 @@ def an_adapter(rank: int = 4, seed: int = 0) -> Adapter:
         "model.layers.0.mlp.gate_proj": pair(24, 16),
         "lm_head": pair(32, 16),
     }
-    return Adapter(base_model="Qwen/Qwen3-8B:tiny", rank=rank, alpha=32.0, layers=layers)
+    return StoredAdapter(base_model="Qwen/Qwen3-8B:tiny", rank=rank, alpha=32.0, layers=layers)
 
 
-def same_layers(one: Adapter, other: Adapter) -> None:
+def same_layers(one: StoredAdapter, other: StoredAdapter) -> None:
     """Assert that both have the same numbers."""
     assert one.layers.keys() == other.layers.keys()
     for module, pair in one.layers.items():

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.unit.checkpoints.adapters import an_adapter, same_layers
-from tinsmith.checkpoints.archive import Archive
+from tinsmith.checkpoints.archive import Archive, give_peft_names
 from tinsmith.checkpoints.base import PIECE_BYTES
 from tinsmith.checkpoints.folder_store import FolderStore
-from tinsmith.checkpoints.format import Layout, read_adapter, write_adapter
+from tinsmith.checkpoints.format import ADAPTER_MODEL, Layout, read_adapter, write_adapter
 from tinsmith.checkpoints.paths import CheckpointPath
 from tinsmith.checkpoints.safetensors_file import read_header
 from tinsmith.errors import CheckpointDamagedError, CheckpointNotFoundError, ValidationError
@@ -45,7 +45,9 @@ def unpacked(archive: Archive, folder: Path) -> Path:
     return folder
 
 
-def test_archives_carry_the_names_that_tools_read(store: FolderStore, tmp_path: Path) -> None:
+def test_archives_contain_the_file_names_that_tools_expect(
+    store: FolderStore, tmp_path: Path
+) -> None:
     folder = unpacked(Archive(store, PATH), tmp_path / "out")
 
     names = read_header(folder / "adapter_model.safetensors").tensors
@@ -57,14 +59,16 @@ def test_archives_carry_the_names_that_tools_read(store: FolderStore, tmp_path: 
     assert (folder / "empty").read_bytes() == b""
 
 
-def test_in_the_layout_of_peft_files_are_as_they_lie(store: FolderStore, tmp_path: Path) -> None:
+def test_in_the_peft_layout_files_are_archived_unchanged(
+    store: FolderStore, tmp_path: Path
+) -> None:
     folder = unpacked(Archive(store, PATH, layout=Layout.PEFT), tmp_path / "out")
 
     for file in store.info(PATH).files:
         assert (folder / file.name).read_bytes() == b"".join(store.read(PATH, file.name))
 
 
-def test_size_and_bytes_are_known_and_the_same_each_time(store: FolderStore) -> None:
+def test_an_archive_has_a_known_size_and_reproducible_bytes(store: FolderStore) -> None:
     archive = Archive(store, PATH)
 
     assert archive.size_bytes == len(whole(archive))
@@ -74,7 +78,7 @@ def test_size_and_bytes_are_known_and_the_same_each_time(store: FolderStore) -> 
     assert max(map(len, archive.read())) <= PIECE_BYTES
 
 
-def test_any_range_is_that_part_of_the_whole(store: FolderStore) -> None:
+def test_any_range_equals_that_slice_of_the_archive(store: FolderStore) -> None:
     archive = Archive(store, PATH)
     content = whole(archive)
     places = [0, 1, 511, 512, 513, 1024, len(content) - 1, len(content)]
@@ -87,13 +91,13 @@ def test_any_range_is_that_part_of_the_whole(store: FolderStore) -> None:
             archive.read(start, stop)
 
 
-def test_a_file_that_was_cut_short_is_an_error_and_not_a_short_archive(store: FolderStore) -> None:
+def test_a_truncated_file_is_an_error_not_a_short_archive(store: FolderStore) -> None:
     archive = Archive(store, PATH)
     pieces = archive.read()
     with store.open(PATH) as reading:
         (reading.folder / "z.bin").write_bytes(b"x")
 
-    with pytest.raises(CheckpointDamagedError, match="shorter"):
+    with pytest.raises(CheckpointDamagedError, match="truncated"):
         b"".join(pieces)
 
 
@@ -103,14 +107,14 @@ def test_an_archive_never_mixes_two_checkpoints(store: FolderStore) -> None:
     pieces = archive.read()
     save(store)
 
-    with pytest.raises(CheckpointNotFoundError, match="was overwritten"):
+    with pytest.raises(CheckpointNotFoundError, match="has been overwritten"):
         archive.read()
     assert b"".join(pieces) == before
     assert store.sweep() == 1
     assert Archive(store, PATH).tag != archive.tag
 
 
-def test_a_download_that_is_given_up_lets_go_of_the_checkpoint(store: FolderStore) -> None:
+def test_an_abandoned_download_releases_the_checkpoint(store: FolderStore) -> None:
     begun, never_begun = Archive(store, PATH).read(), Archive(store, PATH).read()
     next(begun)
     del begun, never_begun
@@ -120,7 +124,7 @@ def test_a_download_that_is_given_up_lets_go_of_the_checkpoint(store: FolderStor
     assert not store.place(PATH).exists()
 
 
-def test_the_archive_of_an_engines_own_tensors_keeps_their_names(tmp_path: Path) -> None:
+def test_an_archive_of_engine_specific_tensors_keeps_their_names(tmp_path: Path) -> None:
     import numpy as np
 
     from tinsmith.checkpoints.safetensors_file import write_tensors
@@ -134,3 +138,44 @@ def test_the_archive_of_an_engines_own_tensors_keeps_their_names(tmp_path: Path)
     folder = unpacked(Archive(store, PATH), tmp_path / "out")
 
     assert list(read_header(folder / "adapter_model.safetensors").tensors) == ["numbers"]
+
+
+def written(folder: Path, layout: Layout) -> Path:
+    folder.mkdir()
+    write_adapter(folder, an_adapter(), layout=layout)
+    return folder
+
+
+def test_weights_of_an_archive_are_renamed_for_peft(tmp_path: Path) -> None:
+    """Which knows no others, and says nothing of those that it leaves out."""
+    archived = written(tmp_path / "archived", Layout.TINKER)
+    expected = written(tmp_path / "expected", Layout.PEFT)
+
+    give_peft_names(archived)
+
+    names = set(read_header(archived / ADAPTER_MODEL).tensors)
+    assert names == set(read_header(expected / ADAPTER_MODEL).tensors)
+    assert "base_model.model.lm_head.lora_A.weight" in names
+    same_layers(read_adapter(archived), an_adapter())
+    assert sorted(path.name for path in archived.iterdir()) == sorted(
+        path.name for path in expected.iterdir()
+    )
+
+
+def test_weights_with_peft_names_are_left_unchanged(tmp_path: Path) -> None:
+    folder = written(tmp_path / "folder", Layout.PEFT)
+    before = (folder / ADAPTER_MODEL).read_bytes(), (folder / ADAPTER_MODEL).stat().st_ino
+
+    give_peft_names(folder)
+
+    after = (folder / ADAPTER_MODEL).read_bytes(), (folder / ADAPTER_MODEL).stat().st_ino
+    assert after == before
+
+
+def test_files_that_are_not_weights_are_left_unchanged(tmp_path: Path) -> None:
+    give_peft_names(tmp_path)
+    (tmp_path / ADAPTER_MODEL).write_bytes(b"something else")
+
+    give_peft_names(tmp_path)
+
+    assert (tmp_path / ADAPTER_MODEL).read_bytes() == b"something else"

@@ -14,8 +14,8 @@ from tinsmith.checkpoints.format import (
     GRADIENTS,
     OPTIMIZER,
     STATE,
-    Adapter,
     Layout,
+    StoredAdapter,
     TrainingState,
     layer_of,
     read_adapter,
@@ -31,7 +31,7 @@ from tinsmith.types.training import LoraConfig
 
 
 @pytest.mark.parametrize("layout", Layout)
-def test_weights_come_back_from_either_layout(tmp_path: Path, layout: Layout) -> None:
+def test_weights_round_trip_in_both_layouts(tmp_path: Path, layout: Layout) -> None:
     adapter = an_adapter()
 
     write_adapter(tmp_path, adapter, layout=layout)
@@ -41,7 +41,7 @@ def test_weights_come_back_from_either_layout(tmp_path: Path, layout: Layout) ->
     same_layers(read, adapter)
 
 
-def test_names_of_the_two_layouts() -> None:
+def test_both_layouts_use_the_expected_names() -> None:
     query = "model.layers.3.self_attn.q_proj"
     for layout in Layout:
         name = f"base_model.model.{query}.lora_A.weight"
@@ -56,7 +56,7 @@ def test_names_of_the_two_layouts() -> None:
         assert layer_of(name) == ("lm_head", "B")
 
 
-def test_files_have_the_names_that_other_programs_look_for(tmp_path: Path) -> None:
+def test_files_have_the_names_and_fields_that_other_programs_expect(tmp_path: Path) -> None:
     write_adapter(tmp_path, an_adapter())
 
     config = msgspec.json.decode((tmp_path / ADAPTER_CONFIG).read_bytes())
@@ -65,12 +65,12 @@ def test_files_have_the_names_that_other_programs_look_for(tmp_path: Path) -> No
     assert read_header(tmp_path / "adapter_model.safetensors").metadata == {"format": "pt"}
 
 
-def test_which_layers_are_trained_is_told_by_their_names() -> None:
+def test_the_trained_layers_are_inferred_from_their_names() -> None:
     config = an_adapter().lora_config()
     assert config == LoraConfig(rank=4, train_unembed=True, train_attn=True, train_mlp=True)
 
     layers = {"model.layers.0.self_attn.q_proj": an_adapter().layers["lm_head"]}
-    config = Adapter(base_model="m", rank=4, alpha=1.0, layers=layers).lora_config()
+    config = StoredAdapter(base_model="m", rank=4, alpha=1.0, layers=layers).lora_config()
     assert config == LoraConfig(rank=4, train_unembed=False, train_attn=True, train_mlp=False)
 
 
@@ -86,7 +86,7 @@ def a_state(**fields: Any) -> TrainingState:
     return TrainingState(**given)
 
 
-def test_training_state_comes_back(tmp_path: Path) -> None:
+def test_training_state_round_trips(tmp_path: Path) -> None:
     moments = {"x.exp_avg": np.arange(3, dtype="f4")}
     state = a_state(extra={"seed": 5})
 
@@ -105,22 +105,22 @@ def test_weights_alone_have_no_training_state(tmp_path: Path) -> None:
     assert read_state(tmp_path) is None
 
 
-def test_a_state_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+def test_a_state_of_a_newer_version_is_rejected(tmp_path: Path) -> None:
     write_training(tmp_path, a_state(format_version=2))
 
-    with pytest.raises(CheckpointFormatError, match="format 2; this version of tinsmith knows 1"):
+    with pytest.raises(CheckpointFormatError, match="format 2; this version of tinsmith reads 1"):
         read_state(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b'{"steps": "x"}', b"[" * 9999])
-def test_a_state_that_is_none_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_an_invalid_state_file_is_rejected(tmp_path: Path, content: bytes) -> None:
     (tmp_path / STATE).write_bytes(content)
 
     with pytest.raises(CheckpointFormatError, match=r"state\.json cannot be read"):
         read_state(tmp_path)
 
 
-def test_settings_that_are_too_long_are_not_read(tmp_path: Path) -> None:
+def test_an_oversized_settings_file_is_not_read(tmp_path: Path) -> None:
     write_adapter(tmp_path, an_adapter())
     (tmp_path / ADAPTER_CONFIG).write_bytes(b" " * (1 << 21))
 
@@ -137,8 +137,8 @@ Q = "base_model.model.q_proj"
     ("arrays", "why"),
     [
         ({}, "has no tensors"),
-        ({f"{Q}.lora_A.weight": A}, "has lora_A alone"),
-        ({f"{Q}.lora_A.weight": A.T, f"{Q}.lora_B.weight": B}, "and r is 4"),
+        ({f"{Q}.lora_A.weight": A}, "has only lora_A"),
+        ({f"{Q}.lora_A.weight": A.T, f"{Q}.lora_B.weight": B}, "does not fit r = 4"),
         ({f"{Q}.lora_A.weight": A[0], f"{Q}.lora_B.weight": B}, "a matrix of floats"),
         ({f"{Q}.lora_A.weight": A.astype("i4"), f"{Q}.lora_B.weight": B}, "a matrix of floats"),
         ({f"{Q}.lora_A.weight": A[:, :0], f"{Q}.lora_B.weight": B}, "a matrix of floats"),
@@ -151,11 +151,11 @@ Q = "base_model.model.q_proj"
                 "base_model.model.lm_head.lora_A.weight": A,
                 "base_model.model.model.unembed_tokens.lora_A.weight": A,
             },
-            "comes twice",
+            "appears twice",
         ),
     ],
 )
-def test_tensors_that_are_no_adapter_are_refused(
+def test_tensors_that_are_not_an_adapter_are_rejected(
     tmp_path: Path, arrays: dict[str, Any], why: str
 ) -> None:
     write_tensors(tmp_path / ADAPTER_MODEL, arrays)
@@ -165,16 +165,16 @@ def test_tensors_that_are_no_adapter_are_refused(
         read_adapter(tmp_path)
 
 
-def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointFormatError, match=r"no adapter_config\.json"):
+def test_a_folder_without_weights_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointFormatError, match=r"adapter_config\.json is missing"):
         read_adapter(tmp_path)
     (tmp_path / ADAPTER_CONFIG).write_text('{"r": 4, "lora_alpha": 8}')
-    with pytest.raises(CheckpointFormatError, match=r"no adapter_model\.safetensors"):
+    with pytest.raises(CheckpointFormatError, match=r"adapter_model\.safetensors is missing"):
         read_adapter(tmp_path)
 
 
 @pytest.mark.parametrize("rank", [0, -1, 4097, 10**30])
-def test_ranks_out_of_bounds_are_refused(tmp_path: Path, rank: int) -> None:
+def test_ranks_out_of_bounds_are_rejected(tmp_path: Path, rank: int) -> None:
     write_adapter(tmp_path, an_adapter())
     (tmp_path / ADAPTER_CONFIG).write_text(f'{{"r": {rank}, "lora_alpha": 8}}')
 
@@ -183,7 +183,7 @@ def test_ranks_out_of_bounds_are_refused(tmp_path: Path, rank: int) -> None:
 
 
 @pytest.mark.parametrize("missing", [ADAPTER_CONFIG, ADAPTER_MODEL])
-def test_a_missing_file_is_named_without_its_folder(tmp_path: Path, missing: str) -> None:
+def test_the_error_names_a_missing_file_without_its_folder(tmp_path: Path, missing: str) -> None:
     """The folder is one of the server, and tenants are told the error."""
     write_adapter(tmp_path, an_adapter())
     (tmp_path / missing).unlink()

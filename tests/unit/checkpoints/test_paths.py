@@ -11,7 +11,7 @@ from tinsmith.errors import ValidationError
 @pytest.mark.parametrize(
     "name", ["000010", "final", "step-1.5", "größe 1", "a:b", "A", "a" * LONGEST_NAME, "x@y=z,~+"]
 )
-def test_names_that_people_give_are_taken_and_come_back(name: str) -> None:
+def test_ordinary_names_are_accepted_and_round_trip(name: str) -> None:
     path = CheckpointPath("session-1:train:0", "weights", name)
 
     assert CheckpointPath.parse(str(path)) == path
@@ -22,16 +22,16 @@ def test_names_that_people_give_are_taken_and_come_back(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("", "0 characters; it may have 1 to 128"),
-        ("a" * 129, "129 characters; it may have 1 to 128"),
-        ("é" * 100, "600 bytes as a file's name; it may take 240"),
-        ("..", "meaning of its own"),
-        (".", "meaning of its own"),
-        (".hidden", "meaning of its own"),
-        ("end.", "meaning of its own"),
-        (" a", "meaning of its own"),
-        ("NUL", "meaning of its own"),
-        ("com1.txt", "meaning of its own"),
+        ("", "0 characters; expected 1 to 128"),
+        ("a" * 129, "129 characters; expected 1 to 128"),
+        ("é" * 100, "600 bytes as a file name; the maximum is 240"),
+        ("..", "reserved by"),
+        (".", "reserved by"),
+        (".hidden", "reserved by"),
+        ("end.", "reserved by"),
+        (" a", "reserved by"),
+        ("NUL", "reserved by"),
+        ("com1.txt", "reserved by"),
         ("a\0b", "not allowed"),
         ("a\nb", "not allowed"),
         ("a\\b", "not allowed"),
@@ -42,7 +42,7 @@ def test_names_that_people_give_are_taken_and_come_back(name: str) -> None:
         ("a/b", "not allowed"),
     ],
 )
-def test_hostile_names_are_refused_with_the_field_and_the_bound(name: str, why: str) -> None:
+def test_hostile_names_are_rejected_with_the_field_and_the_limit(name: str, why: str) -> None:
     with pytest.raises(ValidationError, match=f"^name .*{why}"):
         CheckpointPath("run", "weights", name)
     with pytest.raises(ValidationError, match=f"^run id .*{why}"):
@@ -71,12 +71,12 @@ def test_hostile_names_are_refused_with_the_field_and_the_bound(name: str, why: 
         "samplers/run/other",
     ],
 )
-def test_texts_that_are_no_paths_are_refused(text: str) -> None:
+def test_invalid_paths_are_rejected(text: str) -> None:
     with pytest.raises(ValidationError):
         CheckpointPath.parse(text)
 
 
-def test_snapshots_are_apart_from_what_a_client_can_name() -> None:
+def test_snapshots_have_internal_paths_of_their_own() -> None:
     snapshot = CheckpointPath.snapshot("s:train:0", 12)
 
     assert str(snapshot) == "snapshots/s:train:0/12"
@@ -87,7 +87,7 @@ def test_snapshots_are_apart_from_what_a_client_can_name() -> None:
 
 
 @given(st.text(max_size=140), st.text(max_size=140))
-def test_any_text_is_refused_or_leads_to_one_place_inside(first: str, second: str) -> None:
+def test_any_name_is_rejected_or_maps_to_one_safe_location(first: str, second: str) -> None:
     places = {}
     for name in (first, second):
         try:
@@ -103,7 +103,7 @@ def test_any_text_is_refused_or_leads_to_one_place_inside(first: str, second: st
 
 
 @given(st.lists(st.text(max_size=20), max_size=5))
-def test_any_place_is_that_of_one_path_or_of_none(parts: list[str]) -> None:
+def test_any_location_belongs_to_at_most_one_path(parts: list[str]) -> None:
     path = CheckpointPath.from_parts(tuple(parts))
 
     assert path is None or path.parts == tuple(parts)

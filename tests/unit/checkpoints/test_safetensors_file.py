@@ -34,7 +34,7 @@ def some_arrays() -> dict[str, np.ndarray]:
     return arrays
 
 
-def test_the_package_reads_what_we_write(tmp_path: Path) -> None:
+def test_the_safetensors_package_reads_our_files(tmp_path: Path) -> None:
     written = some_arrays()
     write_tensors(tmp_path / "x", written, {"format": "pt"})
 
@@ -45,7 +45,7 @@ def test_the_package_reads_what_we_write(tmp_path: Path) -> None:
         np.testing.assert_array_equal(read[name], array)
 
 
-def test_we_read_what_the_package_writes(tmp_path: Path) -> None:
+def test_we_read_files_of_the_safetensors_package(tmp_path: Path) -> None:
     written = {name: a for name, a in some_arrays().items() if a.dtype.str[0] != ">"}
     written = {name: np.ascontiguousarray(array) for name, array in written.items()}
     safetensors.numpy.save_file(written, tmp_path / "x", {"a": "b"})
@@ -77,7 +77,7 @@ def test_the_same_arrays_give_the_same_bytes(tmp_path: Path) -> None:
     assert (tmp_path / "x").read_bytes() == (tmp_path / "y").read_bytes()
 
 
-def test_types_that_the_form_does_not_have_are_refused(tmp_path: Path) -> None:
+def test_dtypes_that_the_format_does_not_have_are_rejected(tmp_path: Path) -> None:
     for hostile in (np.zeros(2, "c8"), np.array([object()]), np.array(["text"])):
         with pytest.raises(CheckpointFormatError, match="cannot be saved"):
             write_tensors(tmp_path / "x", {"x": hostile})
@@ -123,15 +123,15 @@ def entry(dtype: str = "F32", shape: object = (1,), offsets: object = (0, 4)) ->
         as_file({"__metadata__": {"a": 1}}),
     ],
 )
-def test_hostile_files_are_refused(tmp_path: Path, content: bytes) -> None:
+def test_hostile_files_are_rejected(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x").write_bytes(content)
 
-    with pytest.raises(CheckpointFormatError, match="is not a file of tensors"):
+    with pytest.raises(CheckpointFormatError, match="is not a valid safetensors file"):
         read_tensors(tmp_path / "x")
 
 
 @given(st.data())
-def test_damaged_files_are_read_or_refused(
+def test_damaged_files_are_read_or_rejected(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     """No byte makes it fail in another way, or take more memory than the file has."""

@@ -57,7 +57,7 @@ needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="there is n
         (["run", "list", "--limit", ""], set()),
     ],
 )
-def test_bash_completes(
+def test_bash_completes_commands_and_options(
     words: list[str], offered: set[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert completed(words, capsys) == offered
@@ -91,7 +91,7 @@ def test_every_command_and_option_is_in_every_script(
         assert all(name in script for name in level.commands)
 
 
-def test_an_unknown_shell_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_shell_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     status = main(["completion", "tcsh", "-f", "json"])
 
     assert status == 2

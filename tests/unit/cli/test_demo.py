@@ -8,7 +8,7 @@ import pytest
 from tinsmith.cli.main import main
 
 
-def test_a_demo_that_cannot_run_says_so_before_it_fetches_a_model(
+def test_a_missing_package_is_reported_before_the_model_is_downloaded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)  # as if it were not installed
@@ -21,7 +21,7 @@ def test_a_demo_that_cannot_run_says_so_before_it_fetches_a_model(
     assert not home.exists()
 
 
-def test_a_demo_that_cannot_keep_its_results_says_so_before_it_fetches_a_model(
+def test_an_unwritable_folder_is_reported_before_the_model_is_downloaded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
@@ -30,7 +30,7 @@ def test_a_demo_that_cannot_keep_its_results_says_so_before_it_fetches_a_model(
     status = main(["demo", "--data", str(home), "--out", str(tmp_path / "file" / "out")])
 
     assert status == 1
-    told, hint = capsys.readouterr().err.splitlines()
-    assert "file/out cannot be written to" in told
+    error, hint = capsys.readouterr().err.splitlines()
+    assert "cannot write to" in error and "file/out" in error
     assert "--out" in hint
     assert not home.exists()

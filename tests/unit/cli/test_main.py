@@ -24,10 +24,10 @@ def test_help_names_every_noun_and_the_exit_codes(capsys: pytest.CaptureFixture[
     shown = capsys.readouterr().out
     assert status == 0
     assert all(summary in shown for summary in NOUNS.values())
-    assert "exit codes: 0 done, 1 failed, 2 wrong usage, 130" in shown
+    assert "exit codes: 0 success, 1 failure, 2 invalid usage, 130" in shown
 
 
-def test_unknown_noun_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_noun_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     status = main(["verson"])
 
     assert status == 2
@@ -35,7 +35,7 @@ def test_unknown_noun_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("noun", NOUNS)
-def test_every_noun_has_a_module_and_help_of_its_own(
+def test_every_noun_has_its_own_module_and_help(
     noun: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status = main([noun, "--help"])
@@ -57,7 +57,7 @@ def test_every_command_has_help_that_describes_its_arguments(
         assert shown.startswith(f"usage: {' '.join(('tinsmith', *level.words))}")
 
 
-def test_a_noun_without_its_verb_is_wrong_usage_and_shows_the_verbs(
+def test_a_noun_without_a_verb_is_a_usage_error_and_lists_the_verbs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     status = main(["run"])
@@ -81,7 +81,7 @@ def test_a_noun_without_its_verb_is_wrong_usage_and_shows_the_verbs(
         ["billing", "usage", "monday", "tuesday", "-f", "json"],
     ],
 )
-def test_w43_wrong_usage_in_json_mode_is_told_in_json(
+def test_a_usage_error_in_json_mode_is_json(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     status = main(words)
@@ -106,7 +106,7 @@ def test_help_is_as_wide_as_the_terminal(
     assert widest - 20 < max(lengths) <= widest
 
 
-def test_options_are_not_guessed_from_their_beginning() -> None:
+def test_options_cannot_be_abbreviated() -> None:
     assert main(["run", "list", "--lim", "3"]) == 2
 
 

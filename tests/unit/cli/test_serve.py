@@ -49,15 +49,15 @@ def test_check_prints_json_for_programs(capsys: pytest.CaptureFixture[str]) -> N
         (["--engine", "steam"], "steam"),
         (["--prot", "1"], "--prot"),
         (["--engine", "fake"], "no model is given"),
-        (["--model", "../x=1"], "cannot be a model's name"),
-        (["--model", "x=/nowhere/at/all"], "where nothing is"),
+        (["--model", "../x=1"], "is not a valid model name"),
+        (["--model", "x=/nowhere/at/all"], "does not exist"),
         (["--tls-cert", "/nowhere"], "tls.key is missing"),
         (["--tls-cert", "/nowhere", "--tls-key", "/nowhere"], "tls.cert: /nowhere"),
         (["--config", "/nowhere.toml"], "/nowhere.toml"),
-        (["--database", "mysql://me:hunter2@db"], "not a kind of ledger"),
+        (["--database", "mysql://me:hunter2@db"], "not a supported scheme"),
     ],
 )
-def test_check_ends_with_2_and_says_what_is_wrong(
+def test_check_exits_with_2_and_says_what_is_wrong(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status = main(
@@ -75,7 +75,7 @@ def test_check_ends_with_2_and_says_what_is_wrong(
     assert "hunter2" not in shown.err
 
 
-def test_an_unknown_variable_is_refused(
+def test_an_unknown_variable_is_rejected(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TINSMITH_SERVE_HOSTS", "x")
@@ -91,7 +91,7 @@ def test_an_unknown_variable_is_refused(
         ("cuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n", "has no GPU"),
     ],
 )
-def test_a_device_that_is_not_there_is_told_before_anything_is_loaded(
+def test_a_missing_device_is_reported_before_anything_is_loaded(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -104,7 +104,7 @@ def test_a_device_that_is_not_there_is_told_before_anything_is_loaded(
     (package / "__init__.py").write_text("raise AssertionError('it was loaded')")
     (package / "version.py").write_text(versions)
     monkeypatch.syspath_prepend(package.parent)
-    monkeypatch.setattr("tinsmith.engines.registry._GPU_DEVICES", ("/no/such/device",))
+    monkeypatch.setattr("tinsmith.engine.registry._GPU_DEVICES", ("/no/such/device",))
     for name in [name for name in sys.modules if name.partition(".")[0] == "torch"]:
         monkeypatch.delitem(sys.modules, name)
 

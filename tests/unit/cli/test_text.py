@@ -5,7 +5,7 @@ import datetime
 import pytest
 
 from tinsmith.cli.text import harmless, moment_from, printable, time_text, width_of
-from tinsmith.observe.sizes import size_text
+from tinsmith.observe.terminal import size_text
 
 NOW = datetime.datetime(2026, 7, 13, 12, tzinfo=datetime.UTC)
 
@@ -39,7 +39,7 @@ def test_sizes_are_written_in_units_of_1024(size: int | None, text: str) -> None
         ({"days": 31}, "2026-06-12"),
     ],
 )
-def test_times_are_written_by_their_distance(ago: dict[str, int], text: str) -> None:
+def test_times_are_written_relative_to_now(ago: dict[str, int], text: str) -> None:
     assert time_text(NOW - datetime.timedelta(**ago), now=NOW) == text
 
 
@@ -57,5 +57,5 @@ def test_control_characters_do_not_reach_a_terminal() -> None:
 
 
 @pytest.mark.parametrize(("text", "width"), [("abc", 3), ("日本", 4), ("e\u0301", 1), ("", 0)])
-def test_the_width_of_a_text_is_that_of_a_terminal(text: str, width: int) -> None:
+def test_text_width_is_measured_in_terminal_columns(text: str, width: int) -> None:
     assert width_of(text) == width

@@ -30,12 +30,12 @@ def nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
         ["--run-id", "r", "--type", "colour"],
     ],
 )
-def test_an_unclear_choice_deletes_nothing(words: list[str]) -> None:
+def test_an_ambiguous_selection_deletes_nothing(words: list[str]) -> None:
     assert main(["checkpoint", "delete", "-y", *words]) == 2
 
 
 @pytest.mark.parametrize("choice", [[], ["--ttl", "7200", "--remove"], ["--ttl", "0"]])
-def test_a_time_to_live_is_given_in_one_way(choice: list[str]) -> None:
+def test_set_ttl_requires_exactly_one_option(choice: list[str]) -> None:
     assert main(["checkpoint", "set-ttl", PATH, *choice]) == 2
 
 
@@ -50,18 +50,18 @@ def test_a_time_to_live_is_given_in_one_way(choice: list[str]) -> None:
         ["", "--base-model", "m"],
     ],
 )
-def test_a_sample_needs_a_text_and_one_source(words: list[str]) -> None:
+def test_a_sample_needs_a_prompt_and_exactly_one_model_source(words: list[str]) -> None:
     assert main(["sample", *words]) == 2
 
 
 @pytest.mark.parametrize("verb", ["info", "publish", "unpublish", "download", "push-hf"])
 @pytest.mark.parametrize("path", ["weights/a", "tinker://r", "tinker://r/colour/a", f"{PATH}/b"])
-def test_a_checkpoint_is_named_by_its_whole_path(verb: str, path: str) -> None:
+def test_a_checkpoint_is_named_by_its_full_path(verb: str, path: str) -> None:
     assert main(["checkpoint", verb, path]) == 2
 
 
 @pytest.mark.parametrize("kind", ["weights", "sampler_weights", "external_weights"])
-def test_the_paths_that_we_take_are_those_of_the_types(kind: str) -> None:
+def test_accepted_paths_match_the_path_type(kind: str) -> None:
     path = f"tinker://r/{kind}/a"
 
     assert checkpoint_path(path) == ParsedCheckpointTinkerPath.from_tinker_path(path).tinker_path
@@ -76,7 +76,7 @@ def test_the_paths_that_we_take_are_those_of_the_types(kind: str) -> None:
         ("run lst", "list"),
     ],
 )
-def test_the_nearest_word_to_a_mistyped_one_is_named(
+def test_a_mistyped_word_gets_a_suggestion(
     line: str, meant: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(line.split()) == 2
@@ -94,7 +94,7 @@ def test_the_nearest_word_to_a_mistyped_one_is_named(
         "fly",
     ],
 )
-def test_a_wrong_line_is_told_in_one_line_with_the_way_to_the_help(
+def test_a_usage_error_is_one_line_that_points_to_the_help(
     line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Usage with all flags of `serve` was 25 lines, with the mistake below them."""
@@ -103,5 +103,5 @@ def test_a_wrong_line_is_told_in_one_line_with_the_way_to_the_help(
     told, hint = capsys.readouterr().err.splitlines()
     assert told.startswith("tinsmith: ")
     noun = "" if line == "fly" else " " + line.split(maxsplit=1)[0]
-    assert hint.startswith(f"  see `tinsmith{noun}")
-    assert hint.endswith(" --help`")
+    assert hint.startswith(f"  run `tinsmith{noun}")
+    assert hint.endswith(" --help` for usage")

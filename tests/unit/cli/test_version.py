@@ -11,7 +11,7 @@ from tinsmith.cli import version
 from tinsmith.cli.main import main
 
 
-def test_json_is_one_object_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output_is_a_single_object(capsys: pytest.CaptureFixture[str]) -> None:
     status = main(["version", "--format", "json"])
 
     report = json.loads(capsys.readouterr().out)
@@ -21,7 +21,7 @@ def test_json_is_one_object_for_programs(capsys: pytest.CaptureFixture[str]) -> 
     assert report["packages"]["msgspec"] == metadata.version("msgspec")
 
 
-def test_missing_package_is_shown_as_such(
+def test_a_missing_package_is_shown_as_missing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(version, "PACKAGES", ("no-such-package",))

@@ -8,7 +8,7 @@ import pytest
 from tinsmith.cli.main import main
 
 
-def test_without_numpy_nothing_is_written_and_the_extra_is_named(
+def test_without_numpy_nothing_is_written_and_the_error_names_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "numpy", None)  # as if it were not installed

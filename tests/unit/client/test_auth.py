@@ -1,4 +1,4 @@
-"""Credentials: where they are found, how they are renewed, and that they are not shown."""
+"""ClientCredentials: where they are found, how they are renewed, and that they are not shown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from tinsmith.client.auth import (
     RENEWAL_PAUSE_S,
-    Credentials,
+    ClientCredentials,
     NoIdentityError,
     command_output,
     static_key,
@@ -73,14 +73,14 @@ class Exchanges:
 # Where they are found
 
 
-def test_the_environment_s_key_counts_before_the_stored_one(tmp_path: pathlib.Path) -> None:
+def test_the_environment_s_key_takes_precedence_over_the_stored_one(tmp_path: pathlib.Path) -> None:
     file = a_file(tmp_path, "tml-stored")
 
     assert static_key(some_settings(TINKER_API_KEY="tml-a"), file) == Secret("tml-a")
     assert static_key(some_settings(), file) == Secret("tml-stored")
 
 
-def test_a_stored_key_is_sent_to_no_service_but_the_one_that_took_it(
+def test_a_stored_key_is_sent_only_to_the_service_that_accepted_it(
     tmp_path: pathlib.Path,
 ) -> None:
     here = some_settings().base_url
@@ -91,13 +91,13 @@ def test_a_stored_key_is_sent_to_no_service_but_the_one_that_took_it(
     assert static_key(some_settings(), other) is None
 
 
-def test_a_stored_key_does_not_stand_before_a_command(tmp_path: pathlib.Path) -> None:
+def test_a_credential_command_takes_precedence_over_a_stored_key(tmp_path: pathlib.Path) -> None:
     file = a_file(tmp_path, "tml-stored")
 
     assert static_key(some_settings(TINKER_CREDENTIAL_CMD="echo x"), file) is None
 
 
-def test_what_does_not_look_like_a_key_is_refused_unless_there_is_a_command(
+def test_a_malformed_key_is_rejected_unless_there_is_a_credential_command(
     tmp_path: pathlib.Path,
 ) -> None:
     with pytest.raises(TinkerError, match="tml-"):
@@ -113,7 +113,9 @@ def test_what_does_not_look_like_a_key_is_refused_unless_there_is_a_command(
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", '{"default": null}', '{"default": "a", "keys": {}}', '{"keys": 3}']
 )
-def test_a_file_that_names_no_default_key_holds_none(tmp_path: pathlib.Path, text: str) -> None:
+def test_a_credentials_file_without_a_default_key_holds_no_key(
+    tmp_path: pathlib.Path, text: str
+) -> None:
     file = tmp_path / "credentials.json"
     file.write_text(text)
 
@@ -121,15 +123,15 @@ def test_a_file_that_names_no_default_key_holds_none(tmp_path: pathlib.Path, tex
     assert stored_login(tmp_path / "missing.json") is None
 
 
-def test_no_credential_at_all_says_what_to_do(
+def test_a_missing_credential_says_what_to_do(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
 
     with pytest.raises(AuthenticationError, match="TINKER_API_KEY"):
-        Credentials(settings_from(base_url="http://elsewhere.invalid", environment={}))
+        ClientCredentials(settings_from(base_url="http://elsewhere.invalid", environment={}))
     for local in ("http://127.0.0.1:1", "https://localhost", "http://[::1]:8000", "embedded"):
-        assert Credentials(settings_from(base_url=local, environment={})).current() == ""
+        assert ClientCredentials(settings_from(base_url=local, environment={})).current() == ""
 
 
 # The command
@@ -140,7 +142,7 @@ def test_a_command_s_output_is_the_credential() -> None:
 
 
 @pytest.mark.parametrize("command", ["true", "exit 3", "echo half; exit 3", "no-such-command-here"])
-def test_a_command_that_fails_is_told_without_its_output(
+def test_a_failing_credential_command_is_reported_without_its_output(
     command: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(TinkerError, match="TINKER_CREDENTIAL_CMD") as told:
@@ -150,11 +152,11 @@ def test_a_command_that_fails_is_told_without_its_output(
     capfd.readouterr()
 
 
-def test_a_command_that_does_not_end_is_ended(tmp_path: pathlib.Path) -> None:
+def test_a_credential_command_that_hangs_is_killed(tmp_path: pathlib.Path) -> None:
     noted = tmp_path / "process"
     command = Secret(f"echo $$ > '{noted}'; exec sleep 600")
 
-    with pytest.raises(TinkerError, match="did not end"):
+    with pytest.raises(TinkerError, match="did not finish"):
         asyncio.run(command_output(command, timeout_s=2.0))
 
     with pytest.raises(ProcessLookupError):
@@ -164,11 +166,11 @@ def test_a_command_that_does_not_end_is_ended(tmp_path: pathlib.Path) -> None:
 # Tokens
 
 
-def test_a_token_is_exchanged_once_for_many_who_ask_at_once() -> None:
+def test_a_token_is_exchanged_once_for_many_concurrent_callers() -> None:
     async def scenario() -> int:
         clock = Clock()
         exchanges = Exchanges(clock, lifetime_s=3600)
-        credentials = Credentials(some_settings(TINKER_API_KEY="tml-a"), clock=clock)
+        credentials = ClientCredentials(some_settings(TINKER_API_KEY="tml-a"), clock=clock)
         await asyncio.gather(*(credentials.renew(exchanges) for _ in range(50)))
         assert credentials.current() == exchanges.given[0]
         return len(exchanges.given)
@@ -176,10 +178,10 @@ def test_a_token_is_exchanged_once_for_many_who_ask_at_once() -> None:
     assert asyncio.run(scenario()) == 1
 
 
-def test_a_token_is_stale_a_minute_before_its_end() -> None:
+def test_a_token_is_stale_a_minute_before_it_expires() -> None:
     async def scenario() -> None:
         clock = Clock()
-        credentials = Credentials(some_settings(TINKER_API_KEY="tml-a"), clock=clock)
+        credentials = ClientCredentials(some_settings(TINKER_API_KEY="tml-a"), clock=clock)
         assert not credentials.is_stale()
         await credentials.renew(Exchanges(clock, lifetime_s=3600))
 
@@ -196,7 +198,7 @@ def test_short_lived_tokens_are_not_renewed_in_a_tight_loop(lifetime_s: float) -
     async def scenario() -> None:
         clock = Clock()
         exchanges = Exchanges(clock, lifetime_s)
-        credentials = Credentials(some_settings(TINKER_API_KEY="tml-a"), clock=clock)
+        credentials = ClientCredentials(some_settings(TINKER_API_KEY="tml-a"), clock=clock)
         await credentials.renew(exchanges)
 
         assert not credentials.is_stale()
@@ -208,14 +210,14 @@ def test_short_lived_tokens_are_not_renewed_in_a_tight_loop(lifetime_s: float) -
 
 
 @pytest.mark.parametrize("claims", [{}, {"exp": -1}, {"exp": 5}, {"exp": "soon"}, {"exp": None}])
-def test_a_token_that_looks_expired_when_it_comes_is_used_all_the_same(
+def test_a_token_that_already_looks_expired_on_arrival_is_still_used(
     claims: dict[str, object],
 ) -> None:
     """Our clock may be wrong; to ask anew for each request would help nobody."""
 
     async def scenario() -> None:
         clock = Clock()
-        credentials = Credentials(some_settings(TINKER_API_KEY="tml-a"), clock=clock)
+        credentials = ClientCredentials(some_settings(TINKER_API_KEY="tml-a"), clock=clock)
 
         async def exchange(_: Secret) -> str:
             return a_token(**claims)  # type: ignore[arg-type]
@@ -229,14 +231,14 @@ def test_a_token_that_looks_expired_when_it_comes_is_used_all_the_same(
     asyncio.run(scenario())
 
 
-def test_a_failed_renewal_keeps_the_old_token_and_pauses(
+def test_a_failed_renewal_keeps_the_old_token_and_backs_off(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def scenario() -> None:
         clock, pauses = Clock(), Clock()
         exchanges = Exchanges(clock, lifetime_s=100)
         settings = some_settings(TINKER_API_KEY="tml-a")
-        credentials = Credentials(settings, clock=clock, pause_clock=pauses)
+        credentials = ClientCredentials(settings, clock=clock, pause_clock=pauses)
         await credentials.renew(exchanges)
         exchanges.broken = True
         clock.now += 99
@@ -249,15 +251,15 @@ def test_a_failed_renewal_keeps_the_old_token_and_pauses(
         assert credentials.is_stale()
 
     asyncio.run(scenario())
-    assert "renewal failed" in caplog.text
+    assert "could not renew" in caplog.text
 
 
-def test_a_clock_that_is_set_back_does_not_draw_out_the_pause_after_a_failed_renewal() -> None:
+def test_a_clock_set_back_does_not_prolong_the_back_off_after_a_failed_renewal() -> None:
     async def scenario() -> None:
         clock, pauses = Clock(), Clock()
         exchanges = Exchanges(clock, lifetime_s=3600)
         settings = some_settings(TINKER_API_KEY="tml-a")
-        credentials = Credentials(settings, clock=clock, pause_clock=pauses)
+        credentials = ClientCredentials(settings, clock=clock, pause_clock=pauses)
         await credentials.renew(exchanges)
         exchanges.broken = True
         await credentials.renew(exchanges, refused=credentials.token)
@@ -276,17 +278,17 @@ def test_the_first_exchange_must_succeed() -> None:
     async def scenario() -> None:
         exchanges = Exchanges(Clock(), lifetime_s=100)
         exchanges.broken = True
-        await Credentials(some_settings(TINKER_API_KEY="tml-a")).renew(exchanges)
+        await ClientCredentials(some_settings(TINKER_API_KEY="tml-a")).renew(exchanges)
 
     with pytest.raises(InternalServerError):
         asyncio.run(scenario())
 
 
-def test_a_refused_token_is_replaced_once_by_however_many_it_was_refused_to() -> None:
+def test_a_rejected_token_is_replaced_once_for_all_callers() -> None:
     async def scenario() -> None:
         clock = Clock()
         exchanges = Exchanges(clock, lifetime_s=3600)
-        credentials = Credentials(some_settings(TINKER_API_KEY="tml-a"), clock=clock)
+        credentials = ClientCredentials(some_settings(TINKER_API_KEY="tml-a"), clock=clock)
         await credentials.renew(exchanges)
         first = credentials.token
 
@@ -299,7 +301,7 @@ def test_a_refused_token_is_replaced_once_by_however_many_it_was_refused_to() ->
 
 
 @pytest.mark.parametrize("is_refused", [True, False])
-def test_a_short_lived_token_is_replaced_once_by_however_many_need_another(
+def test_a_short_lived_token_is_replaced_once_for_all_callers(
     is_refused: bool,
 ) -> None:
     """One that lives for five minutes is near its end as soon as it comes."""
@@ -307,7 +309,7 @@ def test_a_short_lived_token_is_replaced_once_by_however_many_need_another(
     async def scenario() -> None:
         clock = Clock()
         exchanges = Exchanges(clock, lifetime_s=300)
-        credentials = Credentials(some_settings(TINKER_API_KEY="tml-a"), clock=clock)
+        credentials = ClientCredentials(some_settings(TINKER_API_KEY="tml-a"), clock=clock)
         await credentials.renew(exchanges)
         refused = credentials.token if is_refused else None
         clock.now += 0 if is_refused else 299
@@ -329,7 +331,7 @@ def test_a_command_that_fails_later_keeps_the_old_token(tmp_path: pathlib.Path) 
     async def scenario() -> None:
         clock = Clock()
         exchanges = Exchanges(clock, lifetime_s=100)
-        credentials = Credentials(some_settings(TINKER_CREDENTIAL_CMD=command), clock=clock)
+        credentials = ClientCredentials(some_settings(TINKER_CREDENTIAL_CMD=command), clock=clock)
         await credentials.renew(exchanges)
         clock.now += 99
         await credentials.renew(exchanges)
@@ -341,15 +343,15 @@ def test_a_command_that_fails_later_keeps_the_old_token(tmp_path: pathlib.Path) 
 # Whose they are
 
 
-def test_a_jwt_of_one_s_own_says_whose_it_is_if_the_service_issued_it() -> None:
+def test_a_user_s_own_jwt_names_its_owner_if_the_service_issued_it() -> None:
     issued = a_token(iss="passport-1", sub="me", org_id="us", email="")
     foreign = a_token(iss="https://elsewhere", sub="me", org_id="us")
 
-    me = Credentials(some_settings(TINKER_API_KEY=issued)).whoami()
+    me = ClientCredentials(some_settings(TINKER_API_KEY=issued)).whoami()
 
     assert (me.user_urn, me.org_urn, me.email) == ("me", "tml:organization:us", None)
     with pytest.raises(NoIdentityError):
-        Credentials(some_settings(TINKER_API_KEY=foreign)).whoami()
+        ClientCredentials(some_settings(TINKER_API_KEY=foreign)).whoami()
 
 
 # Secrets
@@ -372,7 +374,7 @@ def test_s40_settings_show_no_secret_and_are_not_pickled() -> None:
         pickle.dumps(settings)
 
 
-def test_s40_a_credential_in_the_address_is_refused_and_not_shown() -> None:
+def test_s40_a_credential_in_the_base_url_is_rejected_and_not_shown() -> None:
     with pytest.raises(ValidationError, match="api_key") as told:
         settings_from(base_url="https://me:secret@host", environment={})
 

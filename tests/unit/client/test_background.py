@@ -20,14 +20,14 @@ async def _double(number: int) -> int:
     return 2 * number
 
 
-def test_a_process_has_one_loop_however_many_ask_for_it() -> None:
+def test_a_process_has_one_background_loop() -> None:
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         seen = set(pool.map(lambda _: id(background()), range(200)))
 
     assert len(seen) == 1
 
 
-def test_a_coroutine_runs_on_the_loop_s_thread_and_gives_its_result() -> None:
+def test_a_coroutine_runs_on_the_loop_s_thread_and_returns_its_result() -> None:
     async def where() -> str:
         return threading.current_thread().name
 
@@ -42,7 +42,7 @@ def test_an_error_of_the_coroutine_reaches_the_caller() -> None:
         background().run(broken())
 
 
-def test_work_that_takes_longer_than_its_timeout_is_cancelled_and_fails_with_what_it_was() -> None:
+def test_work_that_exceeds_its_timeout_is_cancelled_and_the_error_names_it() -> None:
     ended: list[str] = []
 
     async def stuck() -> None:
@@ -58,7 +58,7 @@ def test_work_that_takes_longer_than_its_timeout_is_cancelled_and_fails_with_wha
     assert ended == ["cancelled"]
 
 
-def test_a_timeout_error_of_the_work_itself_is_left_as_it_is() -> None:
+def test_a_timeout_error_raised_by_the_work_itself_is_unchanged() -> None:
     async def own() -> None:
         raise TimeoutError("its own")
 
@@ -66,7 +66,7 @@ def test_a_timeout_error_of_the_work_itself_is_left_as_it_is() -> None:
         background().run(own(), timeout=60)
 
 
-def test_work_that_is_cancelled_before_its_turn_leaves_no_warning() -> None:
+def test_work_cancelled_before_it_starts_causes_no_warning() -> None:
     loop = Background()
     blocked = threading.Event()
     loop.call_soon(blocked.wait)
@@ -79,7 +79,7 @@ def test_work_that_is_cancelled_before_its_turn_leaves_no_warning() -> None:
     assert future.cancelled()
 
 
-def test_a_blocking_call_on_the_loop_s_own_thread_is_refused() -> None:
+def test_a_blocking_call_on_the_loop_s_own_thread_is_rejected() -> None:
     async def nested() -> int:
         return background().run(_double(1), "sample")
 
@@ -87,7 +87,7 @@ def test_a_blocking_call_on_the_loop_s_own_thread_is_refused() -> None:
         background().run(nested())
 
 
-def test_coroutines_of_one_thread_begin_in_the_order_they_were_handed_over() -> None:
+def test_coroutines_of_one_thread_start_in_submission_order() -> None:
     begun: list[int] = []
 
     async def begin(number: int) -> None:
@@ -101,7 +101,7 @@ def test_coroutines_of_one_thread_begin_in_the_order_they_were_handed_over() -> 
 
 
 @pytest.mark.usefixtures("eager_switching")
-def test_s44_no_hand_over_is_lost_among_many_threads() -> None:
+def test_s44_no_submission_is_lost_among_many_threads() -> None:
     def hand_over(base: int) -> list[int]:
         futures = [background().start(_double(base + i)) for i in range(100)]
         return [future.result(60) for future in futures]
@@ -129,7 +129,7 @@ def test_cancelling_the_future_cancels_the_coroutine() -> None:
     assert cancelled.wait(60)
 
 
-def test_work_cancelled_before_it_began_never_begins() -> None:
+def test_work_cancelled_before_it_starts_never_starts() -> None:
     loop = Background()
     block, blocked = threading.Event(), threading.Event()
     begun: list[bool] = []
@@ -170,7 +170,7 @@ def _child(results: multiprocessing.SimpleQueue[int]) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no fork on Windows")
-def test_a_forked_child_has_a_loop_of_its_own() -> None:
+def test_a_forked_child_has_its_own_loop() -> None:
     background().run(_double(1))
     context = multiprocessing.get_context("fork")
     results: multiprocessing.SimpleQueue[int] = context.SimpleQueue()
@@ -183,7 +183,7 @@ def test_a_forked_child_has_a_loop_of_its_own() -> None:
     assert results.get() == 8
 
 
-def test_s18_stopping_the_loop_settles_everything_that_was_under_way() -> None:
+def test_s18_stopping_the_loop_settles_all_pending_work() -> None:
     loop = Background()
     begun = threading.Event()
 
@@ -199,15 +199,15 @@ def test_s18_stopping_the_loop_settles_everything_that_was_under_way() -> None:
         future.result(timeout=1)
 
 
-def test_finished_work_is_not_kept() -> None:
+def test_finished_work_is_freed() -> None:
     for _ in range(100):
         background().run(_double(1))
     background().run(_double(1))
 
-    assert background().task_count <= 1
+    assert len(background()._tasks) <= 1
 
 
-def test_what_a_task_starts_as_it_ends_is_ended_too() -> None:
+def test_tasks_started_by_a_task_being_cancelled_are_cancelled_too() -> None:
     loop = Background()
     second: list[asyncio.Task[None]] = []
 

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tinsmith.client.base_url import base_url_parts
+from tinsmith.client.settings import base_url_parts
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from tinsmith.client.base_url import base_url_parts
         "http://host_name.example/a@b:c",
     ],
 )
-def test_an_address_has_the_parts_that_python_s_own_reader_finds(url: str) -> None:
+def test_a_base_url_is_split_like_urlsplit_does(url: str) -> None:
     parts, known = base_url_parts(url), urlsplit(url)
 
     assert parts.scheme == known.scheme
@@ -55,12 +55,12 @@ def test_an_address_has_the_parts_that_python_s_own_reader_finds(url: str) -> No
         "http://host\n",
     ],
 )
-def test_what_is_no_address_of_a_service_is_refused(url: str) -> None:
+def test_an_invalid_base_url_is_rejected(url: str) -> None:
     with pytest.raises(ValueError, match=r"address|port"):
         base_url_parts(url)
 
 
-def test_a_port_goes_without_saying_and_is_shown_where_it_was_given() -> None:
+def test_a_default_port_is_inferred_and_an_explicit_one_is_shown() -> None:
     plain, secure, given = map(
         base_url_parts, ("http://a/x/", "https://[::1]", "http://[::1]:8000")
     )

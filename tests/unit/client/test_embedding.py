@@ -23,7 +23,7 @@ def _no_exit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedding._choices, "is_taken", True)
 
 
-def test_where_nothing_is_set_it_is_embedded() -> None:
+def test_without_any_setting_the_embedded_service_is_used() -> None:
     assert chosen_url(None, None, {}) == EMBEDDED
 
 
@@ -37,14 +37,14 @@ def test_where_nothing_is_set_it_is_embedded() -> None:
         (None, None, {"TINKER_CREDENTIAL_CMD": "echo x"}),
     ],
 )
-def test_what_is_set_in_any_way_is_kept(
+def test_any_configured_service_is_respected(
     base_url: str | None, api_key: str | None, environment: dict[str, str]
 ) -> None:
     assert chosen_url(base_url, api_key, environment) == base_url
 
 
 @pytest.mark.parametrize("stored", ["tml-stored", "not-a-key"])
-def test_whoever_has_signed_in_means_the_hosted_service(home: Path, stored: str) -> None:
+def test_a_stored_login_selects_the_hosted_service(home: Path, stored: str) -> None:
     """Also with a key that is none: that is told when it is used."""
     (home / ".tinker").mkdir()
     text = f'{{"default": "a", "keys": {{"a": {{"key": "{stored}"}}}}}}'
@@ -53,7 +53,7 @@ def test_whoever_has_signed_in_means_the_hosted_service(home: Path, stored: str)
     assert chosen_url(None, None, {}) is None
 
 
-def test_where_it_is_not_installed_only_naming_it_is_an_error(
+def test_without_the_server_extra_only_an_explicit_embedded_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(embedding, "NEEDED", ("numpy", "no_such_package"))
@@ -65,7 +65,7 @@ def test_where_it_is_not_installed_only_naming_it_is_an_error(
             chosen_url(base_url, None, environment)
 
 
-def test_a_key_for_another_service_is_not_sent_to_it() -> None:
+def test_a_key_for_another_service_is_not_sent_to_the_embedded_one() -> None:
     environment = {
         "TINKER_API_KEY": "tml-hosted",
         "TINKER_CREDENTIAL_CMD": "echo x",

@@ -13,13 +13,14 @@ from typing import Any, TypeVar
 
 import pytest
 
+from tinsmith.client.background import background
 from tinsmith.client.futures import APIFuture
 from tinsmith.errors import APITimeoutError, NotFoundError, ValidationError
 
 T = TypeVar("T")
 
 
-def test_a_result_is_the_same_object_however_often_it_is_asked_for() -> None:
+def test_a_result_is_the_same_object_every_time_it_is_read() -> None:
     future: APIFuture[list[int]] = APIFuture()
     value = [1, 2]
 
@@ -30,7 +31,7 @@ def test_a_result_is_the_same_object_however_often_it_is_asked_for() -> None:
     assert asyncio.run(_awaited(future)) is value
 
 
-def test_an_error_is_raised_by_every_way_of_asking() -> None:
+def test_an_error_is_raised_by_every_way_of_reading_the_result() -> None:
     future: APIFuture[int] = APIFuture()
     future.fail(NotFoundError("no such run"))
 
@@ -41,7 +42,7 @@ def test_an_error_is_raised_by_every_way_of_asking() -> None:
     assert isinstance(future.exception(), NotFoundError)
 
 
-def test_a_timeout_in_a_thread_leaves_the_work_going() -> None:
+def test_a_timeout_in_a_thread_does_not_cancel_the_work() -> None:
     future: APIFuture[int] = APIFuture("forward_backward 3")
 
     with pytest.raises(TimeoutError, match="forward_backward 3"):
@@ -52,10 +53,10 @@ def test_a_timeout_in_a_thread_leaves_the_work_going() -> None:
 
 
 @pytest.mark.parametrize("timeout", [float("nan"), "soon", object()])
-def test_a_timeout_that_is_no_number_is_refused_and_leaves_the_work_going(timeout: Any) -> None:
+def test_an_invalid_timeout_is_rejected_and_does_not_cancel_the_work(timeout: Any) -> None:
     future: APIFuture[int] = APIFuture("sample 7")
 
-    with pytest.raises(ValidationError, match=r"sample 7: timeout is .*; give seconds, or None"):
+    with pytest.raises(ValidationError, match=r"sample 7: timeout is .*; pass seconds, or None"):
         future.result(timeout)
     with pytest.raises(ValidationError, match="sample 7: timeout is"):
         asyncio.run(future.result_async(timeout))
@@ -74,7 +75,7 @@ def test_an_endless_timeout_waits_as_long_as_it_takes(timeout: float) -> None:
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("-inf")])
-def test_no_time_is_a_timeout_at_once(timeout: float) -> None:
+def test_a_zero_or_negative_timeout_times_out_immediately(timeout: float) -> None:
     future: APIFuture[int] = APIFuture()
 
     with pytest.raises(TimeoutError, match="no result within"):
@@ -83,7 +84,7 @@ def test_no_time_is_a_timeout_at_once(timeout: float) -> None:
         asyncio.run(future.result_async(timeout))
 
 
-def test_a_timeout_in_a_coroutine_gives_the_work_up() -> None:
+def test_a_timeout_in_a_coroutine_cancels_the_work() -> None:
     future: APIFuture[int] = APIFuture("sample 7")
     stopped: list[bool] = []
     future.stop_work_with(lambda: stopped.append(True))
@@ -95,7 +96,7 @@ def test_a_timeout_in_a_coroutine_gives_the_work_up() -> None:
     assert future.cancelled()
 
 
-def test_a_cancelled_waiter_gives_the_work_up() -> None:
+def test_cancelling_a_waiter_cancels_the_work() -> None:
     future: APIFuture[int] = APIFuture()
 
     async def scenario() -> None:
@@ -110,7 +111,7 @@ def test_a_cancelled_waiter_gives_the_work_up() -> None:
     assert future.cancelled()
 
 
-def test_cancelling_stops_work_that_is_found_later() -> None:
+def test_cancelling_stops_work_that_is_attached_later() -> None:
     future: APIFuture[int] = APIFuture()
     future.cancel()
     stopped: list[bool] = []
@@ -120,7 +121,7 @@ def test_cancelling_stops_work_that_is_found_later() -> None:
     assert stopped == [True]
 
 
-def test_a_result_that_comes_after_cancelling_is_dropped() -> None:
+def test_a_result_that_arrives_after_cancellation_is_dropped() -> None:
     future: APIFuture[int] = APIFuture()
     future.cancel()
 
@@ -162,7 +163,7 @@ def test_a_callback_that_raises_does_not_stop_the_next(caplog: pytest.LogCapture
     assert "user code" in caplog.text
 
 
-def test_it_works_with_the_standard_library_s_own_waiting() -> None:
+def test_futures_work_with_concurrent_futures_wait() -> None:
     futures: list[APIFuture[int]] = [APIFuture() for _ in range(3)]
     for number, future in enumerate(futures):
         future.settle(number)
@@ -192,7 +193,7 @@ async def _awaited(future: APIFuture[T]) -> T:
     return await future
 
 
-def test_a_callback_that_ends_its_thread_does_not_stop_the_next(
+def test_a_callback_that_raises_a_base_exception_does_not_stop_the_next(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     future: APIFuture[int] = APIFuture()
@@ -216,7 +217,7 @@ def test_work_is_stopped_once_however_often_it_is_cancelled() -> None:
     assert stops == [1]
 
 
-def test_a_wait_that_takes_too_long_is_a_timeout_error_whichever_way_it_waits() -> None:
+def test_a_timeout_error_is_raised_by_blocking_and_async_waits() -> None:
     """As in the official SDK, `except TimeoutError` catches it in threads and coroutines."""
     future: APIFuture[int] = APIFuture("sample 7")
 
@@ -226,7 +227,7 @@ def test_a_wait_that_takes_too_long_is_a_timeout_error_whichever_way_it_waits() 
         asyncio.run(future.result_async(timeout=0.001))
 
 
-def test_an_api_timeout_of_the_work_is_given_as_it_is_whoever_waits() -> None:
+def test_an_api_timeout_of_the_work_is_raised_unchanged_to_every_waiter() -> None:
     future: APIFuture[int] = APIFuture("sample 7")
     error = APITimeoutError("the work's own")
     future.fail(error)
@@ -240,7 +241,7 @@ def test_an_api_timeout_of_the_work_is_given_as_it_is_whoever_waits() -> None:
     assert awaited.value is error
 
 
-def test_an_error_of_the_work_that_says_timeout_is_not_taken_for_the_caller_s_own() -> None:
+def test_a_timeout_raised_by_the_work_is_not_mistaken_for_the_caller_s() -> None:
     future: APIFuture[int] = APIFuture()
     future.fail(TimeoutError("the work's own"))
 
@@ -265,7 +266,7 @@ def test_two_event_loops_can_wait_for_one_result() -> None:
         assert [one.result(20) for one in asked] == [7, 7]
 
 
-def test_s2_results_for_a_loop_that_is_closed_do_not_keep_the_loop() -> None:
+def test_s2_results_for_a_closed_loop_do_not_keep_it_alive() -> None:
     futures: list[APIFuture[int]] = [APIFuture(), APIFuture()]
     loop = asyncio.new_event_loop()
     waiters = [loop.create_task(future.result_async()) for future in futures]
@@ -285,7 +286,7 @@ def test_s2_results_for_a_loop_that_is_closed_do_not_keep_the_loop() -> None:
 
 
 @pytest.mark.usefixtures("eager_switching")
-def test_s44_a_future_settled_and_cancelled_at_once_ends_in_one_way() -> None:
+def test_s44_a_future_settled_and_cancelled_concurrently_has_one_outcome() -> None:
     for number in range(300):
         future: APIFuture[int] = APIFuture()
         told: list[str] = []
@@ -306,7 +307,7 @@ def test_s44_a_future_settled_and_cancelled_at_once_ends_in_one_way() -> None:
         assert future.cancelled() or future.result(0) == number
 
 
-def test_s2_dropped_futures_are_freed_without_the_collector() -> None:
+def test_s2_dropped_futures_are_freed_without_the_garbage_collector() -> None:
     gc.collect()
     gc.disable()
     try:
@@ -335,7 +336,7 @@ class _Work:
 
 @pytest.mark.parametrize("is_early", [True, False], ids=["settled-first", "settled-later"])
 @pytest.mark.parametrize("is_good", [True, False], ids=["result", "error"])
-def test_a_settled_future_and_its_work_go_without_the_garbage_collector(
+def test_a_settled_future_and_its_work_are_freed_without_the_garbage_collector(
     is_good: bool, is_early: bool
 ) -> None:
     """Thousands that wait for a full collection would hold their results, and make it slow."""
@@ -359,7 +360,7 @@ def test_a_settled_future_and_its_work_go_without_the_garbage_collector(
         gc.enable()
 
 
-def test_all_threads_that_wait_for_a_future_are_woken_each_in_its_way() -> None:
+def test_all_threads_that_wait_for_a_future_are_woken_however_they_wait() -> None:
     future: APIFuture[int] = APIFuture()
     other: APIFuture[int] = APIFuture()
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
@@ -381,7 +382,7 @@ def test_all_threads_that_wait_for_a_future_are_woken_each_in_its_way() -> None:
 
 
 @pytest.mark.parametrize("timeout", [None, 30.0])
-def test_a_ctrl_c_that_python_noted_without_waking_us_is_seen_all_the_same(
+def test_a_ctrl_c_just_before_the_wait_begins_still_interrupts_it(
     timeout: float | None,
 ) -> None:
     """As when it comes just before the wait begins: noted, and the wait not ended by it."""
@@ -397,7 +398,7 @@ def test_a_ctrl_c_that_python_noted_without_waking_us_is_seen_all_the_same(
     assert not future.done()  # else it was seen only because the wait was over
 
 
-def test_a_timeout_error_of_the_work_is_not_taken_for_one_of_the_wait() -> None:
+def test_a_timeout_error_of_the_work_is_not_mistaken_for_one_of_the_wait() -> None:
     future: APIFuture[int] = APIFuture()
     error = TimeoutError("the work's own")
     threading.Timer(0.05, future.fail, (error,)).start()
@@ -408,7 +409,7 @@ def test_a_timeout_error_of_the_work_is_not_taken_for_one_of_the_wait() -> None:
     assert caught.value is error
 
 
-def test_whoever_holds_one_future_holds_up_no_other() -> None:
+def test_a_lock_held_on_one_future_does_not_block_another() -> None:
     """`concurrent.futures.wait` takes the locks of all it is given, others' futures among them."""
     held, other = APIFuture[int](), APIFuture[int]()
 
@@ -420,7 +421,7 @@ def test_whoever_holds_one_future_holds_up_no_other() -> None:
         assert other.done()
 
 
-def test_awaiting_a_settled_future_lets_tasks_go_first_that_were_begun_before() -> None:
+def test_awaiting_a_settled_future_yields_to_tasks_started_earlier() -> None:
     """So does any await of the official SDK, and programs order their calls by it."""
     order: list[str] = []
 
@@ -440,7 +441,7 @@ def test_awaiting_a_settled_future_lets_tasks_go_first_that_were_begun_before() 
     assert order == ["begun before", "awaited"]
 
 
-def test_a_loop_is_woken_also_by_one_that_stops_just_then() -> None:
+def test_a_waiting_loop_is_woken_even_by_a_loop_that_is_stopping() -> None:
     waiting = asyncio.new_event_loop()
     thread = threading.Thread(target=waiting.run_forever)
     thread.start()
@@ -465,3 +466,40 @@ def test_a_loop_is_woken_also_by_one_that_stops_just_then() -> None:
         waiting.call_soon_threadsafe(waiting.stop)
         thread.join()
         waiting.close()
+
+
+def test_a_coroutine_of_a_future_runs_as_a_task() -> None:
+    future: APIFuture[int] = APIFuture()
+    threading.Timer(0.02, future.settle, [5]).start()
+
+    async def scenario() -> int:
+        return await asyncio.create_task(future.coroutine())
+
+    assert asyncio.run(scenario()) == 5
+
+
+def test_a_future_is_a_standard_future() -> None:
+    future: APIFuture[int] = APIFuture()
+    future.settle(5)
+
+    done, pending = concurrent.futures.wait([future.future()], timeout=0)
+
+    assert [one.result() for one in done] == [5]
+    assert not pending
+
+
+@pytest.mark.parametrize("method", ["result", "exception"])
+def test_waiting_on_the_clients_own_loop_is_refused(method: str) -> None:
+    """Nothing would ever be settled: the loop that does it waits."""
+    future: APIFuture[int] = APIFuture("sample 7")
+
+    async def on_own_loop() -> int:
+        with pytest.raises(
+            RuntimeError, match=rf"sample 7: {method}\(\) on tinsmith's own .*await"
+        ):
+            getattr(future, method)(timeout=1.0)
+        background().loop.call_soon(future.settle, 5)
+        assert await future == 5
+        return future.result()  # it is settled: nothing to wait for
+
+    assert background().start(on_own_loop()).result(20) == 5

@@ -74,7 +74,7 @@ def hand_overs() -> Iterator[Callable[[], int]]:
 # The lock
 
 
-def test_reading_and_writing_hand_the_lock_to_nobody() -> None:
+def test_reading_and_writing_do_not_release_the_gil() -> None:
     room = bytearray(100)
     with pairs(1) as [(ours, theirs)], hand_overs() as handed_over:
         before = handed_over()
@@ -91,7 +91,7 @@ def test_reading_and_writing_hand_the_lock_to_nobody() -> None:
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
-def test_the_pieces_of_a_large_body_are_written_with_the_lock_held(
+def test_the_pieces_of_a_large_body_are_written_with_the_gil_held(
     kind: Callable[[bytes], bytes | bytearray | memoryview],
 ) -> None:
     piece = kind(bytes(128 * 1024))
@@ -107,7 +107,7 @@ def test_the_pieces_of_a_large_body_are_written_with_the_lock_held(
     assert after == before
 
 
-def test_a_plain_socket_does_hand_it_over() -> None:
+def test_a_plain_socket_releases_the_gil() -> None:
     """Else the other tests would prove nothing."""
     ours, theirs = socket.socketpair()
     with ours, theirs, hand_overs() as handed_over:
@@ -120,7 +120,7 @@ def test_a_plain_socket_does_hand_it_over() -> None:
     assert after > before
 
 
-def test_many_exchanges_on_the_loop_hand_the_lock_to_nobody() -> None:
+def test_many_exchanges_on_the_loop_do_not_release_the_gil() -> None:
     """However many connections have something to read, and whoever wakes the loop."""
     count = 60
 
@@ -177,7 +177,7 @@ def _fill(end: socket.socket) -> None:
 # Sockets
 
 
-def test_what_was_read_stays_as_it_is_when_more_is_read() -> None:
+def test_received_bytes_do_not_change_when_more_are_read() -> None:
     with pairs(2) as [(ours, theirs), (others, far)]:
         theirs.send(b"first")
         first = ours.recv(100)
@@ -187,7 +187,7 @@ def test_what_was_read_stays_as_it_is_when_more_is_read() -> None:
     assert (first, other) == (b"first", b"other")
 
 
-def test_threads_that_read_at_once_do_not_read_each_other_s_bytes() -> None:
+def test_threads_that_read_concurrently_do_not_mix_their_bytes() -> None:
     wrong: list[bytes] = []
 
     def read(letter: bytes) -> None:
@@ -209,7 +209,7 @@ def test_threads_that_read_at_once_do_not_read_each_other_s_bytes() -> None:
     assert not wrong
 
 
-def test_an_empty_socket_a_full_one_and_the_end_are_told_as_by_any_socket() -> None:
+def test_empty_full_and_closed_sockets_behave_like_plain_ones() -> None:
     with pairs(1) as [(ours, theirs)]:
         with pytest.raises(BlockingIOError):
             ours.recv(10)
@@ -226,7 +226,7 @@ def test_an_empty_socket_a_full_one_and_the_end_are_told_as_by_any_socket() -> N
         assert ours.recv_into(bytearray(10)) == 0
 
 
-def test_a_write_that_is_taken_in_part_says_how_much_was() -> None:
+def test_a_partial_write_returns_how_much_was_written() -> None:
     whole = bytes(range(256)) * (held_gil.ROOM_BYTES // 256)
     sent = 0
     with pairs(1) as [(ours, theirs)]:
@@ -247,7 +247,7 @@ def test_a_write_that_is_taken_in_part_says_how_much_was() -> None:
     [b"abc", bytearray(b"abc"), memoryview(b"abc"), bytes(held_gil.ROOM_BYTES + 1)],
     ids=["bytes", "bytearray", "memoryview", "large"],
 )
-def test_whatever_holds_bytes_can_be_sent(data: bytes | bytearray | memoryview) -> None:
+def test_any_bytes_like_object_can_be_sent(data: bytes | bytearray | memoryview) -> None:
     with pairs(1) as [(ours, theirs)]:
         count = ours.send(data)
 
@@ -255,7 +255,7 @@ def test_whatever_holds_bytes_can_be_sent(data: bytes | bytearray | memoryview) 
         assert 3 <= count <= len(data)
 
 
-def test_no_more_is_read_than_was_asked_for() -> None:
+def test_no_more_is_read_than_requested() -> None:
     room = bytearray(10)
     with pairs(1) as [(ours, theirs)]:
         theirs.send(b"abcdefgh")
@@ -267,7 +267,7 @@ def test_no_more_is_read_than_was_asked_for() -> None:
     assert bytes(room) == b"fde" + bytes(7)
 
 
-def test_writing_to_an_end_that_is_gone_is_an_error_and_no_signal() -> None:
+def test_writing_to_a_closed_peer_is_an_error_not_a_signal() -> None:
     with pairs(1) as [(ours, theirs)]:
         theirs.close()
 
@@ -291,7 +291,7 @@ def test_a_connection_that_was_reset_is_an_error() -> None:
                 ours.recv(10)
 
 
-def test_a_closed_socket_does_not_touch_the_next_one_that_has_its_number() -> None:
+def test_a_closed_socket_does_not_affect_a_new_one_with_the_same_descriptor() -> None:
     with pairs(1) as [(ours, _)]:
         number = ours.fileno()
         ours.close()
@@ -309,7 +309,7 @@ def test_a_closed_socket_does_not_touch_the_next_one_that_has_its_number() -> No
 # The selector
 
 
-def test_it_tells_what_epoll_tells() -> None:
+def test_the_selector_reports_the_same_events_as_epoll() -> None:
     """For what can be read, written, both or neither, and for ends that are gone."""
     with pairs(6) as sockets, HeldSelector() as held, selectors.EpollSelector() as plain:
         (quiet, _), (readable, writer), (ended, end), (full, _), (both, other), (dead, gone) = (
@@ -341,7 +341,7 @@ def test_it_tells_what_epoll_tells() -> None:
         assert ("both", write) in found(held)
 
 
-def test_it_waits_as_long_as_it_is_told_and_no_longer_than_there_is_nothing() -> None:
+def test_select_waits_up_to_its_timeout_or_until_an_event() -> None:
     with pairs(1) as [(ours, theirs)], HeldSelector() as selector:
         selector.register(ours, selectors.EVENT_READ)
         began = time.monotonic()
@@ -355,7 +355,7 @@ def test_it_waits_as_long_as_it_is_told_and_no_longer_than_there_is_nothing() ->
         later.join()
 
 
-def test_however_many_are_ready_all_are_told_of() -> None:
+def test_all_ready_descriptors_are_reported_however_many() -> None:
     ours, theirs = socket.socketpair()
     copies = [os.dup(ours.fileno()) for _ in range(held_gil.MOST_EVENTS + 50)]
     try:
@@ -412,7 +412,7 @@ def _open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_a_closed_loop_leaves_no_descriptor_and_is_woken_by_nobody() -> None:
+def test_a_closed_loop_leaks_no_descriptor_and_cannot_be_woken() -> None:
     HeldLoop().close()
     before = _open_files()
     loop = HeldLoop()
@@ -430,7 +430,7 @@ def test_a_closed_loop_leaves_no_descriptor_and_is_woken_by_nobody() -> None:
     os.close(reused)
 
 
-def test_a_loop_that_runs_is_not_closed_and_can_still_be_woken() -> None:
+def test_a_running_loop_cannot_be_closed_and_can_still_be_woken() -> None:
     async def try_it() -> bool:
         loop = asyncio.get_running_loop()
         with pytest.raises(RuntimeError, match="running"):
@@ -443,7 +443,7 @@ def test_a_loop_that_runs_is_not_closed_and_can_still_be_woken() -> None:
         assert runner.run(try_it())
 
 
-def test_a_connection_that_is_flooded_leaves_others_and_timers_their_turn() -> None:
+def test_a_flooded_connection_does_not_starve_others_and_timers() -> None:
     async def beside_a_flood() -> int:
         loop = asyncio.get_running_loop()
         with pairs(2) as [(flooded, source), (ours, theirs)]:
@@ -482,7 +482,7 @@ class _Sink(asyncio.Protocol):
 # Without it
 
 
-def test_without_ctypes_the_client_runs_on_another_loop_with_plain_sockets() -> None:
+def test_without_ctypes_the_client_uses_a_standard_loop_with_plain_sockets() -> None:
     program = """
 import socket, sys
 sys.modules["ctypes"] = None
@@ -509,7 +509,7 @@ assert not isinstance(background().loop, held_gil.HeldLoop)
     assert (result.returncode, result.stderr) == (0, "")
 
 
-def test_room_takes_physical_memory_as_it_is_written() -> None:
+def test_receive_buffers_use_physical_memory_only_as_written() -> None:
     """Every thread that reads has one, and most replies are far smaller."""
     before = resident_bytes()
 

@@ -10,8 +10,9 @@ import threading
 import pytest
 
 from tinsmith.client import limits
-from tinsmith.client.limits import RAMP_SENDS, RAMP_STEP_S, Limiter, shared_limiter
+from tinsmith.client.limits import RAMP_SENDS, RAMP_STEP_S, Budget, Limiter, shared_limiter
 from tinsmith.client.settings import Secret
+from tinsmith.errors import ValidationError
 
 
 class FakeTime:
@@ -57,7 +58,7 @@ def limiter(time: FakeTime) -> Limiter:
     return Limiter(clock=time.clock, sleep=time.sleep)
 
 
-def test_nothing_is_waited_for_while_there_is_no_pause(limiter: Limiter, time: FakeTime) -> None:
+def test_nothing_waits_without_a_pause(limiter: Limiter, time: FakeTime) -> None:
     left_at = asyncio.run(limiter.wait())
 
     assert left_at == time.now
@@ -96,7 +97,7 @@ def test_s4_the_latest_of_all_deadlines_counts(limiter: Limiter, time: FakeTime)
     assert (pause.state, pause.until, pause.reason) == ("rate_limited", time.now + 9.0, "long")
 
 
-def test_w17_429s_in_a_row_that_ask_for_no_delay_pause_longer_and_longer(
+def test_consecutive_429s_without_a_delay_pause_longer_and_longer(
     limiter: Limiter, time: FakeTime
 ) -> None:
     def refused() -> float:
@@ -115,9 +116,7 @@ def test_w17_429s_in_a_row_that_ask_for_no_delay_pause_longer_and_longer(
     assert 0.003 < after_progress < 0.007
 
 
-def test_w17_429s_of_samples_that_were_sent_together_count_once(
-    limiter: Limiter, time: FakeTime
-) -> None:
+def test_concurrent_429s_count_once(limiter: Limiter, time: FakeTime) -> None:
     for _ in range(400):
         limiter.rate_limited(0.0, sent_at=time.now - 0.1)
 
@@ -133,7 +132,7 @@ def test_s4_a_result_does_not_end_a_429(limiter: Limiter, time: FakeTime) -> Non
     assert limiter.pause().state == "rate_limited"
 
 
-def test_s4_a_sleeper_looks_again_when_it_wakes(limiter: Limiter, time: FakeTime) -> None:
+def test_s4_a_waiter_checks_the_pause_again_when_it_wakes(limiter: Limiter, time: FakeTime) -> None:
     async def scenario() -> float:
         limiter.rate_limited(1.0)
         sender = asyncio.create_task(limiter.wait())
@@ -181,7 +180,9 @@ def test_s4_four_hundred_waiters_ramp_up_instead_of_stampeding(
     assert left_at[-1] < 1002.0 + 10 * RAMP_STEP_S
 
 
-def test_s4_the_wall_clock_plays_no_part(limiter: Limiter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s4_pauses_do_not_depend_on_the_wall_clock(
+    limiter: Limiter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     limiter.rate_limited(5.0)
     before = limiter.pause()
 
@@ -203,7 +204,7 @@ def test_s8_a_paused_queue_holds_back_new_samples(limiter: Limiter, time: FakeTi
     assert asyncio.run(scenario()) >= 1003.0
 
 
-def test_s8_an_active_queue_ends_the_hold_early(limiter: Limiter, time: FakeTime) -> None:
+def test_s8_an_active_queue_ends_the_pause_early(limiter: Limiter, time: FakeTime) -> None:
     async def scenario() -> float:
         limiter.queue_paused(None)
         sender = asyncio.create_task(limiter.wait())
@@ -216,7 +217,7 @@ def test_s8_an_active_queue_ends_the_hold_early(limiter: Limiter, time: FakeTime
     assert asyncio.run(scenario()) < 1000.0 + limits.DEFAULT_QUEUE_PAUSE_S
 
 
-def test_s8_an_answer_asked_for_before_the_pause_does_not_end_it(
+def test_s8_the_reply_to_a_poll_sent_before_the_pause_does_not_end_it(
     limiter: Limiter, time: FakeTime
 ) -> None:
     asked_at = time.now - 0.5
@@ -250,7 +251,7 @@ def test_s5_a_pause_is_readable_from_any_thread(limiter: Limiter) -> None:
     assert seen == ["slow down"]
 
 
-def test_s9_the_same_address_and_key_share_a_limiter() -> None:
+def test_s9_the_same_base_url_and_key_share_a_limiter() -> None:
     one = shared_limiter("https://host/services/prod/", Secret("tml-a"))
 
     assert shared_limiter("https://HOST:443/services/prod", Secret("tml-a")) is one
@@ -269,7 +270,7 @@ def test_s39_services_behind_two_sockets_share_no_limiter() -> None:
     assert shared_limiter("http://local", Secret("tml-a")) is not one
 
 
-def test_s9_no_key_is_kept_in_clear() -> None:
+def test_s9_no_key_is_stored_in_plain_text() -> None:
     kept = shared_limiter("https://host", Secret("tml-secret-key"))
 
     assert kept is not None
@@ -277,7 +278,7 @@ def test_s9_no_key_is_kept_in_clear() -> None:
 
 
 @pytest.mark.usefixtures("eager_switching")
-def test_s10_threads_that_race_for_a_new_key_get_the_same_limiter() -> None:
+def test_s10_racing_threads_with_a_new_key_get_the_same_limiter() -> None:
     rounds, threads = 1000, 64
     held: list[set[int]] = [set() for _ in range(rounds)]
     kept: list[Limiter] = []
@@ -299,7 +300,7 @@ def test_s10_threads_that_race_for_a_new_key_get_the_same_limiter() -> None:
     assert all(len(ids) == 1 for ids in held)
 
 
-def test_s11_a_429_is_seen_through_every_handle_also_earlier_ones() -> None:
+def test_s11_a_429_is_seen_through_every_handle_including_earlier_ones() -> None:
     early = shared_limiter("http://handles", Secret("key"))
     late = shared_limiter("http://handles", Secret("key"))
 
@@ -333,7 +334,7 @@ def test_s11_an_early_end_wakes_waiters_on_other_event_loops() -> None:
     assert not any(thread.is_alive() for thread in threads)
 
 
-def test_s2_a_limiter_that_no_client_holds_is_forgotten() -> None:
+def test_s2_a_limiter_that_no_client_uses_is_freed() -> None:
     gc.collect()
     before = len(limits._shared.limiters)
 
@@ -344,11 +345,11 @@ def test_s2_a_limiter_that_no_client_holds_is_forgotten() -> None:
     assert len(limits._shared.limiters) == before
 
 
-def test_many_may_leave_at_once_while_there_is_no_pause(limiter: Limiter) -> None:
+def test_many_samples_may_be_sent_together_without_a_pause(limiter: Limiter) -> None:
     assert limiter.leave(400) == 400
 
 
-def test_s4_nobody_leaves_during_a_pause_and_few_right_after_it(
+def test_s4_no_sample_is_sent_during_a_pause_and_few_right_after_it(
     limiter: Limiter, time: FakeTime
 ) -> None:
     limiter.rate_limited(5.0)
@@ -368,9 +369,7 @@ def test_s4_nobody_leaves_during_a_pause_and_few_right_after_it(
     assert limiter.leave(10**6) == 10**6
 
 
-def test_one_that_comes_late_leaves_after_others_of_the_key(
-    limiter: Limiter, time: FakeTime
-) -> None:
+def test_a_late_sample_is_sent_after_others_of_the_key(limiter: Limiter, time: FakeTime) -> None:
     """Whether it asks for leave or waits; while there was no pause it is not late."""
 
     async def story() -> None:
@@ -392,7 +391,7 @@ def test_one_that_comes_late_leaves_after_others_of_the_key(
     asyncio.run(story())
 
 
-def test_s4_leave_that_was_not_used_is_there_for_others(limiter: Limiter, time: FakeTime) -> None:
+def test_s4_unused_permits_are_available_to_others(limiter: Limiter, time: FakeTime) -> None:
     limiter.rate_limited(1.0)
     time.now += 1.0 + RAMP_STEP_S
     given = limiter.leave(400)
@@ -402,7 +401,7 @@ def test_s4_leave_that_was_not_used_is_there_for_others(limiter: Limiter, time: 
     assert limiter.leave(400) == given - 2
 
 
-def test_whoever_waits_for_leave_wakes_when_it_may_go_or_the_pause_ends_early(
+def test_a_waiter_wakes_when_it_gets_a_permit_or_the_pause_ends_early(
     limiter: Limiter, time: FakeTime
 ) -> None:
     async def story() -> None:
@@ -425,9 +424,7 @@ def test_whoever_waits_for_leave_wakes_when_it_may_go_or_the_pause_ends_early(
     asyncio.run(story())
 
 
-def test_each_pause_is_left_one_by_one_however_many_left_the_one_before(
-    limiter: Limiter, time: FakeTime
-) -> None:
+def test_each_pause_ends_with_a_new_ramp(limiter: Limiter, time: FakeTime) -> None:
     limiter.rate_limited(1.0)
     time.now += 2.0
     assert limiter.leave(500) == 500
@@ -438,7 +435,7 @@ def test_each_pause_is_left_one_by_one_however_many_left_the_one_before(
     assert limiter.leave(500) == 1
 
 
-def test_nothing_is_refused_before_the_first_429_and_after_a_sample_was_taken(
+def test_the_rejected_time_is_zero_before_a_429_and_after_an_accepted_sample(
     limiter: Limiter, time: FakeTime
 ) -> None:
     assert limiter.refused_s() == 0.0
@@ -451,7 +448,7 @@ def test_nothing_is_refused_before_the_first_429_and_after_a_sample_was_taken(
     assert limiter.refused_s() == 0.0
 
 
-def test_a_pause_that_is_seen_while_an_older_poll_is_looked_at_stays(time: FakeTime) -> None:
+def test_a_pause_set_while_an_older_poll_is_processed_is_kept(time: FakeTime) -> None:
     """Another thread's poll may tell of it at that very moment."""
     told: list[None] = []
 
@@ -470,3 +467,110 @@ def test_a_pause_that_is_seen_while_an_older_poll_is_looked_at_stays(time: FakeT
     own.queue_active(asked_at=time.now)
 
     assert own.pause().reason == "again"
+
+
+def test_an_amount_that_fits_is_taken_immediately_and_given_back() -> None:
+    async def scenario() -> tuple[int, int]:
+        budget = Budget(10)
+        async with budget.taken(4), budget.taken(6):
+            inside = budget.used
+        return inside, budget.used
+
+    assert asyncio.run(scenario()) == (10, 0)
+
+
+def test_waiters_are_served_in_arrival_order() -> None:
+    served: list[int] = []
+
+    async def take(budget: Budget, number: int, amount: int) -> None:
+        async with budget.taken(amount):
+            served.append(number)
+            await asyncio.sleep(0)
+
+    async def scenario() -> None:
+        budget = Budget(3)
+        await asyncio.gather(*(take(budget, n, 3 if n == 2 else 1) for n in range(6)))
+
+    asyncio.run(scenario())
+
+    assert served == [0, 1, 2, 3, 4, 5]
+
+
+def test_the_budget_is_exceeded_only_by_a_single_oversized_item() -> None:
+    seen: list[int] = []
+
+    async def take(budget: Budget, amount: int) -> None:
+        async with budget.taken(amount):
+            seen.append(budget.used)
+            await asyncio.sleep(0)
+
+    async def scenario() -> None:
+        budget = Budget(10)
+        await asyncio.gather(*(take(budget, amount) for amount in (4, 4, 4, 25, 4, 4)))
+
+    asyncio.run(scenario())
+
+    assert max(amount for amount in seen if amount != 25) <= 10
+    assert seen.count(25) == 1
+
+
+def test_a_cancelled_waiter_takes_nothing_and_lets_others_pass() -> None:
+    async def scenario() -> int:
+        budget = Budget(1)
+        async with budget.taken():
+            waiting = [asyncio.create_task(_take(budget)) for _ in range(3)]
+            await asyncio.sleep(0)
+            waiting[0].cancel()
+            await asyncio.sleep(0)
+        await asyncio.wait_for(asyncio.gather(*waiting[1:]), timeout=60)
+        return budget.used
+
+    assert asyncio.run(scenario()) == 0
+
+
+def test_a_waiter_cancelled_as_it_is_served_gives_its_amount_back() -> None:
+    async def scenario() -> int:
+        budget = Budget(1)
+        holder = asyncio.Event()
+
+        async def hold() -> None:
+            async with budget.taken():
+                await holder.wait()
+
+        holding = asyncio.create_task(hold())
+        await asyncio.sleep(0)
+        waiting = asyncio.create_task(_take(budget))
+        await asyncio.sleep(0)
+        holder.set()
+        await holding  # the share is handed to the waiter here
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await asyncio.wait_for(_take(budget), timeout=60)
+        return budget.used
+
+    assert asyncio.run(scenario()) == 0
+
+
+def test_a_waiter_cancelled_just_before_it_is_served_is_skipped() -> None:
+    async def scenario() -> list[type]:
+        budget = Budget(1)
+        await budget.take(1)
+        waiting = [asyncio.create_task(_take(budget)) for _ in range(2)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()
+        budget.give_back(1)  # before the cancelled one has run
+        ends = await asyncio.gather(*waiting, return_exceptions=True)
+        assert budget.used == 0
+        return [type(end) for end in ends]
+
+    assert asyncio.run(scenario()) == [asyncio.CancelledError, type(None)]
+
+
+def test_a_budget_of_zero_is_rejected() -> None:
+    with pytest.raises(ValidationError):
+        Budget(0)
+
+
+async def _take(budget: Budget) -> None:
+    async with budget.taken():
+        await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Second tries: what is tried again, when, and when not."""
+"""Retries: what is retried, when, and when not."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def forever(error: Callable[[], APIError]) -> Callable[[int], Awaitable[str]]:
 
 
 @pytest.mark.parametrize("status", [408, 409, 429, 500, 502, 503, 504, 529])
-def test_s6_failures_that_may_pass_are_tried_again(time: FakeTime, status: int) -> None:
+def test_s6_transient_failures_are_retried(time: FakeTime, status: int) -> None:
     error = error_from_reply(status, {}, b"")
 
     result = asyncio.run(a_retrier(time).call(failing(error, error), "asample"))
@@ -77,12 +77,14 @@ def test_s6_failures_that_may_pass_are_tried_again(time: FakeTime, status: int) 
 
 
 @pytest.mark.parametrize("error", [APIConnectionError(), APITimeoutError()])
-def test_s6_lost_connections_are_tried_again(time: FakeTime, error: APIError) -> None:
+def test_s6_lost_connections_are_retried(time: FakeTime, error: APIError) -> None:
     assert asyncio.run(a_retrier(time).call(failing(error), "asample")) == "done"
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 405, 410, 413, 422])
-def test_s6_other_refusals_are_raised_on_the_first_attempt(time: FakeTime, status: int) -> None:
+def test_s6_other_status_errors_are_raised_on_the_first_attempt(
+    time: FakeTime, status: int
+) -> None:
     error = error_from_reply(status, {}, b'{"detail": "no"}')
 
     with pytest.raises(APIStatusError) as caught:
@@ -93,7 +95,7 @@ def test_s6_other_refusals_are_raised_on_the_first_attempt(time: FakeTime, statu
 
 
 @pytest.mark.parametrize("error", [ValidationError("bad"), TypeError("bug"), KeyError("bug")])
-def test_s6_mistakes_are_raised_at_once(time: FakeTime, error: Exception) -> None:
+def test_s6_programming_errors_are_raised_immediately(time: FakeTime, error: Exception) -> None:
     async def attempt(_: int) -> str:
         raise error
 
@@ -103,7 +105,7 @@ def test_s6_mistakes_are_raised_at_once(time: FakeTime, error: Exception) -> Non
     assert time.slept == []
 
 
-def test_s6_the_last_error_says_how_often_and_how_long_it_was_tried(time: FakeTime) -> None:
+def test_s6_the_last_error_names_the_attempts_and_the_elapsed_time(time: FakeTime) -> None:
     budget = RetryBudget(total_s=20.0)
 
     with pytest.raises(InternalServerError) as caught:
@@ -115,7 +117,7 @@ def test_s6_the_last_error_says_how_often_and_how_long_it_was_tried(time: FakeTi
     assert time.now <= 20.0
 
 
-def test_the_server_s_delay_counts_before_our_own(time: FakeTime) -> None:
+def test_the_server_s_delay_takes_precedence_over_our_own(time: FakeTime) -> None:
     error = error_from_reply(429, {"retry-after-ms": "7250"}, b"")
 
     asyncio.run(a_retrier(time).call(failing(error), "asample"))
@@ -131,7 +133,7 @@ def test_the_server_s_delay_counts_before_our_own(time: FakeTime) -> None:
         {"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT"},
     ],
 )
-def test_w17_a_server_that_asks_for_no_delay_is_asked_less_and_less_often(
+def test_retries_back_off_if_the_server_asks_for_no_delay(
     time: FakeTime, headers: dict[str, str]
 ) -> None:
     error = error_from_reply(503, headers, b"")
@@ -142,7 +144,7 @@ def test_w17_a_server_that_asks_for_no_delay_is_asked_less_and_less_often(
     assert time.slept[-3:] == [10.0, 10.0, 10.0]
 
 
-def test_short_delays_hold_for_the_first_failures_and_longer_ones_always() -> None:
+def test_short_server_delays_apply_to_the_first_failures_and_long_ones_always() -> None:
     budget = RetryBudget()
 
     short = [budget.wait_s(failures, 0.03, lambda: 0.5) for failures in range(5)]
@@ -152,7 +154,7 @@ def test_short_delays_hold_for_the_first_failures_and_longer_ones_always() -> No
     assert long == [0.5, 0.5, 0.5]
 
 
-def test_s31_the_longest_delay_that_a_server_may_ask_for_is_the_user_s_choice(
+def test_s31_the_longest_delay_a_server_may_request_is_configurable(
     time: FakeTime,
 ) -> None:
     error = error_from_reply(503, {"retry-after": "90"}, b"")
@@ -168,7 +170,7 @@ def test_s31_the_longest_delay_that_a_server_may_ask_for_is_the_user_s_choice(
     assert budgets[0].asked_s(None) is None
 
 
-def test_the_server_may_forbid_another_try(time: FakeTime) -> None:
+def test_the_server_may_forbid_a_retry(time: FakeTime) -> None:
     error = error_from_reply(409, {"x-should-retry": "false"}, b'{"detail": "taken"}')
 
     with pytest.raises(APIStatusError):
@@ -177,14 +179,14 @@ def test_the_server_may_forbid_another_try(time: FakeTime) -> None:
     assert time.slept == []
 
 
-def test_b53_the_server_may_ask_for_another_try(time: FakeTime) -> None:
+def test_the_server_may_request_a_retry(time: FakeTime) -> None:
     error = error_from_reply(422, {"x-should-retry": "true"}, b'{"detail": "not yet"}')
 
     assert asyncio.run(a_retrier(time).call(failing(error), "save_weights")) == "done"
     assert len(time.slept) == 1
 
 
-def test_our_own_delays_grow_to_a_bound_and_vary() -> None:
+def test_our_own_delays_grow_up_to_a_limit_with_jitter() -> None:
     budget = RetryBudget()
 
     delays = [budget.delay_s(attempt, lambda: 0.5) for attempt in range(8)]
@@ -194,14 +196,14 @@ def test_our_own_delays_grow_to_a_bound_and_vary() -> None:
     assert budget.delay_s(10_000, lambda: 0.5) == 10.0
 
 
-def test_a_server_that_was_never_reached_is_given_up_on_within_seconds(time: FakeTime) -> None:
+def test_a_server_that_was_never_reached_fails_within_seconds(time: FakeTime) -> None:
     with pytest.raises(APIConnectionError):
         asyncio.run(a_retrier(time).call(forever(APIConnectionError), "client_config"))
 
     assert time.now <= RetryBudget().first_contact_s
 
 
-def test_a_server_that_was_reached_before_is_waited_for(time: FakeTime) -> None:
+def test_a_server_that_was_reached_before_is_retried_for_longer(time: FakeTime) -> None:
     retrier = a_retrier(time)
     asyncio.run(retrier.call(failing(), "client_config"))
 
@@ -211,7 +213,7 @@ def test_a_server_that_was_reached_before_is_waited_for(time: FakeTime) -> None:
     assert 250.0 < time.now <= 300.0
 
 
-def test_402_is_a_pause_until_its_window_ends(time: FakeTime) -> None:
+def test_a_402_is_retried_until_its_window_ends(time: FakeTime) -> None:
     budget = RetryBudget(billing_s=60.0)
 
     with pytest.raises(BillingError):
@@ -220,7 +222,7 @@ def test_402_is_a_pause_until_its_window_ends(time: FakeTime) -> None:
     assert time.slept == [5.0] * 12
 
 
-def test_the_service_says_how_long_a_402_is_a_pause_unless_the_user_does(time: FakeTime) -> None:
+def test_the_service_sets_how_long_a_402_is_retried_unless_the_user_does(time: FakeTime) -> None:
     asked, chosen = a_retrier(time), a_retrier(time, RetryBudget(billing_s=20.0))
     asked.pause_for_billing(10.0)
     chosen.pause_for_billing(10.0)
@@ -232,7 +234,7 @@ def test_the_service_says_how_long_a_402_is_a_pause_unless_the_user_does(time: F
     assert time.slept == [5.0] * (2 + 4)
 
 
-def test_a_402_is_told_at_once_and_then_every_minute(
+def test_a_402_is_logged_immediately_and_then_every_minute(
     time: FakeTime, caplog: pytest.LogCaptureFixture
 ) -> None:
     budget = RetryBudget(billing_s=150.0)
@@ -244,14 +246,14 @@ def test_a_402_is_told_at_once_and_then_every_minute(
     assert "no funds" in caplog.messages[0]
 
 
-def test_without_a_budget_nothing_is_tried_again(time: FakeTime) -> None:
+def test_without_a_budget_nothing_is_retried(time: FakeTime) -> None:
     with pytest.raises(RateLimitError):
         asyncio.run(a_retrier(time, NO_RETRIES).call(forever(a_429), "session_heartbeat"))
 
     assert time.slept == []
 
 
-def test_a_long_wait_is_told_in_the_log(time: FakeTime, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_long_wait_is_logged(time: FakeTime, caplog: pytest.LogCaptureFixture) -> None:
     error = error_from_reply(503, {"retry-after": "30"}, b"")
 
     with caplog.at_level(logging.WARNING, logger="tinsmith"):
@@ -261,7 +263,7 @@ def test_a_long_wait_is_told_in_the_log(time: FakeTime, caplog: pytest.LogCaptur
     assert "30.0 s" in caplog.text
 
 
-def test_many_short_waits_are_told_every_ten_seconds(
+def test_many_short_waits_are_logged_every_ten_seconds(
     time: FakeTime, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A service that is starting asks to be asked again every second; that is not worth a line."""
@@ -273,7 +275,7 @@ def test_many_short_waits_are_told_every_ten_seconds(
     assert len(caplog.records) == 4
 
 
-def test_of_calls_that_fail_alike_one_tells_every_ten_seconds(time: FakeTime) -> None:
+def test_one_of_many_calls_that_fail_alike_is_logged_every_ten_seconds(time: FakeTime) -> None:
     retrier = a_retrier(time)
     error = error_from_reply(503, {}, b"")
 
@@ -288,7 +290,7 @@ def test_of_calls_that_fail_alike_one_tells_every_ten_seconds(time: FakeTime) ->
     assert told() == ["forward_backward 0", "optim_step 7"]
 
 
-def test_s7_the_trace_of_a_429_is_wait_send_refused_set_wait_send(time: FakeTime) -> None:
+def test_s7_after_a_429_the_limiter_is_set_before_the_retry_waits_and_sends(time: FakeTime) -> None:
     trace: list[str] = []
     limiter = Limiter(clock=time.clock, sleep=time.sleep)
 
@@ -309,7 +311,7 @@ def test_s7_the_trace_of_a_429_is_wait_send_refused_set_wait_send(time: FakeTime
     assert trace == ["leave at 0", "send", "429", "leave at 2", "send"]
 
 
-def test_a_budget_refuses_times_that_make_no_sense() -> None:
+def test_a_budget_rejects_nonsensical_times() -> None:
     with pytest.raises(ValidationError):
         RetryBudget(total_s=-1.0)
     with pytest.raises(ValidationError):
@@ -319,18 +321,18 @@ def test_a_budget_refuses_times_that_make_no_sense() -> None:
 
 
 @pytest.mark.parametrize("name", [*RetryBudget.__struct_fields__])
-def test_a_budget_refuses_what_is_no_number(name: str) -> None:
-    with pytest.raises(ValidationError, match="a retry budget needs times"):
+def test_a_budget_rejects_values_that_are_not_numbers(name: str) -> None:
+    with pytest.raises(ValidationError, match="times of a retry budget"):
         RetryBudget(**{name: math.nan})
 
 
 @pytest.mark.parametrize("name", ["progress_timeout", "retry_delay_base", "jitter_factor"])
-def test_a_config_of_samples_refuses_what_is_no_number(name: str) -> None:
+def test_a_retry_config_rejects_values_that_are_not_numbers(name: str) -> None:
     with pytest.raises(ValidationError):
         RetryConfig(**{name: math.nan})  # type: ignore[arg-type]  # each is a float
 
 
-def test_unknown_errors_are_not_taken_for_passing_ones() -> None:
+def test_unknown_errors_are_not_treated_as_transient() -> None:
     assert not may_pass(RuntimeError())
     assert not may_pass(NotFoundError("gone"))
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tinsmith.client.waits import ANSWERS, FUTURES, Wait, Waits, say, saying, unattended
+from tinsmith.client.waits import ANSWERS, FUTURES, Wait, WaitReporter, say, saying, unattended
 
 
 class Time:
@@ -37,23 +37,23 @@ def time() -> Time:
 
 
 @pytest.fixture
-def waits(time: Time, caplog: pytest.LogCaptureFixture) -> Waits:
+def waits(time: Time, caplog: pytest.LogCaptureFixture) -> WaitReporter:
     caplog.set_level("INFO")
-    return Waits(FUTURES, clock=time, later=time.later)
+    return WaitReporter(FUTURES, clock=time, later=time.later)
 
 
 @pytest.fixture
-def answers(time: Time, caplog: pytest.LogCaptureFixture) -> Waits:
+def answers(time: Time, caplog: pytest.LogCaptureFixture) -> WaitReporter:
     caplog.set_level("INFO")
-    return Waits(ANSWERS, clock=time, later=time.later)
+    return WaitReporter(ANSWERS, clock=time, later=time.later)
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
 
 
-def test_a_loop_of_long_steps_is_no_reason_for_a_warning(
-    waits: Waits, time: Time, caplog: pytest.LogCaptureFixture
+def test_a_loop_of_long_steps_causes_no_warning(
+    waits: WaitReporter, time: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Steps of 40 s are normal work, the first as much as the others."""
     for _ in range(20):
@@ -65,8 +65,8 @@ def test_a_loop_of_long_steps_is_no_reason_for_a_warning(
     assert warnings(caplog) == []
 
 
-def test_a_call_that_takes_far_longer_than_others_of_its_kind_is_one_warning(
-    waits: Waits, time: Time, caplog: pytest.LogCaptureFixture
+def test_a_call_far_slower_than_others_of_its_kind_is_logged_as_one_warning(
+    waits: WaitReporter, time: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(5):
         step = waits.begin("optim_step of m")
@@ -82,8 +82,8 @@ def test_a_call_that_takes_far_longer_than_others_of_its_kind_is_one_warning(
     assert warnings(caplog) == [expected]
 
 
-def test_a_quick_call_behind_a_long_one_is_no_reason_for_a_warning(
-    waits: Waits, time: Time, caplog: pytest.LogCaptureFixture
+def test_a_quick_call_behind_a_long_one_causes_no_warning(
+    waits: WaitReporter, time: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As a save behind a training step, which is sent with it and waits for it."""
 
@@ -104,8 +104,8 @@ def test_a_quick_call_behind_a_long_one_is_no_reason_for_a_warning(
     assert warnings(caplog) == []
 
 
-def test_many_unusual_calls_are_one_warning_until_one_is_usual_again(
-    waits: Waits, time: Time, caplog: pytest.LogCaptureFixture
+def test_many_slow_calls_cause_one_warning_until_one_is_normal_again(
+    waits: WaitReporter, time: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
     def calls(*lengths_s: float) -> None:
         for length_s in lengths_s:
@@ -121,8 +121,8 @@ def test_many_unusual_calls_are_one_warning_until_one_is_usual_again(
     assert len(warnings(caplog)) == 2
 
 
-def test_usual_calls_beside_one_that_stays_unusual_are_no_reason_for_another_warning(
-    waits: Waits, time: Time, caplog: pytest.LogCaptureFixture
+def test_normal_calls_beside_one_slow_call_cause_no_further_warning(
+    waits: WaitReporter, time: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of thousands of samples under way some always end in time."""
     stuck = waits.begin("sample of s")
@@ -135,8 +135,8 @@ def test_usual_calls_beside_one_that_stays_unusual_are_no_reason_for_another_war
     assert len(warnings(caplog)) == 1
 
 
-def test_the_first_call_of_its_kind_is_a_warning_after_a_minute(
-    waits: Waits, time: Time, caplog: pytest.LogCaptureFixture
+def test_the_first_call_of_its_kind_causes_a_warning_after_a_minute(
+    waits: WaitReporter, time: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
     waits.begin("create_lora_training_client")
 
@@ -146,8 +146,8 @@ def test_the_first_call_of_its_kind_is_a_warning_after_a_minute(
     assert len(warnings(caplog)) == 1
 
 
-def test_a_pause_is_a_warning_after_ten_seconds(
-    waits: Waits, time: Time, caplog: pytest.LogCaptureFixture
+def test_a_pause_causes_a_warning_after_ten_seconds(
+    waits: WaitReporter, time: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
     waits.begin_here("sample of s")
     say("paused by the service: 429", is_stalled=True)
@@ -157,8 +157,8 @@ def test_a_pause_is_a_warning_after_ten_seconds(
     assert warnings(caplog) == ["sample of s: still running after 9 s (paused by the service: 429)"]
 
 
-def test_what_sources_count_themselves_has_a_usual_length_too(
-    waits: Waits, time: Time, caplog: pytest.LogCaptureFixture
+def test_waits_reported_by_sources_have_a_normal_duration_too(
+    waits: WaitReporter, time: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
     current: list[Wait] = []
     waits.sources.add(lambda: current)
@@ -174,8 +174,8 @@ def test_what_sources_count_themselves_has_a_usual_length_too(
     assert any("usually" in message for message in caplog.messages)
 
 
-def test_a_long_wait_is_told_to_those_who_ask_every_ten_seconds(
-    waits: Waits, time: Time, caplog: pytest.LogCaptureFixture
+def test_a_long_wait_is_logged_at_info_level_every_ten_seconds(
+    waits: WaitReporter, time: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
     waits.begin_here("optim_step of m")
     say("its turn")
@@ -189,8 +189,8 @@ def test_a_long_wait_is_told_to_those_who_ask_every_ten_seconds(
     assert len(caplog.messages) >= 7
 
 
-def test_waits_of_one_name_are_one_line(
-    waits: Waits, time: Time, caplog: pytest.LogCaptureFixture
+def test_waits_of_one_name_share_one_log_line(
+    waits: WaitReporter, time: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(400):
         waits.begin("sample of s")
@@ -202,8 +202,8 @@ def test_waits_of_one_name_are_one_line(
     assert "400 of them" in caplog.messages[0]
 
 
-def test_nobody_looks_when_nobody_waits(
-    waits: Waits, time: Time, caplog: pytest.LogCaptureFixture
+def test_nothing_is_checked_while_nothing_waits(
+    waits: WaitReporter, time: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
     waits.end(waits.begin("get_info"))
     time.pass_s(100)
@@ -215,8 +215,8 @@ def test_nobody_looks_when_nobody_waits(
     assert len(caplog.messages) == 1
 
 
-def test_a_missing_answer_is_a_warning_after_ten_seconds_and_then_told_every_minute(
-    answers: Waits, time: Time, caplog: pytest.LogCaptureFixture
+def test_a_missing_reply_is_a_warning_after_ten_seconds_then_every_minute(
+    answers: WaitReporter, time: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
     answers.begin("get_session")
 
@@ -229,8 +229,8 @@ def test_a_missing_answer_is_a_warning_after_ten_seconds_and_then_told_every_min
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO", "INFO"]
 
 
-def test_a_quick_answer_is_not_told(
-    answers: Waits, time: Time, caplog: pytest.LogCaptureFixture
+def test_a_quick_reply_is_not_logged(
+    answers: WaitReporter, time: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
     key = answers.begin("get_session")
     time.pass_s(9)
@@ -241,8 +241,8 @@ def test_a_quick_answer_is_not_told(
     assert time.due == []
 
 
-def test_a_wait_that_begins_later_is_told_later(
-    answers: Waits, time: Time, caplog: pytest.LogCaptureFixture
+def test_a_wait_that_begins_later_is_logged_later(
+    answers: WaitReporter, time: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = answers.begin("a")
     time.pass_s(8)
@@ -255,8 +255,8 @@ def test_a_wait_that_begins_later_is_told_later(
     assert [message[0] for message in caplog.messages] == ["b"]
 
 
-def test_a_reason_for_a_while_gives_way_to_the_one_before_it(
-    waits: Waits, time: Time, caplog: pytest.LogCaptureFixture
+def test_a_temporary_reason_is_replaced_by_the_previous_one(
+    waits: WaitReporter, time: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
     waits.begin_here("optim_step of m")
     say("its turn")
@@ -269,7 +269,7 @@ def test_a_reason_for_a_while_gives_way_to_the_one_before_it(
     assert [message.split(" (")[1] for message in caplog.messages] == ["an answer)", "its turn)"]
 
 
-def test_a_wait_that_is_over_or_is_nobody_s_takes_no_reason(waits: Waits) -> None:
+def test_a_finished_or_unattended_wait_accepts_no_reason(waits: WaitReporter) -> None:
     wait = waits.begin_here("optim_step of m")
 
     with saying("an answer") as is_told_while_it_lasts:
@@ -288,7 +288,7 @@ def _is_told() -> bool:
 
 
 def test_a_reason_belongs_to_the_user_s_wait_and_not_to_the_request_s(
-    waits: Waits, answers: Waits, time: Time, caplog: pytest.LogCaptureFixture
+    waits: WaitReporter, answers: WaitReporter, time: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
     waits.begin_here("get_info")
     answers.begin("get_info")

@@ -5,20 +5,27 @@ import random
 
 import pytest
 
-from tinsmith.demo.tasks import QUESTIONS, TEST_QUESTIONS, Example, is_right, reward, sentences
+from tinsmith.demo.tasks import (
+    QUESTIONS,
+    TEST_QUESTIONS,
+    TaskExample,
+    is_correct,
+    reward,
+    sentences,
+)
 
 
 def test_examples_and_tests_share_no_name_and_no_city() -> None:
-    """What is right in the test cannot have been learned by heart."""
-    chance = random.Random(1)
-    taught = [json.loads(one.answer) for one in sentences(chance, 200)]
-    tested = [json.loads(one.answer) for one in sentences(chance, 50, is_test=True)]
+    """A correct test answer cannot have been memorized."""
+    rng = random.Random(1)
+    trained = [json.loads(one.answer) for one in sentences(rng, 200)]
+    tested = [json.loads(one.answer) for one in sentences(rng, 50, is_test=True)]
 
     for fact in ("name", "city"):
-        assert not {one[fact] for one in taught} & {one[fact] for one in tested}
+        assert not {one[fact] for one in trained} & {one[fact] for one in tested}
 
 
-def test_no_question_of_the_test_is_trained_on() -> None:
+def test_no_test_question_is_trained_on() -> None:
     trained, tested = ({one.question for one in asked} for asked in (QUESTIONS, TEST_QUESTIONS))
 
     assert trained
@@ -26,7 +33,7 @@ def test_no_question_of_the_test_is_trained_on() -> None:
     assert not trained & tested
 
 
-def test_a_sentence_holds_every_fact_of_its_answer() -> None:
+def test_a_sentence_contains_every_fact_of_its_answer() -> None:
     for example in sentences(random.Random(2), 50):
         assert all(fact in example.question for fact in json.loads(example.answer).values())
 
@@ -38,7 +45,7 @@ def test_the_seed_determines_the_sentences() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "right"),
+    ("answer", "correct"),
     [
         ('{"name": "Uma"}', True),
         ('{ "name":"Uma" }', True),
@@ -48,12 +55,12 @@ def test_the_seed_determines_the_sentences() -> None:
         ("", False),
     ],
 )
-def test_an_answer_is_judged_by_what_it_says(answer: str, right: bool) -> None:
-    assert is_right(Example("A sentence.", '{"name": "Uma"}'), answer) is right
+def test_an_answer_is_correct_if_it_is_json_with_the_same_facts(answer: str, correct: bool) -> None:
+    assert is_correct(TaskExample("A sentence.", '{"name": "Uma"}'), answer) is correct
 
 
 @pytest.mark.parametrize(
-    ("answer", "worth"),
+    ("answer", "expected"),
     [
         ("Paris", 1.0),
         ("Paris.", 1.0),
@@ -64,5 +71,5 @@ def test_an_answer_is_judged_by_what_it_says(answer: str, right: bool) -> None:
         ("", 0.0),
     ],
 )
-def test_an_answer_is_worth_something_if_it_is_right_and_short(answer: str, worth: float) -> None:
-    assert reward(QUESTIONS[0], answer) == pytest.approx(worth)
+def test_an_answer_that_is_correct_and_short_is_rewarded(answer: str, expected: float) -> None:
+    assert reward(QUESTIONS[0], answer) == pytest.approx(expected)

@@ -63,7 +63,7 @@ def log_with(fields: dict[str, Any], message: str, *args: object, **settings: An
     contextvars.copy_context().run(log)
 
 
-def test_a_line_has_the_fields_around_it_and_its_own(as_json: Lines) -> None:
+def test_a_log_line_has_its_own_fields_and_those_of_its_context(as_json: Lines) -> None:
     async def exchange() -> None:
         bind(request="r1", tenant="acme")
         LOG.warning("begun")
@@ -83,12 +83,12 @@ def test_a_line_has_the_fields_around_it_and_its_own(as_json: Lines) -> None:
     assert not outside.keys() & FIELDS.keys()
 
 
-def test_no_field_takes_the_place_of_what_every_line_has() -> None:
+def test_no_field_overrides_a_standard_field() -> None:
     assert not FIELDS.keys() & {"time", "level", "logger", "message", "traceback"}
     assert not FIELDS.keys() & vars(logging.makeLogRecord({})).keys()
 
 
-def test_text_has_the_same_for_people(as_text: Lines) -> None:
+def test_text_format_has_the_same_fields(as_text: Lines) -> None:
     log_with({"tenant": "acme", "model": "m1"}, "settled")
 
     [line] = as_text.text()
@@ -116,13 +116,13 @@ def test_tasks_do_not_share_their_fields(as_json: Lines) -> None:
     }
 
 
-def test_a_field_that_is_not_listed_is_a_mistake() -> None:
+def test_an_unlisted_field_raises() -> None:
     with pytest.raises(AssertionError, match="colour"):
         bind(colour="red")
 
 
 @pytest.mark.parametrize("format_", ["text", "json"])
-def test_no_message_makes_a_second_line_or_moves_a_terminal(
+def test_no_message_can_add_a_line_or_inject_terminal_escapes(
     format_: Literal["text", "json"],
 ) -> None:
     hostile = "a\nFATAL forged\r\x1b[2J\u2028b\0\ud800"
@@ -134,7 +134,7 @@ def test_no_message_makes_a_second_line_or_moves_a_terminal(
 
 
 @pytest.mark.parametrize("format_", ["text", "json"])
-def test_keys_tokens_and_passwords_are_masked_wherever_they_stand(
+def test_keys_tokens_and_passwords_are_masked_everywhere(
     format_: Literal["text", "json"],
 ) -> None:
     address = "postgresql://me:hunter2@db/x"
@@ -151,13 +151,13 @@ def test_keys_tokens_and_passwords_are_masked_wherever_they_stand(
         assert not [secret for secret in (KEY, TOKEN, "hunter2", KEY[5:]) if secret in text]
 
 
-def test_masking_leaves_other_text_alone() -> None:
+def test_masking_leaves_other_text_unchanged() -> None:
     text = "tinker://run/weights/a took 5 s; see tml-… and http://host:80/x and a@b"
 
     assert without_secrets(text) == text
 
 
-def test_a_traceback_belongs_to_its_line(as_text: Lines) -> None:
+def test_a_traceback_is_part_of_its_log_record(as_text: Lines) -> None:
     try:
         raise ValueError("bad\nvalue")
     except ValueError:
@@ -169,7 +169,7 @@ def test_a_traceback_belongs_to_its_line(as_text: Lines) -> None:
     assert all(line.startswith("    ") for line in rest)
 
 
-def test_json_holds_what_json_cannot(as_json: Lines) -> None:
+def test_values_that_json_cannot_represent_are_logged_as_strings(as_json: Lines) -> None:
     LOG.info("x", extra={"duration_ms": float("nan"), "tokens": float("inf"), "batch": object()})
     LOG.info("x", extra={"status": 200, "commands": True, "message_": "no field"})
 
@@ -188,7 +188,7 @@ def test_a_log_call_with_wrong_arguments_is_logged_anyway() -> None:
     assert "many" in line["message"]
 
 
-def test_others_are_held_to_warnings() -> None:
+def test_other_libraries_log_only_warnings() -> None:
     for lines in logging_to("text", level="debug"):
         LOG.debug("ours")
         logging.getLogger("other").info("theirs")
@@ -197,7 +197,7 @@ def test_others_are_held_to_warnings() -> None:
         assert [line.split(": ")[1] for line in lines.text()] == ["ours", "theirs, and worth it"]
 
 
-def test_what_was_configured_can_be_put_back() -> None:
+def test_the_previous_logging_configuration_can_be_restored() -> None:
     root = logging.getLogger()
     before = (root.handlers[:], root.level, logging.getLogger("tinsmith").level)
 

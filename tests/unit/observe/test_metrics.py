@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -9,22 +10,23 @@ from tinsmith.observe.instruments import Counter
 from tinsmith.observe.metrics import ServiceMetrics
 
 
-def test_names_are_of_the_custom_form_and_say_what_they_are() -> None:
+def test_metric_names_and_help_texts_follow_the_conventions() -> None:
     for instrument in ServiceMetrics().registry:
         assert re.fullmatch(r"(tinsmith|process)_[a-z_]+", instrument.name)
         assert instrument.text.endswith("."), instrument.name
         assert instrument.name.endswith("_total") == (instrument.kind == "counter")
 
 
-def test_two_services_of_one_process_count_apart() -> None:
+def test_two_services_in_one_process_count_separately() -> None:
     first, second = ServiceMetrics(), ServiceMetrics()
 
     first.unauthorised.add(1)
 
-    assert (first.unauthorised.value(), second.unauthorised.value()) == (1, 0)
+    assert "\ntinsmith_unauthorised_total 1.0\n" in first.exposition()
+    assert "\ntinsmith_unauthorised_total 0.0\n" in second.exposition()
 
 
-def test_the_text_can_be_read_and_names_the_version_and_the_process() -> None:
+def test_the_exposition_parses_and_has_version_and_process_metrics() -> None:
     metrics = ServiceMetrics()
     metrics.http_requests.add(1, "asample", "200")
     metrics.http_seconds.observe(0.01, "asample")
@@ -54,7 +56,7 @@ def test_every_attribute_is_an_instrument_of_the_registry() -> None:
     assert any(isinstance(value, Counter) for value in attributes)
 
 
-def test_figures_are_read_when_the_metrics_are() -> None:
+def test_statistics_are_read_at_scrape_time() -> None:
     metrics = ServiceMetrics()
     figures = {"batches": 3.0, "adapters": 2.0, "of no metric": 1.0}
     metrics.read_figures(lambda: figures)
@@ -62,7 +64,16 @@ def test_figures_are_read_when_the_metrics_are() -> None:
     before = metrics.exposition()
     figures["batches"] = 4.0
 
-    assert "\ntinsmith_batches_total 3\n" in before
-    assert "\ntinsmith_adapters 2\n" in before
-    assert "\ntinsmith_batches_total 4\n" in metrics.exposition()
+    assert "\ntinsmith_batches_total 3.0\n" in before
+    assert "\ntinsmith_adapters 2.0\n" in before
+    assert "\ntinsmith_batches_total 4.0\n" in metrics.exposition()
     assert "of no metric" not in before
+
+
+def test_the_exposition_has_the_names_listed_in_the_reference() -> None:
+    page = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
+    listed = set(re.findall(r"`((?:tinsmith|process)_[a-z_]+)`", page.read_text(encoding="utf-8")))
+
+    named = set(re.findall(r"^# TYPE (\S+)", ServiceMetrics().exposition(), re.MULTILINE))
+
+    assert named == listed

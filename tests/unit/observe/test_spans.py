@@ -21,7 +21,9 @@ def test_without_an_endpoint_nothing_happens() -> None:
     assert not spans.is_on
 
 
-def test_an_endpoint_without_the_library_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endpoint_without_the_opentelemetry_library_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter", None)
 
@@ -54,7 +56,7 @@ def test_spans_reach_a_collector_with_their_fields_and_their_trace(collector: Co
     assert b"secret" not in b"".join(collector.bodies)
 
 
-def test_a_failure_marks_its_span_and_keeps_its_message_to_itself(collector: Collector) -> None:
+def test_a_failure_marks_its_span_without_recording_the_message(collector: Collector) -> None:
     spans = open_spans(collector.endpoint)
 
     with pytest.raises(ValueError, match="private"), spans.span("snapshot", model="m"):
@@ -70,7 +72,7 @@ def test_a_failure_marks_its_span_and_keeps_its_message_to_itself(collector: Col
     assert b"private" not in b"".join(collector.bodies)
 
 
-def test_a_name_that_is_not_listed_is_a_mistake() -> None:
+def test_an_unlisted_span_name_raises() -> None:
     spans = Spans(tracer=object())
 
     with pytest.raises(AssertionError), spans.span("holiday"):

@@ -43,14 +43,16 @@ def statuses(faults: Faults, count: int, endpoint: str = "asample") -> list[int 
         ({"on": "optim_step"}, [None, None, None]),
     ],
 )
-def test_rule_strikes_as_it_says(rule: dict[str, Any], expected: list[int | None]) -> None:
+def test_a_rule_applies_to_the_requests_it_selects(
+    rule: dict[str, Any], expected: list[int | None]
+) -> None:
     faults = Faults()
     faults.add(**rule, status=500)
 
     assert statuses(faults, 3) == expected
 
 
-def test_each_rule_counts_what_is_for_it_also_behind_another() -> None:
+def test_each_rule_counts_its_matches_even_behind_another_rule() -> None:
     faults = Faults()
     first = faults.add(nth=1, status=500)
     second = faults.add(nth=2, status=501)
@@ -60,7 +62,7 @@ def test_each_rule_counts_what_is_for_it_also_behind_another() -> None:
     assert [rule.struck for rule in (first, second, third)] == [1, 1, 2]
 
 
-def test_all_command_rules_that_strike_are_used() -> None:
+def test_all_matching_command_rules_are_applied() -> None:
     faults = Faults()
     failing = faults.fail_command(on="optim_step")
     slow = faults.delay_commands(delay_s=1.0)
@@ -84,19 +86,19 @@ def test_clear_removes_rules_and_releases_holds() -> None:
 @pytest.mark.parametrize(
     ("fields", "complaint"),
     [
-        ({"on": "asampel", "status": 500}, "no endpoint 'asampel'"),
+        ({"on": "asampel", "status": 500}, "unknown endpoint 'asampel'"),
         ({"nth": 0, "status": 500}, "nth counts from 1"),
-        ({}, "needs an effect"),
-        ({"status": 500, "reset": True}, "ends in one way"),
-        ({"lose_reply": True, "half_reply": True}, "ends in one way"),
+        ({}, "must have an effect"),
+        ({"status": 500, "reset": True}, "only one outcome"),
+        ({"lose_reply": True, "half_reply": True}, "only one outcome"),
     ],
 )
-def test_rule_that_makes_no_sense_is_refused(fields: dict[str, Any], complaint: str) -> None:
+def test_a_contradictory_rule_is_rejected(fields: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValidationError, match=complaint):
         Faults().add(**fields)
 
 
-def test_field_that_no_rule_has_is_refused() -> None:
+def test_an_unknown_rule_field_is_rejected() -> None:
     with pytest.raises(TypeError, match="stauts"):
         Faults().add(stauts=500)
 
@@ -113,5 +115,7 @@ def test_field_that_no_rule_has_is_refused() -> None:
         ({"delay_s": 1.0}, True),
     ],
 )
-def test_work_is_done_where_only_the_reply_suffers(fields: dict[str, Any], does_work: bool) -> None:
+def test_a_rule_that_affects_only_the_reply_still_does_the_work(
+    fields: dict[str, Any], does_work: bool
+) -> None:
     assert Faults().add(**fields).does_work is does_work

@@ -10,7 +10,7 @@ import pytest
 from tinsmith.testing.holds import Hold, Reversal
 
 
-def test_held_are_counted_and_let_go_in_order() -> None:
+def test_held_requests_are_counted_and_released_in_order() -> None:
     async def story() -> None:
         hold, free = Hold(), list[int]()
 
@@ -32,7 +32,7 @@ def test_held_are_counted_and_let_go_in_order() -> None:
     asyncio.run(story())
 
 
-def test_one_who_leaves_is_no_longer_held() -> None:
+def test_a_request_that_disconnects_is_no_longer_held() -> None:
     async def story() -> None:
         hold = Hold()
         visit = asyncio.create_task(hold.wait_released())
@@ -63,19 +63,19 @@ def test_another_thread_waits_and_releases() -> None:
     thread.join()
 
 
-def test_waiting_for_what_is_not_held_says_how_many_are() -> None:
+def test_waiting_for_held_requests_reports_how_many_are_held() -> None:
     with pytest.raises(TimeoutError, match="0 of 1"):
         Hold().wait_held(1, timeout_s=0.01)
 
 
-def test_block_releases_at_its_end() -> None:
+def test_a_with_block_releases_at_its_end() -> None:
     with Hold() as hold:
         assert not hold.is_released
 
     assert hold.is_released
 
 
-def test_pause_ends_after_so_many_polls() -> None:
+def test_a_pause_ends_after_the_given_number_of_polls() -> None:
     hold = Hold(polls=2)
 
     hold.note_poll()
@@ -84,7 +84,7 @@ def test_pause_ends_after_so_many_polls() -> None:
     assert hold.is_released
 
 
-def test_reversal_turns_the_order_around() -> None:
+def test_reversal_reverses_the_order() -> None:
     async def story() -> None:
         reversal, ended = Reversal(4), list[int]()
 

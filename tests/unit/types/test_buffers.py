@@ -7,6 +7,7 @@ import math
 import pickle
 import struct
 import tracemalloc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,16 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from tinsmith.errors import ValidationError
-from tinsmith.types.buffers import Kind, Numbers, pack, rows, widen_bfloat16, widen_int32
+from tinsmith.types.buffers import (
+    MAX_IDS,
+    Kind,
+    LastList,
+    Numbers,
+    pack,
+    rows,
+    widen_bfloat16,
+    widen_int32,
+)
 
 INT32 = st.integers(-(1 << 31), (1 << 31) - 1)
 KINDS: list[Kind] = ["int32", "int64", "float32"]
@@ -44,7 +54,7 @@ READ_ONLY_VIEWS: list[Any] = [a_read_only_view, lambda numbers: numbers.data.tor
 
 
 @pytest.mark.parametrize("view_of", READ_ONLY_VIEWS, ids=["numpy", "memoryview"])
-def test_a_read_only_view_of_memory_that_others_write_to_is_copied(view_of: Any) -> None:
+def test_a_read_only_view_of_writable_memory_is_copied(view_of: Any) -> None:
     numbers = np.array([1, 2, 3], dtype="int32")
     held, _ = pack(view_of(numbers), "int32")
 
@@ -53,7 +63,7 @@ def test_a_read_only_view_of_memory_that_others_write_to_is_copied(view_of: Any)
     assert held.tolist() == [1, 2, 3]
 
 
-def test_bytes_cannot_change_and_are_shared() -> None:
+def test_immutable_bytes_are_shared() -> None:
     given = struct.pack("3i", 1, 2, 3)
 
     held, _ = pack(memoryview(given).cast("i"), "int32")
@@ -85,7 +95,7 @@ def test_bytes_cannot_change_and_are_shared() -> None:
     ],
     ids=lambda values: type(values).__name__,
 )
-def test_every_form_of_numbers_is_taken(values: object) -> None:
+def test_every_form_of_numbers_is_accepted(values: object) -> None:
     held, shape = pack(values, "int32")
 
     assert held.tolist() == [1, 2, 3]
@@ -93,7 +103,7 @@ def test_every_form_of_numbers_is_taken(values: object) -> None:
 
 
 @pytest.mark.parametrize("values", [None, 5, "123", {1, 2}, {"a": 1}, object(), iter([1])])
-def test_what_holds_no_numbers_is_a_type_error(values: object) -> None:
+def test_a_value_without_numbers_is_a_type_error(values: object) -> None:
     with pytest.raises(TypeError, match="tokens must be a list"):
         pack(values, "int32", "tokens")
 
@@ -110,12 +120,12 @@ def test_a_buffer_of_a_foreign_format_is_a_type_error() -> None:
         ([1 << 31], "int32", r"x\[0\] is 2147483648, which does not fit"),
         ([-(1 << 63) - 1], "int64", "does not fit"),
         ([10**5000], "int64", "does not fit"),
-        ([None], "float32", "no float32 number"),
-        (["one"], "float32", "no float32 number"),
-        ([math.nan], "int64", "no int64 number"),
+        ([None], "float32", "not a valid float32"),
+        (["one"], "float32", "not a valid float32"),
+        ([math.nan], "int64", "not a valid int64"),
         ([[1, 2], [3]], "int64", "ragged"),
         ([[1], 2], "int64", "ragged"),
-        ([1, [2]], "int64", "no int64 number"),
+        ([1, [2]], "int64", "not a valid int64"),
         (np.array([1, 1 << 40]), "int32", r"x\[1\] is 1099511627776, which does not fit"),
         (np.array([[0.0, 1.5]]), "int64", r"x\[1\] is 1.5"),
         (np.array([math.nan]), "int32", "nan"),
@@ -125,7 +135,7 @@ def test_a_buffer_of_a_foreign_format_is_a_type_error() -> None:
         (torch.tensor([1 << 40]), "int32", "does not fit"),
     ],
 )
-def test_numbers_that_do_not_fit_are_refused_and_named(
+def test_numbers_out_of_range_are_rejected_and_named(
     values: object, kind: Kind, message: str
 ) -> None:
     """Numpy alone would cut them into other numbers."""
@@ -134,7 +144,7 @@ def test_numbers_that_do_not_fit_are_refused_and_named(
 
 
 @pytest.mark.parametrize("values", [[1e39, -1e300], np.array([1e39, -1e300])])
-def test_what_is_too_large_for_float32_becomes_infinite(values: object) -> None:
+def test_a_value_too_large_for_float32_becomes_infinite(values: object) -> None:
     assert pack(values, "float32")[0].tolist() == [math.inf, -math.inf]
 
 
@@ -148,7 +158,7 @@ def test_what_is_too_large_for_float32_becomes_infinite(values: object) -> None:
         (np.array(5), []),
     ],
 )
-def test_shapes_are_told(values: object, shape: list[int]) -> None:
+def test_the_shape_of_nested_values_is_returned(values: object, shape: list[int]) -> None:
     assert pack(values, "float32")[1] == shape
 
 
@@ -157,7 +167,7 @@ def test_a_tensor_that_requires_grad_is_a_runtime_error() -> None:
         pack(torch.ones(2, requires_grad=True), "float32")
 
 
-def test_a_change_before_sending_is_seen() -> None:
+def test_a_change_to_a_shared_array_is_visible() -> None:
     numbers = np.zeros(3, dtype="float32")
     held, _ = pack(numbers, "float32")
 
@@ -166,7 +176,7 @@ def test_a_change_before_sending_is_seen() -> None:
     assert held.tolist() == [0, 5, 0]
 
 
-def test_numbers_are_equal_bit_for_bit() -> None:
+def test_equality_compares_numbers_bit_for_bit() -> None:
     nan = Numbers(struct.pack("f", math.nan), "float32")
 
     assert nan == Numbers(struct.pack("f", math.nan), "float32")
@@ -177,7 +187,7 @@ def test_numbers_are_equal_bit_for_bit() -> None:
     assert nan != 5
 
 
-def test_bytes_that_are_no_whole_numbers_are_refused() -> None:
+def test_bytes_that_are_not_a_whole_number_of_items_are_rejected() -> None:
     with pytest.raises(ValidationError, match="7 bytes"):
         Numbers(bytes(7), "int32")
 
@@ -207,7 +217,7 @@ def test_a_repr_stays_short() -> None:
     assert repr(Numbers(b"", "int32")) == "Numbers(int32, [])"
 
 
-def test_an_array_made_of_bytes_that_came_can_be_written_to() -> None:
+def test_an_array_made_from_received_bytes_is_writable() -> None:
     values = Numbers(bytes(8), "int32").numpy()
 
     values[0] = 5
@@ -215,7 +225,7 @@ def test_an_array_made_of_bytes_that_came_can_be_written_to() -> None:
     assert values.tolist() == [5, 0]
 
 
-def test_rows_are_runs_of_one_width() -> None:
+def test_rows_split_numbers_into_equal_widths() -> None:
     numbers = Numbers(struct.pack("4i", 1, 2, 3, 4), "int32")
 
     assert list(rows(numbers, 2)) == [(1, 2), (3, 4)]
@@ -240,7 +250,7 @@ def test_bfloat16_is_widened_exactly(values: Any) -> None:
 
 
 @pytest.mark.parametrize("widen", [widen_int32, widen_bfloat16])
-def test_widening_takes_little_more_than_its_result(widen: Any) -> None:
+def test_widening_uses_little_more_memory_than_its_result(widen: Any) -> None:
     memory = bytes(range(256)) * 4096
 
     tracemalloc.start()
@@ -252,12 +262,12 @@ def test_widening_takes_little_more_than_its_result(widen: Any) -> None:
 
 
 @given(st.lists(INT32, max_size=20))
-def test_lists_come_back_as_they_were(values: list[int]) -> None:
+def test_lists_round_trip(values: list[int]) -> None:
     assert pack(values, "int32")[0].tolist() == values
     assert pack(values, "int64")[0].tolist() == values
 
 
-def test_a_long_list_takes_less_than_four_times_its_numbers() -> None:
+def test_a_long_list_uses_less_than_four_times_the_memory_of_its_numbers() -> None:
     values = [1.5] * 1_000_000
 
     tracemalloc.start()
@@ -266,3 +276,69 @@ def test_a_long_list_takes_less_than_four_times_its_numbers() -> None:
     tracemalloc.stop()
 
     assert peak < 4 * len(held.memory)
+
+
+def kept_of(last: LastList, values: object) -> object:
+    """What is found for values that were packed last."""
+    copied = last.copied(values)
+    numbers, _ = pack(copied, "int32")
+    last.keep(numbers, copied)
+    return last.take(numbers)
+
+
+def a_wanted_one() -> LastList:
+    last = LastList()
+    last.take(pack([0], "int32")[0])
+    return last
+
+
+def test_nothing_is_cached_before_it_is_requested() -> None:
+    assert kept_of(LastList(), [1, 2]) is None
+
+
+def test_the_cached_list_is_returned_once_for_its_own_numbers() -> None:
+    last = a_wanted_one()
+    values = last.copied([1, 2])
+    numbers, _ = pack(values, "int32")
+    last.keep(numbers, values)
+
+    assert last.take(pack([1, 2], "int32")[0]) is None  # equal, but another
+    assert last.take(numbers) == (1, 2)
+    assert last.take(numbers) is None
+
+
+def test_the_cached_list_does_not_change_with_the_caller_s_list() -> None:
+    last, mine = a_wanted_one(), [1, 2]
+    values = last.copied(mine)
+    numbers, _ = pack(values, "int32")
+    last.keep(numbers, values)
+
+    mine[0] = 9
+
+    assert last.take(numbers) == (1, 2)
+
+
+def test_very_long_lists_and_non_lists_are_not_cached() -> None:
+    last = a_wanted_one()
+
+    assert kept_of(last, range(3)) is None
+    assert kept_of(last, [7] * (MAX_IDS + 1)) is None
+    assert kept_of(last, [7] * MAX_IDS) == (7,) * MAX_IDS
+
+
+class Element:
+    """Of an array, whose memory it holds."""
+
+    def __index__(self) -> int:
+        return 7
+
+
+def test_array_elements_are_not_cached() -> None:
+    last, elements = a_wanted_one(), [Element(), Element()]
+    held = weakref.ref(elements[0])
+
+    values = last.copied(elements)
+    last.keep(pack(values, "int32")[0], values)
+    del elements, values
+
+    assert held() is None

@@ -10,7 +10,7 @@ from tinsmith.errors import ValidationError
     ("kind", "checkpoint_type"),
     [("weights", "training"), ("sampler_weights", "sampler"), ("external_weights", "external")],
 )
-def test_a_path_is_taken_apart(kind: str, checkpoint_type: str) -> None:
+def test_a_path_is_parsed(kind: str, checkpoint_type: str) -> None:
     path = f"tinker://run:train:0/{kind}/step-10"
 
     parsed = ParsedCheckpointTinkerPath.from_tinker_path(path)
@@ -39,12 +39,12 @@ def test_a_path_is_taken_apart(kind: str, checkpoint_type: str) -> None:
         " tinker://run/weights/x",
     ],
 )
-def test_what_is_no_path_is_refused_with_its_form(path: str) -> None:
+def test_an_invalid_path_is_rejected_with_the_expected_form(path: str) -> None:
     with pytest.raises(ValueError, match="tinker://<training run>/<kind>/<name>"):
         ParsedCheckpointTinkerPath.from_tinker_path(path)
 
 
-def test_an_unknown_kind_is_refused_with_those_known() -> None:
+def test_an_unknown_kind_is_rejected_with_the_known_ones() -> None:
     with pytest.raises(ValidationError, match="sampler_weights, external_weights"):
         ParsedCheckpointTinkerPath.from_tinker_path("tinker://run/gradients/x")
 

@@ -29,14 +29,16 @@ from tinsmith.wire import json_format
         ({"error": ["a"]}, "['a']", "unknown"),
     ],
 )
-def test_both_shapes_of_a_failure_are_read(plain: dict[str, Any], text: str, category: str) -> None:
+def test_both_forms_of_a_failure_are_decoded(
+    plain: dict[str, Any], text: str, category: str
+) -> None:
     failed = RequestFailedResponse.from_plain(plain)
 
     assert failed.error == text
     assert failed.category is RequestErrorCategory(category)
 
 
-def test_what_is_kept_of_a_strange_failure_is_bounded() -> None:
+def test_the_stored_text_of_a_malformed_failure_is_bounded() -> None:
     failed = RequestFailedResponse.from_plain({"error": ["x" * 10_000_000]})
 
     assert len(failed.error) <= 64 * 1024
@@ -51,13 +53,13 @@ def test_a_queue_state_of_a_newer_server_is_kept() -> None:
     assert again.retry_after_ms is None
 
 
-def test_the_size_of_a_large_result_is_told() -> None:
+def test_the_size_of_a_large_result_is_decoded() -> None:
     body = b'{"status": "complete_metadata", "response_payload_size": 5}'
 
     assert json_format.decode(body, MetadataOnlyResponse).response_payload_size == 5
 
 
-def test_completions_are_told_by_their_state() -> None:
+def test_completions_are_distinguished_by_their_state() -> None:
     body = (
         b'{"cursor": 7, "completions": [{"state": "failed", "request_id": "a"},'
         b'{"state": "finished", "request_id": "b", "response_payload_uncompressed_size": 5}]}'
@@ -72,7 +74,7 @@ def test_completions_are_told_by_their_state() -> None:
     assert [completion.state for completion in response.completions] == ["failed", "finished"]
 
 
-def test_a_completion_of_no_known_state_is_refused() -> None:
+def test_a_completion_of_unknown_state_is_rejected() -> None:
     body = b'{"cursor": 7, "completions": [{"state": "lost", "request_id": "a"}]}'
 
     with pytest.raises(DecodeError, match="lost"):

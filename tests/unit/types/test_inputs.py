@@ -51,14 +51,14 @@ def test_chunks_survive_pickling_and_copying_and_can_be_hashed(chunk: Any) -> No
 
 
 @pytest.mark.parametrize("chunk", CHUNKS, ids=lambda chunk: type(chunk).__name__)
-def test_chunks_cannot_be_changed(chunk: Any) -> None:
+def test_chunks_are_immutable(chunk: Any) -> None:
     for name in ("tokens", "data", "location", "dmel", "type"):
         with pytest.raises((AttributeError, TypeError)):
             setattr(chunk, name, b"x")
 
 
 @pytest.mark.parametrize("chunk", CHUNKS, ids=lambda chunk: type(chunk).__name__)
-def test_chunks_come_back_from_their_plain_form(chunk: Any) -> None:
+def test_chunks_round_trip_through_plain_data(chunk: Any) -> None:
     plain = ModelInput([chunk]).model_dump()["chunks"][0]
 
     assert plain["type"] == chunk.type
@@ -74,7 +74,9 @@ def test_chunks_come_back_from_their_plain_form(chunk: Any) -> None:
         ({"dmel": "AAEC"}, DmelChunk),
     ],
 )
-def test_a_chunk_without_type_is_known_by_its_keys(plain: dict[str, Any], kind: type) -> None:
+def test_the_type_of_an_untagged_chunk_is_inferred_from_its_keys(
+    plain: dict[str, Any], kind: type
+) -> None:
     assert type(chunk_from_plain(plain)) is kind
 
 
@@ -92,7 +94,7 @@ def test_a_chunk_without_type_is_known_by_its_keys(plain: dict[str, Any], kind: 
         {"type": "image", "data": "x", "format": "gif"},
     ],
 )
-def test_a_plain_chunk_that_does_not_fit_is_refused(plain: Any) -> None:
+def test_an_invalid_plain_chunk_is_rejected(plain: Any) -> None:
     with pytest.raises(ValidationError):
         chunk_from_plain(plain)
 
@@ -129,12 +131,12 @@ def test_tokens_may_be_any_numbers(tokens: Any) -> None:
         (5, TypeError),
     ],
 )
-def test_what_is_no_tokens_is_refused(tokens: Any, error: type[Exception]) -> None:
+def test_invalid_tokens_are_rejected(tokens: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="tokens"):
         EncodedTextChunk(tokens)
 
 
-def test_a_chunk_of_another_type_is_refused() -> None:
+def test_a_chunk_of_another_type_is_rejected() -> None:
     with pytest.raises(ValidationError, match="always 'encoded_text'"):
         EncodedTextChunk([1], type="image")  # type: ignore[arg-type]
     with pytest.raises(ValidationError, match=r"ImageChunk\.type"):
@@ -151,7 +153,7 @@ def test_images_and_audio_take_bytes_or_base64() -> None:
 
 
 @pytest.mark.parametrize("data", ["a", "é", "a===", 5, None, [1]])
-def test_what_is_neither_bytes_nor_base64_is_refused(data: Any) -> None:
+def test_data_that_is_neither_bytes_nor_base64_is_rejected(data: Any) -> None:
     with pytest.raises(ValidationError, match="base64"):
         ImageChunk(data=data, format="png")
 
@@ -166,12 +168,12 @@ def test_an_image_without_expected_tokens_has_no_length() -> None:
 
 
 @pytest.mark.parametrize("image_format", ["gif", "", None, 5])
-def test_an_image_is_png_or_jpeg(image_format: Any) -> None:
+def test_an_image_must_be_png_or_jpeg(image_format: Any) -> None:
     with pytest.raises(ValidationError, match="format"):
         ImageChunk(data=b"", format=image_format)
 
 
-def test_a_misspelt_field_of_a_chunk_is_named() -> None:
+def test_the_error_names_a_misspelt_field_of_a_chunk() -> None:
     with pytest.raises(UnknownFieldError, match="did you mean 'expected_tokens'"):
         ImageChunk(data=b"", format="png", expected_token=5)  # type: ignore[call-arg]
 
@@ -185,7 +187,7 @@ def test_a_misspelt_field_of_a_chunk_is_named() -> None:
         (bytes([0, 32, *[3] * 32]), 3),
     ],
 )
-def test_the_length_of_audio_stands_in_its_header(header: bytes, length: int) -> None:
+def test_the_length_of_audio_is_read_from_its_header(header: bytes, length: int) -> None:
     assert DmelChunk(dmel=header + b"payload").length == length
 
 
@@ -216,7 +218,7 @@ def test_a_repr_of_a_long_text_stays_short() -> None:
 # Inputs
 
 
-def test_an_input_is_made_of_ints_and_gives_them_back() -> None:
+def test_an_input_round_trips_through_ints() -> None:
     prompt = ModelInput.from_ints([1, 2, 3])
 
     assert prompt.to_ints() == [1, 2, 3]
@@ -226,7 +228,7 @@ def test_an_input_is_made_of_ints_and_gives_them_back() -> None:
     assert ModelInput(chunks=[EncodedTextChunk([1, 2, 3])]) == prompt
 
 
-def test_appending_gives_a_new_input() -> None:
+def test_appending_returns_a_new_input() -> None:
     empty = ModelInput.empty()
     token: Any = np.int64(5)
 
@@ -238,7 +240,7 @@ def test_appending_gives_a_new_input() -> None:
     assert [chunk.length for chunk in longer.chunks] == [3, 1, 1]
 
 
-def test_only_text_can_become_ints() -> None:
+def test_only_text_inputs_convert_to_ints() -> None:
     mixed = ModelInput(CHUNKS)
 
     assert mixed.length == 24
@@ -263,15 +265,15 @@ def test_an_input_survives_pickling_and_copying() -> None:
         assert again == mixed
 
 
-def test_an_input_cannot_be_changed() -> None:
+def test_an_input_is_immutable() -> None:
     prompt = ModelInput.from_ints([1])
 
-    with pytest.raises(AttributeError, match="make a new ModelInput"):
+    with pytest.raises(AttributeError, match="create a new ModelInput"):
         prompt.chunks = []
 
 
 @pytest.mark.parametrize("chunks", ["text", [5], [None], [[1, 2]], [{"type": "video"}]])
-def test_an_input_is_made_of_chunks(chunks: Any) -> None:
+def test_an_input_must_consist_of_chunks(chunks: Any) -> None:
     with pytest.raises(ValidationError):
         ModelInput(chunks)
     with pytest.raises(TypeError):
@@ -311,7 +313,7 @@ def test_loss_inputs_may_be_lists_arrays_and_tensors(values: Any) -> None:
         ("sequence_ratio_mask", "float32"),
     ],
 )
-def test_lists_take_the_dtype_of_their_name(name: str, dtype: str) -> None:
+def test_lists_get_the_dtype_of_their_input_name(name: str, dtype: str) -> None:
     datum = Datum(model_input=ModelInput.empty(), loss_fn_inputs={name: [[1, 2], [3, 4]]})
 
     assert datum.loss_fn_inputs[name].dtype == dtype
@@ -336,7 +338,7 @@ def test_lists_take_the_dtype_of_their_name(name: str, dtype: str) -> None:
         ("weights", 5, TypeError),
     ],
 )
-def test_loss_inputs_that_do_not_fit_are_refused_by_name(
+def test_the_error_names_an_invalid_loss_input(
     name: str, value: Any, error: type[Exception]
 ) -> None:
     with pytest.raises(error):
@@ -357,7 +359,7 @@ def test_a_wide_matrix_of_few_cells_becomes_sparse() -> None:
     assert datum.loss_fn_inputs["weights"].to_torch().equal(matrix)
 
 
-def test_an_input_is_needed() -> None:
+def test_a_model_input_is_required() -> None:
     with pytest.raises(TypeError, match="ModelInput"):
         Datum([1, 2])  # type: ignore[arg-type]
 
@@ -370,7 +372,7 @@ def a_datum(**rest: Any) -> Datum:
     )
 
 
-def test_datums_are_equal_when_their_parts_are() -> None:
+def test_datums_are_equal_if_their_fields_are() -> None:
     assert a_datum() == a_datum()
     assert a_datum() != a_datum(model_input_spans=SPANS, loss_fn_input_spans=SPANS)
     assert a_datum() != Datum(ModelInput.from_ints([1, 2, 3]))
@@ -385,8 +387,8 @@ def test_a_datum_survives_pickling_and_copying() -> None:
         assert again == datum
 
 
-def test_a_datum_cannot_be_changed() -> None:
-    with pytest.raises(AttributeError, match="make a new Datum"):
+def test_a_datum_is_immutable() -> None:
+    with pytest.raises(AttributeError, match="create a new Datum"):
         a_datum().model_input = ModelInput.empty()
 
 
@@ -408,29 +410,29 @@ def test_provenance_tiles_input_and_targets() -> None:
 
 
 @pytest.mark.parametrize(("model_input", "loss_fn_inputs"), [(SPANS[:1], SPANS), (SPANS, [])])
-def test_provenance_that_does_not_tile_is_refused(model_input: Any, loss_fn_inputs: Any) -> None:
+def test_provenance_that_does_not_tile_is_rejected(model_input: Any, loss_fn_inputs: Any) -> None:
     with pytest.raises(ValueError, match="positions"):
         a_datum().with_provenance(model_input, loss_fn_inputs)
 
 
-def test_provenance_comes_as_a_pair() -> None:
-    with pytest.raises(ValidationError, match="both lists"):
+def test_provenance_spans_must_be_given_as_a_pair() -> None:
+    with pytest.raises(ValidationError, match="give both"):
         a_datum(model_input_spans=SPANS)
-    with pytest.raises(ValidationError, match="both lists"):
+    with pytest.raises(ValidationError, match="give both"):
         a_datum(loss_fn_input_spans=[])
     with pytest.raises(TypeError, match="model_input_spans"):
         a_datum(model_input_spans=[1], loss_fn_input_spans=[2])
 
 
 @pytest.mark.parametrize("span", [{"length": -1}, {"length": 1, "offset": -1}])
-def test_a_span_is_not_negative(span: dict[str, int]) -> None:
+def test_a_negative_span_is_rejected(span: dict[str, int]) -> None:
     for cls in (PromptProvenanceSpan, SampledProvenanceSpan):
         with pytest.raises(ValidationError, match="negative"):
             cls(sequence_id="a", **span)
 
 
 @pytest.mark.parametrize("targets", [[2, 3], [2, 3, 4, 5], [[1, 2]], []])
-def test_a_datum_whose_lengths_differ_is_refused_where_it_is_made(targets: list[Any]) -> None:
+def test_a_datum_with_differing_lengths_is_rejected_on_construction(targets: list[Any]) -> None:
     """The service refused it, far from the line that was wrong."""
     with pytest.raises(ValidationError, match=r"model_input has 3 tokens.*tokens\[:-1\]"):
         Datum(ModelInput.from_ints([1, 2, 3]), {"target_tokens": targets})
@@ -447,7 +449,7 @@ def test_a_datum_whose_lengths_differ_is_refused_where_it_is_made(targets: list[
         ([], {"target_tokens": [1]}),
     ],
 )
-def test_a_datum_that_the_official_sdk_can_train_on_is_taken(
+def test_a_datum_that_the_official_sdk_accepts_is_accepted(
     tokens: list[int], inputs: dict[str, Any]
 ) -> None:
     given = ModelInput.from_ints(tokens) if tokens else ModelInput.empty()

@@ -85,7 +85,7 @@ def test_every_type_is_frozen(as_type: type[Any]) -> None:
 
 
 @EVERY_TYPE
-def test_every_type_comes_back_from_json(as_type: type[Any]) -> None:
+def test_every_type_round_trips_through_json(as_type: type[Any]) -> None:
     value = a(as_type)
 
     again = json_format.decode(json_format.encode(value), as_type)
@@ -94,7 +94,7 @@ def test_every_type_comes_back_from_json(as_type: type[Any]) -> None:
 
 
 @EVERY_RECORD
-def test_every_record_comes_back_from_its_dumps(as_type: type[Record]) -> None:
+def test_every_record_round_trips_through_its_dumps(as_type: type[Record]) -> None:
     value = a(as_type)
 
     assert as_type.model_validate_json(value.model_dump_json()) == value
@@ -104,13 +104,13 @@ def test_every_record_comes_back_from_its_dumps(as_type: type[Record]) -> None:
 
 
 @EVERY_RECORD
-def test_every_record_refuses_a_field_that_it_does_not_have(as_type: type[Record]) -> None:
+def test_every_record_rejects_an_unknown_field_on_construction(as_type: type[Record]) -> None:
     with pytest.raises(UnknownFieldError, match="has no field 'no_such_field'"):
         as_type(no_such_field=1)
 
 
 @EVERY_RECORD
-def test_every_record_ignores_a_field_that_it_does_not_know_in_bytes(as_type: type[Record]) -> None:
+def test_every_record_ignores_an_unknown_field_when_decoding(as_type: type[Record]) -> None:
     plain = {**corpus.plain_example(as_type), "field_of_a_newer_release": {"a": [1]}}
 
     again = json_format.decode(msgspec.json.encode(plain), as_type)
@@ -118,12 +118,12 @@ def test_every_record_ignores_a_field_that_it_does_not_know_in_bytes(as_type: ty
     assert again == a(as_type)
 
 
-def test_a_misspelt_field_is_refused_with_the_nearest_one() -> None:
+def test_a_misspelt_field_is_rejected_with_a_suggestion() -> None:
     with pytest.raises(UnknownFieldError, match="no field 'cuont'; did you mean 'count'"):
         Ask(name="x", cuont=1)  # type: ignore[call-arg]
 
 
-def test_a_field_unlike_any_other_is_refused_with_all_of_them() -> None:
+def test_an_unknown_field_is_rejected_with_the_list_of_fields() -> None:
     with pytest.raises(TypeError, match="its fields are name, count, at"):
         Answer(name="x", zzz=1)  # type: ignore[call-arg]
 
@@ -157,7 +157,7 @@ def test_a_missing_field_and_a_positional_one_are_type_errors() -> None:
         ("ttl", UNSET, UNSET),
     ],
 )
-def test_numbers_of_other_libraries_and_numeric_text_are_taken(
+def test_numbers_of_other_libraries_and_numeric_strings_are_accepted(
     field: str, given: Any, held: Any
 ) -> None:
     request = Ask(name="x", **{field: given})
@@ -198,12 +198,12 @@ def test_numbers_of_other_libraries_and_numeric_text_are_taken(
         ("ttl", "soon"),
     ],
 )
-def test_a_value_that_does_not_fit_is_refused_and_its_field_named(field: str, given: Any) -> None:
+def test_the_error_names_the_field_of_an_invalid_value(field: str, given: Any) -> None:
     with pytest.raises(ValidationError, match=rf"Ask\.{field}"):
         Ask(**{"name": "x", field: given})
 
 
-def test_a_list_given_is_not_the_list_held() -> None:
+def test_a_given_list_is_copied() -> None:
     names = ["a"]
     request = Ask(name="x", names=names)
 
@@ -213,19 +213,19 @@ def test_a_list_given_is_not_the_list_held() -> None:
     assert Ask(name="x").names is not Ask(name="x").names
 
 
-def test_what_is_none_is_left_out_and_what_is_default_is_written() -> None:
+def test_none_is_omitted_and_defaults_are_written() -> None:
     plain = to_plain(Ask(name="x"))
 
     assert plain == {"name": "x", "rate": 0.5, "kind": "a", "limit": 5, "names": []}
 
 
-def test_absent_and_null_are_told_apart_where_the_api_does() -> None:
+def test_absent_and_null_differ_where_the_api_distinguishes_them() -> None:
     assert "ttl" not in to_plain(Ask(name="x"))
     assert to_plain(Ask(name="x", ttl=None))["ttl"] is None
     assert to_plain(Ask(name="x", ttl=5))["ttl"] == 5
 
 
-def test_null_inside_of_free_data_is_kept() -> None:
+def test_null_inside_free_form_data_is_kept() -> None:
     request = Ask(name="x", extra={"a": None, "b": [None]})
 
     assert to_plain(request)["extra"] == {"a": None, "b": [None]}
@@ -241,14 +241,14 @@ def test_a_dump_shows_every_field() -> None:
     assert answer.model_dump_json(exclude_none=True) == '{"name":"x","at":"2026-01-02T00:00:00Z"}'
 
 
-def test_a_copy_may_have_other_fields() -> None:
+def test_a_copy_may_replace_fields() -> None:
     request = Ask(name="x", count=1)
 
     assert request.model_copy(update={"count": 2}) == Ask(name="x", count=2)
     assert request.model_copy() == request
 
 
-def test_validation_takes_instances_and_dicts_and_refuses_the_rest() -> None:
+def test_validation_accepts_instances_and_dicts_only() -> None:
     answer = Answer(name="x")
 
     assert Answer.model_validate(answer) == answer
@@ -268,7 +268,7 @@ def test_records_are_equal_and_hash_by_their_fields() -> None:
     assert len({Answer(name="x"), Answer(name="x"), Answer(name="y")}) == 2
 
 
-def test_a_tag_is_written_and_may_be_said() -> None:
+def test_a_type_tag_is_written_and_may_be_passed() -> None:
     assert to_plain(Circle()) == {"type": "circle", "radius": 1.0}
     assert Circle(type="circle") == Circle()  # type: ignore[call-arg]
     assert Circle().type == "circle"
@@ -276,7 +276,7 @@ def test_a_tag_is_written_and_may_be_said() -> None:
         Circle(type="square")  # type: ignore[call-arg]
 
 
-def test_values_of_other_libraries_become_plain() -> None:
+def test_values_of_other_libraries_become_plain_python_values() -> None:
     day = datetime.date(2026, 1, 2)
     given = {
         "number": np.float32(0.5),
@@ -306,7 +306,7 @@ def test_values_of_other_libraries_become_plain() -> None:
 
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, [1, object()], lambda: 1])
-def test_what_json_cannot_hold_is_refused_with_a_remedy(value: Any) -> None:
+def test_values_that_json_cannot_represent_are_rejected_with_a_remedy(value: Any) -> None:
     with pytest.raises(ValidationError, match="use numbers, text, lists and dicts"):
         json_format.encode(Ask(name="x", extra={"a": value}))
 
@@ -320,19 +320,19 @@ def test_a_type_without_a_plain_form_says_so() -> None:
 
 
 @pytest.mark.parametrize("cls", [t.LoraConfig, t.AdamParams, t.SampleRequest])
-def test_a_request_made_from_a_dict_refuses_unknown_fields(cls: type[Request]) -> None:
+def test_a_request_built_from_a_dict_rejects_unknown_fields(cls: type[Request]) -> None:
     with pytest.raises(UnknownFieldError, match="rnk"):
         cls.model_validate({"rnk": 3})
     with pytest.raises(UnknownFieldError, match="rnk"):
         cls.model_validate_json('{"rnk": 3}')
 
 
-def test_an_answer_made_from_a_dict_ignores_unknown_fields() -> None:
+def test_a_response_built_from_a_dict_ignores_unknown_fields() -> None:
     assert t.AuthTokenResponse.model_validate({"jwt": "x", "new": 1}).jwt == "x"
     assert t.AuthTokenResponse.model_validate_json('{"jwt": "x", "new": 1}').jwt == "x"
 
 
-def test_a_dump_shares_no_list_with_what_was_dumped() -> None:
+def test_a_dump_shares_no_list_with_its_record() -> None:
     params = t.SamplingParams(stop=["a"])
 
     params.model_dump()["stop"].append("b")
@@ -343,7 +343,7 @@ def test_a_dump_shares_no_list_with_what_was_dumped() -> None:
 @pytest.mark.parametrize(
     "value", [t.ModelInput.from_ints([1, 2]), t.EncodedTextChunk([3]), t.AdamOptimizerConfig()]
 )
-def test_models_that_are_no_structs_have_the_methods_of_models(value: Any) -> None:
+def test_types_that_are_not_structs_have_the_model_methods_too(value: Any) -> None:
     assert type(value).model_validate(value.model_dump()) == value
     assert type(value).model_validate(value) is value
     assert json.loads(value.model_dump_json()) == value.model_dump()
@@ -358,7 +358,7 @@ def test_models_that_are_no_structs_have_the_methods_of_models(value: Any) -> No
     ],
     ids=lambda one: type(one).__name__,
 )
-def test_what_holds_arrays_is_copied_and_read_as_other_models_are(
+def test_types_with_arrays_are_copied_and_validated_like_other_models(
     made: Any, update: dict[str, Any]
 ) -> None:
     assert made.model_copy() == made

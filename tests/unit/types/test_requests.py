@@ -23,7 +23,7 @@ DIMUON = DimuonParams(learning_rate=0.5)
 
 @pytest.mark.parametrize("seq_id", [None, 0, 7])
 @pytest.mark.parametrize("cls", [ForwardBackwardRequest, ForwardRequest])
-def test_a_pass_survives_pickling_and_copying(
+def test_a_forward_backward_request_survives_pickling_and_copying(
     cls: type[ForwardBackwardRequest], seq_id: int | None
 ) -> None:
     request = cls(GIVEN, "model", seq_id)
@@ -36,7 +36,7 @@ def test_a_pass_survives_pickling_and_copying(
         assert to_plain(again) == to_plain(request)
 
 
-def test_a_forward_pass_is_a_pass_without_gradients() -> None:
+def test_a_forward_request_is_a_pass_without_gradients() -> None:
     request = ForwardRequest(forward_input=GIVEN, model_id="m", seq_id=1)
 
     assert request.forward_only
@@ -48,7 +48,7 @@ def test_a_forward_pass_is_a_pass_without_gradients() -> None:
     assert len(repr(request)) < 200
 
 
-def test_older_releases_send_the_two_directions_under_two_names() -> None:
+def test_forward_and_forward_backward_inputs_have_separate_names_in_json() -> None:
     forward, both = ForwardRequest(GIVEN, "m", 1), ForwardBackwardRequest(GIVEN, "m")
 
     assert set(to_plain(forward)) == {"forward_input", "model_id", "seq_id"}
@@ -60,7 +60,7 @@ def test_older_releases_send_the_two_directions_under_two_names() -> None:
 
 @pytest.mark.parametrize("name", ["optim_params", "adam_params", "optimizer_params"])
 @pytest.mark.parametrize("params", [ADAM, DIMUON])
-def test_a_step_takes_its_settings_under_three_names(name: str, params: Any) -> None:
+def test_an_optim_step_accepts_its_settings_under_three_names(name: str, params: Any) -> None:
     given: dict[str, Any] = {name: params}
 
     request = OptimStepRequest(model_id="m", **given)
@@ -68,7 +68,7 @@ def test_a_step_takes_its_settings_under_three_names(name: str, params: Any) -> 
     assert request.optim_params == params
 
 
-def test_a_step_writes_its_settings_under_the_name_of_their_family() -> None:
+def test_an_optim_step_writes_its_settings_under_the_name_of_their_family() -> None:
     adam = OptimStepRequest(model_id="m", seq_id=1, optim_params=ADAM)
     dimuon = OptimStepRequest(model_id="m", optim_params=DIMUON)
 
@@ -88,7 +88,7 @@ def test_a_step_writes_its_settings_under_the_name_of_their_family() -> None:
         {"optim_params": ADAM, "type": "step"},
     ],
 )
-def test_a_step_needs_one_set_of_settings(settings: dict[str, Any]) -> None:
+def test_an_optim_step_needs_exactly_one_set_of_settings(settings: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match="OptimStepRequest"):
         OptimStepRequest(model_id="m", **settings)
 
@@ -105,7 +105,7 @@ def test_a_step_needs_one_set_of_settings(settings: dict[str, Any]) -> None:
         b"[]",
     ],
 )
-def test_a_step_that_came_without_one_set_of_settings_is_refused(body: bytes) -> None:
+def test_a_decoded_optim_step_without_exactly_one_set_of_settings_is_rejected(body: bytes) -> None:
     with pytest.raises(DecodeError):
         json_format.decode(body, OptimStepRequest)
 
@@ -123,13 +123,13 @@ def test_steps_are_compared_hashed_pickled_and_copied() -> None:
 
 
 @pytest.mark.parametrize("limit", [0, 201, -1])
-def test_a_search_gives_1_to_200_sessions(limit: int) -> None:
+def test_a_search_limit_is_1_to_200_sessions(limit: int) -> None:
     with pytest.raises(ValidationError, match="limit"):
         r.SessionSearchRequest(limit=limit)
     assert r.SessionSearchRequest(limit=200).owner == t.OwnSearchOwner()
 
 
-def test_what_narrows_a_search_is_not_empty() -> None:
+def test_search_filters_must_not_be_empty() -> None:
     empty: list[dict[str, Any]] = [{"display_name": ""}, {"statuses": []}]
 
     for given in empty:
@@ -137,7 +137,7 @@ def test_what_narrows_a_search_is_not_empty() -> None:
             r.SessionSearchRequest(**given)
 
 
-def test_a_sample_request_writes_what_has_a_default_and_omits_what_is_none() -> None:
+def test_a_sample_request_writes_defaults_and_omits_none() -> None:
     request = SampleRequest(
         prompt=t.ModelInput.from_ints([1, 2]), sampling_params=SamplingParams(max_tokens=3)
     )
@@ -162,7 +162,7 @@ def test_the_prompt_of_a_sample_request_is_an_input() -> None:
         SampleRequest(prompt=t.ModelInput.empty())  # type: ignore[call-arg]
 
 
-def test_absent_and_null_are_two_things_where_the_api_says_so() -> None:
+def test_absent_and_null_differ_where_the_api_says_so() -> None:
     names: dict[str, Any] = {"training_run_id": "r", "checkpoint_id": "c"}
 
     assert "ttl_seconds" not in to_plain(r.SetCheckpointTtlRequest(**names))

@@ -56,7 +56,7 @@ def a_summary(status: object) -> t.SessionSummary:
         (None, type(None)),
     ],
 )
-def test_a_status_is_told_by_its_type(status: Any, kind: type) -> None:
+def test_a_status_is_decoded_by_its_type(status: Any, kind: type) -> None:
     summary = a_summary(status)
 
     assert type(summary.status) is kind
@@ -65,7 +65,7 @@ def test_a_status_is_told_by_its_type(status: Any, kind: type) -> None:
 
 
 @pytest.mark.parametrize("status", [{}, {"type": "asleep"}, {"type": None}, 5, "active"])
-def test_a_status_that_is_not_known_is_refused(status: object) -> None:
+def test_an_unknown_status_is_rejected(status: object) -> None:
     with pytest.raises(DecodeError, match="status"):
         a_summary(status)
 
@@ -81,7 +81,7 @@ def test_times_may_have_any_offset() -> None:
     assert run.last_request_time == NOW
 
 
-def test_a_cursor_must_say_its_offset_from_utc() -> None:
+def test_a_cursor_must_have_a_utc_offset() -> None:
     cursor = t.SessionSearchCursor(last_created_at=NOW, last_session_id="s")
 
     assert cursor.last_created_at == NOW
@@ -90,13 +90,13 @@ def test_a_cursor_must_say_its_offset_from_utc() -> None:
 
 
 @pytest.mark.parametrize("owners", [[], [str(i) for i in range(11)]])
-def test_a_search_names_one_to_ten_owners(owners: list[str]) -> None:
+def test_a_search_accepts_one_to_ten_owners(owners: list[str]) -> None:
     with pytest.raises(ValidationError, match="owner_urns"):
         t.UserSearchOwner(owner_urns=owners)
     assert t.UserSearchOwner(owner_urns=["a"]).type == "user"
 
 
-def test_reasons_given_are_not_empty_and_known() -> None:
+def test_reasons_must_be_known_and_not_empty() -> None:
     wrong: list[Any] = [[], ["bored"]]
 
     assert t.ClientFinishedSessionStatusQuery().reasons is None
@@ -106,7 +106,7 @@ def test_reasons_given_are_not_empty_and_known() -> None:
             t.ClientFinishedSessionStatusQuery(reasons=reasons)
 
 
-def test_a_run_without_an_optimizer_was_trained_by_adam() -> None:
+def test_a_run_without_an_optimizer_defaults_to_adam() -> None:
     info = json_format.decode(b'{"base_model": "m", "is_lora": true}', t.WeightsInfoResponse)
 
     assert info.optimizer_config == t.AdamOptimizerConfig()

@@ -30,7 +30,7 @@ def a_topk() -> TopkLogprobs:
 # Parameters
 
 
-def test_the_defaults_are_the_apis() -> None:
+def test_defaults_match_the_api() -> None:
     assert SamplingParams().model_dump() == {
         "max_tokens": None,
         "seed": None,
@@ -45,14 +45,14 @@ def test_the_defaults_are_the_apis() -> None:
     ("typo", "meant"),
     [("max_token", "max_tokens"), ("temprature", "temperature"), ("topp", "top_p")],
 )
-def test_a_typo_is_refused_with_the_field_that_was_meant(typo: str, meant: str) -> None:
+def test_a_misspelt_field_is_rejected_with_a_suggestion(typo: str, meant: str) -> None:
     given: dict[str, Any] = {typo: 1}
 
     with pytest.raises(UnknownFieldError, match=f"no field '{typo}'; did you mean '{meant}'"):
         SamplingParams(**given)
 
 
-def test_numbers_may_be_numpys_or_text() -> None:
+def test_numbers_may_be_numpy_scalars_or_strings() -> None:
     given: dict[str, Any] = {
         "max_tokens": np.int64(16),
         "seed": "7",
@@ -78,17 +78,17 @@ def test_numbers_may_be_numpys_or_text() -> None:
         (None, None),
     ],
 )
-def test_stop_is_text_texts_or_token_ids(stop: Any, held: Any) -> None:
+def test_stop_may_be_a_string_strings_or_token_ids(stop: Any, held: Any) -> None:
     assert SamplingParams(stop=stop).stop == held
 
 
 @pytest.mark.parametrize("stop", [5, [1.5], [None], b"a", [[1]], {"a": 1}])
-def test_what_cannot_stop_is_refused(stop: Any) -> None:
+def test_an_invalid_stop_is_rejected(stop: Any) -> None:
     with pytest.raises(ValidationError, match=r"SamplingParams\.stop"):
         SamplingParams(stop=stop)
 
 
-def test_params_can_be_keys_and_are_frozen() -> None:
+def test_params_are_hashable_and_frozen() -> None:
     assert len({SamplingParams(seed=1), SamplingParams(seed=1)}) == 1
     with pytest.raises(AttributeError):
         SamplingParams().seed = 5  # type: ignore[misc]
@@ -110,7 +110,7 @@ def test_rows_are_trimmed_and_empty_ones_are_none() -> None:
 
 
 @pytest.mark.parametrize("index", [3, -4, 100])
-def test_a_row_that_is_not_there_is_an_index_error(index: int) -> None:
+def test_a_missing_row_is_an_index_error(index: int) -> None:
     with pytest.raises(IndexError, match="3 positions"):
         _ = TopkRows(a_topk())[index]
 
@@ -134,7 +134,7 @@ def test_an_empty_cell_between_full_ones_is_kept() -> None:
     assert list(TopkRows(topk)) == [[(5, -1.0), (0, EMPTY_LOGPROB), (7, -2.0)]]
 
 
-def test_matrices_may_be_lists_or_arrays_and_come_back_as_arrays() -> None:
+def test_matrices_may_be_lists_or_arrays_and_are_returned_as_arrays() -> None:
     topk = TopkLogprobs(np.array(IDS), np.array(LOGPROBS))
 
     assert topk == a_topk()
@@ -157,7 +157,7 @@ def test_matrices_may_be_lists_or_arrays_and_come_back_as_arrays() -> None:
         ([1, 2], [-1.0], (1, 2)),
     ],
 )
-def test_matrices_of_unlike_shape_are_refused(ids: Any, logprobs: Any, shape: Any) -> None:
+def test_matrices_of_different_shapes_are_rejected(ids: Any, logprobs: Any, shape: Any) -> None:
     with pytest.raises(ValidationError):
         TopkLogprobs(ids, logprobs, shape=shape)
 
@@ -178,7 +178,7 @@ def a_sequence(**rest: Any) -> SampledSequence:
     return SampledSequence("stop", "id", [1, 2], [-0.5, math.nan], a_topk(), **rest)
 
 
-def test_a_sequence_gives_lists_and_arrays() -> None:
+def test_a_sequence_returns_lists_and_arrays() -> None:
     sequence = a_sequence()
 
     assert sequence.tokens == [1, 2]
@@ -200,7 +200,7 @@ def test_lists_and_arrays_are_made_once() -> None:
     assert sequence.tokens_np is sequence.tokens_np
 
 
-def test_what_was_not_asked_for_is_none() -> None:
+def test_fields_that_were_not_requested_are_none() -> None:
     sequence = SampledSequence("length", tokens=[1])
 
     assert sequence.sequence_id == ""
@@ -235,7 +235,7 @@ def test_a_sequence_survives_pickling_and_copying() -> None:
 def test_a_sequence_is_frozen_and_its_repr_short() -> None:
     sequence = SampledSequence("stop", "id", range(100_000))
 
-    with pytest.raises(AttributeError, match="make a new SampledSequence"):
+    with pytest.raises(AttributeError, match="create a new SampledSequence"):
         sequence.stop_reason = "length"
     assert repr(sequence) == (
         "SampledSequence(stop_reason='stop', sequence_id='id', 100000 tokens)"
@@ -243,7 +243,7 @@ def test_a_sequence_is_frozen_and_its_repr_short() -> None:
 
 
 @pytest.mark.parametrize("reason", ["", "STOP", "eos", None, 0, ["stop"]])
-def test_a_sequence_stops_for_a_known_reason(reason: Any) -> None:
+def test_an_unknown_stop_reason_is_rejected(reason: Any) -> None:
     with pytest.raises(ValidationError, match="stop_reason"):
         SampledSequence(reason)
 
@@ -290,7 +290,7 @@ def test_responses_can_be_compared_pickled_and_copied() -> None:
 def test_a_response_is_frozen_and_its_repr_short() -> None:
     response = SampleResponse([], prompt_logprobs=[-1.0] * 100_000)
 
-    with pytest.raises(AttributeError, match="make a new SampleResponse"):
+    with pytest.raises(AttributeError, match="create a new SampleResponse"):
         response.sequences = []
     assert repr(response) == "SampleResponse(sequences=[])"
 
@@ -306,7 +306,7 @@ def test_sequence_ids_are_given_in_order() -> None:
 
 
 @pytest.mark.parametrize("ids", [[], ["a", "b"]])
-def test_more_or_fewer_ids_than_sequences_are_refused(ids: list[str]) -> None:
+def test_more_or_fewer_ids_than_sequences_are_rejected(ids: list[str]) -> None:
     with pytest.raises(ValueError, match="sequence ids"):
         SampleResponse([a_sequence()]).with_sequence_ids(ids)
 
@@ -360,7 +360,7 @@ def test_a_response_of_older_releases_is_read() -> None:
     ],
     ids=lambda rows: repr(rows)[:20],
 )
-def test_top_k_rows_that_are_none_are_refused(rows: Any) -> None:
+def test_invalid_top_k_rows_are_rejected(rows: Any) -> None:
     with pytest.raises((ValueError, TypeError)):
         SampleResponse._from_plain({"sequences": [], "topk_prompt_logprobs": rows})
 

@@ -40,28 +40,28 @@ def test_a_list_has_no_shape_unless_one_is_given() -> None:
     assert TensorData(np.ones((2, 3)), "float32").shape == [2, 3]
 
 
-def test_no_data_is_an_empty_tensor() -> None:
+def test_empty_data_is_an_empty_tensor() -> None:
     assert TensorData(dtype="float32").data == []
 
 
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        ([3], "holds 3 numbers, data has 2"),
+        ([3], "has 3 values, but data has 2"),
         ([-1, -2], "negative"),
-        ([2.0], "whole numbers"),
-        ([math.inf], "whole numbers"),
-        (["2"], "whole numbers"),
-        ("2", "whole numbers"),
-        (5, "whole numbers"),
-        ([1 << 63], "above 64 bits"),
-        ([10**5000], "above 64 bits"),
+        ([2.0], "expected integers"),
+        ([math.inf], "expected integers"),
+        (["2"], "expected integers"),
+        ("2", "expected integers"),
+        (5, "expected integers"),
+        ([1 << 63], "exceeds 64 bits"),
+        ([10**5000], "exceeds 64 bits"),
         ([1] * 33, "dimensions"),
         ([1 << 40] * 1_000_000, "dimensions"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_shape_that_does_not_fit_is_refused(shape: Any, message: str) -> None:
+def test_a_shape_that_does_not_match_the_data_is_rejected(shape: Any, message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         TensorData([1, 2], "int64", shape)
 
@@ -83,7 +83,7 @@ def test_a_shape_that_does_not_fit_is_refused(shape: Any, message: str) -> None:
         (np.broadcast_to(np.int64(3), (4,)), "int64"),
     ],
 )
-def test_numpy_arrays_come_back_with_shape_and_values(array: Any, dtype: str) -> None:
+def test_numpy_arrays_round_trip_with_shape_and_values(array: Any, dtype: str) -> None:
     tensor = TensorData.from_numpy(array)
 
     again = tensor.to_numpy()
@@ -96,7 +96,7 @@ def test_numpy_arrays_come_back_with_shape_and_values(array: Any, dtype: str) ->
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint64", "bool", "complex64", "<U1", "object"])
-def test_numpy_arrays_of_other_dtypes_are_refused_with_a_remedy(dtype: str) -> None:
+def test_numpy_arrays_of_other_dtypes_are_rejected_with_a_remedy(dtype: str) -> None:
     with pytest.raises(ValueError, match="astype"):
         TensorData.from_numpy(np.zeros(2).astype(dtype))
 
@@ -116,7 +116,7 @@ def test_numpy_arrays_of_other_dtypes_are_refused_with_a_remedy(dtype: str) -> N
         (torch.zeros(2, 0), [[], []]),
     ],
 )
-def test_torch_tensors_come_back(tensor: torch.Tensor, values: Any) -> None:
+def test_torch_tensors_round_trip(tensor: torch.Tensor, values: Any) -> None:
     held = TensorData.from_torch(tensor)
 
     assert held.tolist() == values
@@ -130,8 +130,8 @@ def test_a_tensor_that_requires_grad_is_a_runtime_error() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
-def test_torch_tensors_of_other_dtypes_are_refused(dtype: torch.dtype) -> None:
-    with pytest.raises(ValueError, match="neither float nor signed integer"):
+def test_torch_tensors_of_other_dtypes_are_rejected(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match="expected float or signed integer"):
         TensorData.from_torch(torch.ones(2, dtype=dtype))
 
 
@@ -147,7 +147,7 @@ def test_memory_is_shared_with_array_and_tensor() -> None:
 
 
 @given(hnp.arrays(st.sampled_from(["float32", "int64"]), hnp.array_shapes(min_side=0)))
-def test_every_bit_comes_back(array: Any) -> None:
+def test_every_bit_round_trips(array: Any) -> None:
     tensor = TensorData.from_numpy(array)
 
     assert tensor.to_numpy().tobytes() == array.tobytes()
@@ -156,7 +156,7 @@ def test_every_bit_comes_back(array: Any) -> None:
     assert pickle.loads(pickle.dumps(tensor)) == tensor
 
 
-def test_a_sparse_tensor_gives_its_dense_form() -> None:
+def test_a_sparse_tensor_converts_to_dense() -> None:
     assert MATRIX.is_sparse
     assert MATRIX.tolist() == DENSE_ROWS
     assert MATRIX.to_numpy().tolist() == DENSE_ROWS
@@ -182,7 +182,7 @@ def test_a_matrix_is_sparse_if_that_takes_less_room() -> None:
     assert dense.tolist() == full.tolist()
 
 
-def test_the_choice_between_sparse_and_dense_is_the_official_one() -> None:
+def test_the_choice_between_sparse_and_dense_matches_the_official_sdk() -> None:
     """Sparse when `rows + 1 + 2 × stored` is below the number of cells."""
     matrix = torch.zeros(1, 8)
     matrix[0, :3] = 1  # 2 + 6 = 8 cells: not below
@@ -209,7 +209,7 @@ def test_cells_of_another_pad_value_are_left_out() -> None:
         elements=st.sampled_from([0, 0, 0, 1, -5]),
     )
 )
-def test_sparse_or_not_a_matrix_comes_back(matrix: Any) -> None:
+def test_a_matrix_round_trips_sparse_or_dense(matrix: Any) -> None:
     tensor = TensorData.from_torch_sparse(torch.from_numpy(matrix))
 
     assert tensor.tolist() == matrix.tolist()
@@ -222,18 +222,18 @@ def test_sparse_or_not_a_matrix_comes_back(matrix: Any) -> None:
     [
         ({"sparse_crow_indices": None}, "both"),
         ({"sparse_col_indices": None}, "both"),
-        ({"shape": None}, "two sizes"),
-        ({"shape": [8]}, "two sizes"),
-        ({"shape": [3, 4]}, "4 numbers"),
+        ({"shape": None}, "two dimensions"),
+        ({"shape": [8]}, "two dimensions"),
+        ({"shape": [3, 4]}, "4 integers"),
         ({"sparse_crow_indices": [0, 2, 1]}, "from 0 to 3"),
         ({"sparse_crow_indices": [1, 2, 3]}, "from 0 to 3"),
-        ({"sparse_crow_indices": [0, 5, 3]}, "not fall"),
-        ({"sparse_crow_indices": [0, -1, 3]}, "not fall"),
+        ({"sparse_crow_indices": [0, 5, 3]}, "not decrease"),
+        ({"sparse_crow_indices": [0, -1, 3]}, "not decrease"),
         ({"sparse_crow_indices": []}, "from 0 to 3"),
-        ({"sparse_col_indices": [0, 1]}, "has 2 numbers"),
-        ({"sparse_col_indices": [0, 1, 4]}, "lie in 0…3"),
-        ({"sparse_col_indices": [0, -1, 2]}, "lie in 0…3"),
-        ({"sparse_col_indices": [0, 1.5, 2]}, "no int64 number"),
+        ({"sparse_col_indices": [0, 1]}, "has 2 values"),
+        ({"sparse_col_indices": [0, 1, 4]}, "between 0 and 3"),
+        ({"sparse_col_indices": [0, -1, 2]}, "between 0 and 3"),
+        ({"sparse_col_indices": [0, 1.5, 2]}, "not a valid int64"),
     ],
 )
 def test_a_sparse_tensor_is_checked(change: dict[str, Any], message: str) -> None:
@@ -261,7 +261,7 @@ def test_a_sparse_tensor_is_checked(change: dict[str, Any], message: str) -> Non
         ([2, 0, 3], [[], []]),
     ],
 )
-def test_nested_lists_have_the_tensors_shape(shape: list[int], nested: Any) -> None:
+def test_nested_lists_have_the_shape_of_the_tensor(shape: list[int], nested: Any) -> None:
     count = math.prod(shape)
 
     tensor = TensorData([7] * count, "int64", shape)
@@ -284,10 +284,10 @@ def test_tensors_are_equal_when_every_bit_is() -> None:
         hash(tensor)
 
 
-def test_a_tensor_cannot_be_changed() -> None:
-    with pytest.raises(AttributeError, match="make a new TensorData"):
+def test_a_tensor_is_immutable() -> None:
+    with pytest.raises(AttributeError, match="create a new TensorData"):
         MATRIX.dtype = "float32"
-    with pytest.raises(AttributeError, match="cannot be removed"):
+    with pytest.raises(AttributeError, match="cannot be deleted"):
         del MATRIX.shape
     with pytest.raises(AttributeError):
         MATRIX.note = "x"
@@ -324,7 +324,7 @@ def test_values_of_a_datum_become_tensors() -> None:
     assert not tensor_from("weights", torch.ones(10), None).is_sparse
 
 
-def test_mistakes_are_ours_and_value_errors() -> None:
+def test_invalid_tensors_raise_validation_errors_that_are_value_errors() -> None:
     with pytest.raises(TinkerError) as caught:
         TensorData([1, 2], "int64", [3])
 

@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinsmith.errors import BodyTooLargeError, DecodeError, ValidationError
+from tinsmith.errors import BodyTooLargeError, DecodeError
 from tinsmith.wire.content import accepts_protobuf, compress, decompress, is_protobuf
-from tinsmith.wire.limits import DecodeLimits
+from tinsmith.wire.decode_limits import DecodeLimits
 
 MIB = 1024 * 1024
 SMALL = DecodeLimits(memory_bytes=1000)
@@ -114,7 +114,7 @@ def test_protobuf_is_answered_only_where_it_is_named(accept: str | None, is_acce
 
 @pytest.mark.parametrize("encoding", PACKERS)
 @given(data=st.binary(max_size=2000))
-def test_what_is_packed_unpacks_to_itself(encoding: str, data: bytes) -> None:
+def test_compressed_bodies_round_trip(encoding: str, data: bytes) -> None:
     packed = PACKERS[encoding](data)
 
     assert decompress(packed, encoding) == data
@@ -123,7 +123,7 @@ def test_what_is_packed_unpacks_to_itself(encoding: str, data: bytes) -> None:
 
 
 @given(st.lists(st.binary(max_size=500)))
-def test_parts_become_one_frame_that_says_its_size(parts: list[bytes]) -> None:
+def test_parts_become_one_frame_with_its_content_size(parts: list[bytes]) -> None:
     zstandard = pytest.importorskip("zstandard")
     whole = b"".join(parts)
 
@@ -137,20 +137,14 @@ def test_parts_become_one_frame_that_says_its_size(parts: list[bytes]) -> None:
     assert decompress(packed, "zstd") == whole
 
 
-@pytest.mark.parametrize("level", [-5, 1, 3, 19])
-def test_large_parts_of_any_item_size_can_be_read_by_the_zstandard_package(level: int) -> None:
+def test_large_parts_of_any_item_size_can_be_read_by_the_zstandard_package() -> None:
     zstandard = pytest.importorskip("zstandard")
     numbers = memoryview(os.urandom(40_000) * 8).cast("i")
 
-    packed = compress([b"head", numbers, b"tail"], level=level)
+    packed = compress([b"head", numbers, b"tail"])
 
     # One call, as a receiver without a size of its own makes it: it needs the size in the header.
     assert zstandard.ZstdDecompressor().decompress(packed) == b"head" + bytes(numbers) + b"tail"
-
-
-def test_levels_whose_frames_receivers_refuse_are_refused() -> None:
-    with pytest.raises(ValidationError, match="level 20"):
-        compress([b"x"], level=20)
 
 
 def test_a_body_compressed_by_the_official_sdk_is_read() -> None:
@@ -195,7 +189,7 @@ def send_with_official_sdk(request: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "encoding", [None, "", "identity", " Identity ", "identity, identity", ","]
 )
-def test_a_body_without_encoding_is_left_alone(encoding: str | None) -> None:
+def test_a_body_without_an_encoding_is_unchanged(encoding: str | None) -> None:
     body = b"plain"
 
     assert decompress(body, encoding) is body
@@ -216,12 +210,14 @@ def test_a_body_without_encoding_is_left_alone(encoding: str | None) -> None:
         ),
     ],
 )
-def test_spellings_and_forms_that_other_senders_use_are_read(encoding: str, body: bytes) -> None:
+def test_encoding_names_and_frame_forms_of_other_senders_are_accepted(
+    encoding: str, body: bytes
+) -> None:
     assert decompress(body, encoding) == b"x"
 
 
 @pytest.mark.parametrize("encoding", ["br", "x" * 10_000, "zstandard", "\0", "gzip;q=1"])
-def test_an_unknown_encoding_is_named_with_those_supported(encoding: str) -> None:
+def test_the_error_names_an_unknown_encoding_and_the_supported_ones(encoding: str) -> None:
     with pytest.raises(DecodeError, match="identity, zstd, gzip, x-gzip, deflate") as caught:
         decompress(b"", encoding)
 
@@ -230,13 +226,13 @@ def test_an_unknown_encoding_is_named_with_those_supported(encoding: str) -> Non
 
 
 @pytest.mark.parametrize("encoding", ["zstd, gzip", "gzip,gzip", "zstd," * 10_000])
-def test_more_than_one_encoding_is_refused(encoding: str) -> None:
-    with pytest.raises(DecodeError, match="more than one encoding"):
+def test_more_than_one_encoding_is_rejected(encoding: str) -> None:
+    with pytest.raises(DecodeError, match="multiple encodings"):
         decompress(b"", encoding)
 
 
 @pytest.mark.parametrize("encoding", PACKED)
-def test_a_body_cut_anywhere_is_refused(encoding: str) -> None:
+def test_a_body_truncated_anywhere_is_rejected(encoding: str) -> None:
     packed = PACKERS[encoding](b"a text that is long enough to be packed, packed, packed")
 
     for length in range(len(packed)):
@@ -246,7 +242,7 @@ def test_a_body_cut_anywhere_is_refused(encoding: str) -> None:
 
 @pytest.mark.parametrize("encoding", PACKED)
 @pytest.mark.parametrize("garbage", [b"\0", b"\0" * 16, b"garbage", ZSTD_MAGIC, b"\x1f\x8b"])
-def test_bytes_after_the_end_are_refused(encoding: str, garbage: bytes) -> None:
+def test_bytes_after_the_end_are_rejected(encoding: str, garbage: bytes) -> None:
     packed = PACKERS[encoding](b"content")
 
     with pytest.raises(DecodeError):
@@ -255,7 +251,7 @@ def test_bytes_after_the_end_are_refused(encoding: str, garbage: bytes) -> None:
 
 @pytest.mark.parametrize("encoding", PACKERS)
 @given(body=st.binary(max_size=300))
-def test_any_bytes_give_a_value_or_a_typed_error(encoding: str, body: bytes) -> None:
+def test_any_bytes_decode_or_raise_a_typed_error(encoding: str, body: bytes) -> None:
     unpacked = value_or_refusal(body, encoding)
 
     assert unpacked is None or len(unpacked) <= SMALL.memory_bytes
@@ -263,7 +259,7 @@ def test_any_bytes_give_a_value_or_a_typed_error(encoding: str, body: bytes) -> 
 
 @pytest.mark.parametrize("encoding", PACKED)
 @given(data=st.binary(max_size=300), change=st.data())
-def test_a_damaged_body_gives_a_value_or_a_typed_error(
+def test_a_damaged_body_decodes_or_raises_a_typed_error(
     encoding: str, data: bytes, change: st.DataObject
 ) -> None:
     packed = bytearray(PACKERS[encoding](data))
@@ -276,7 +272,7 @@ def test_a_damaged_body_gives_a_value_or_a_typed_error(
 
 
 @given(header=st.binary(max_size=20), blocks=st.integers(1, 3), tail=st.binary(max_size=8))
-def test_any_zstd_header_gives_a_value_or_a_typed_error(
+def test_any_zstd_header_decodes_or_raises_a_typed_error(
     header: bytes, blocks: int, tail: bytes
 ) -> None:
     unpacked = value_or_refusal(zstd_bomb(blocks, header) + tail, "zstd")
@@ -285,7 +281,7 @@ def test_any_zstd_header_gives_a_value_or_a_typed_error(
 
 
 @given(st.text(max_size=50), st.binary(max_size=50))
-def test_any_encoding_gives_a_value_or_a_typed_error(encoding: str, body: bytes) -> None:
+def test_any_encoding_decodes_or_raises_a_typed_error(encoding: str, body: bytes) -> None:
     value_or_refusal(body, encoding)
 
 
@@ -317,7 +313,7 @@ def test_several_frames_share_one_limit(encoding: str) -> None:
 
 @pytest.mark.parametrize("limit_bytes", [-1, 0])
 @pytest.mark.parametrize("encoding", PACKERS)
-def test_a_limit_of_nothing_lets_nothing_through(encoding: str, limit_bytes: int) -> None:
+def test_a_limit_of_zero_rejects_everything(encoding: str, limit_bytes: int) -> None:
     limits = DecodeLimits(memory_bytes=limit_bytes)
 
     with pytest.raises(BodyTooLargeError):
@@ -329,14 +325,14 @@ def test_a_limit_of_nothing_lets_nothing_through(encoding: str, limit_bytes: int
     [compress([]) * 1025, (SKIPPABLE_MAGIC + b"\0\0\0\0") * 1025],
     ids=["empty frames", "skippable frames"],
 )
-def test_a_swarm_of_frames_is_refused(body: bytes) -> None:
+def test_too_many_frames_are_rejected(body: bytes) -> None:
     with pytest.raises(DecodeError, match="more than 1024 frames"):
         decompress(body, "zstd")
 
 
-def test_a_swarm_of_gzip_members_is_refused() -> None:
+def test_too_many_gzip_members_are_rejected() -> None:
     assert decompress(gzip_of(b"") * 1024, "gzip") == b""
-    with pytest.raises(DecodeError, match="after 1024 stream"):
+    with pytest.raises(DecodeError, match="after 1024 gzip stream"):
         decompress(gzip_of(b"") * 1025, "gzip")
 
 
@@ -344,7 +340,7 @@ def test_a_swarm_of_gzip_members_is_refused() -> None:
     ("size_bytes", "descriptor", "field"),
     [(200, 0x20, "<B"), (1000, 0x60, "<H"), (70_000, 0xA0, "<I"), (70_000, 0xE0, "<Q")],
 )
-def test_a_frame_that_announces_too_much_is_refused_unread(
+def test_a_frame_that_announces_too_much_is_rejected_without_decoding(
     size_bytes: int, descriptor: int, field: str
 ) -> None:
     announced = size_bytes - 256 if field == "<H" else size_bytes  # two bytes count from 256
@@ -352,18 +348,18 @@ def test_a_frame_that_announces_too_much_is_refused_unread(
 
     with pytest.raises(BodyTooLargeError):
         decompress(body, "zstd", DecodeLimits(memory_bytes=size_bytes - 1))
-    with pytest.raises(DecodeError, match="damaged"):
+    with pytest.raises(DecodeError, match="corrupt"):
         decompress(body, "zstd", DecodeLimits(memory_bytes=size_bytes))
 
 
-def test_a_frame_that_needs_a_dictionary_is_refused() -> None:
+def test_a_frame_that_needs_a_dictionary_is_rejected() -> None:
     with_dictionary_id = b"\x01" + WINDOW_8_MIB + b"\x07"
 
     with pytest.raises(DecodeError):
         decompress(zstd_bomb(1, with_dictionary_id), "zstd")
 
 
-def test_a_frame_that_holds_less_than_it_says_is_refused() -> None:
+def test_a_frame_smaller_than_its_announced_size_is_rejected() -> None:
     says_one_mib = b"\x80" + WINDOW_8_MIB + struct.pack("<I", MIB)
 
     with pytest.raises(DecodeError):
@@ -371,10 +367,10 @@ def test_a_frame_that_holds_less_than_it_says_is_refused() -> None:
 
 
 @pytest.mark.parametrize("window", [0x69, 0x70, 0xA8, 0xFF], ids=["9MiB", "16MiB", "2GiB", "4TiB"])
-def test_a_frame_that_looks_back_too_far_is_refused(window: int) -> None:
+def test_a_frame_with_too_large_a_window_is_rejected(window: int) -> None:
     body = zstd_bomb(1, NO_SIZE + bytes([window]))
 
-    with pytest.raises(BodyTooLargeError, match="looks back"):
+    with pytest.raises(BodyTooLargeError, match="window of"):
         decompress(body, "zstd")
 
 
@@ -401,7 +397,7 @@ import json, sys
 from pathlib import Path
 from tinsmith.errors import DecodeError
 from tinsmith.wire.content import compress, decompress
-from tinsmith.wire.limits import DecodeLimits
+from tinsmith.wire.decode_limits import DecodeLimits
 
 def peak_bytes():
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -438,7 +434,7 @@ def run_python(program: str, *arguments: str, stdin: bytes) -> Any:
 
 @needs_proc
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_bomb_is_refused_before_it_takes_the_memory(name: str) -> None:
+def test_a_decompression_bomb_is_rejected_before_it_uses_memory(name: str) -> None:
     encoding, body = BOMBS[name]
 
     ending, grown_bytes = run_python(MEASURE, encoding, str(LIMIT_BYTES), stdin=body)
@@ -449,7 +445,7 @@ def test_a_bomb_is_refused_before_it_takes_the_memory(name: str) -> None:
 
 
 @needs_proc
-def test_the_measure_sees_what_a_bomb_would_take() -> None:
+def test_the_memory_measurement_detects_an_unpacked_bomb() -> None:
     ending, grown_bytes = run_python(MEASURE, "zstd", str(64 * MIB), stdin=zstd_bomb(512))
 
     assert ending == "value"
@@ -461,7 +457,7 @@ import json, resource, sys
 from pathlib import Path
 from tinsmith.errors import DecodeError
 from tinsmith.wire.content import compress, decompress
-from tinsmith.wire.limits import DecodeLimits
+from tinsmith.wire.decode_limits import DecodeLimits
 
 body = sys.stdin.buffer.read()
 decompress(compress([b"warm"]), "zstd")
@@ -476,7 +472,7 @@ except DecodeError as exc:
 
 @needs_proc
 @pytest.mark.parametrize("name", [name for name in BOMBS if name.startswith("zstd")])
-def test_a_bomb_is_refused_where_there_is_no_memory_for_it(name: str) -> None:
+def test_a_decompression_bomb_is_rejected_if_memory_is_short(name: str) -> None:
     _, body = BOMBS[name]
 
     ending = run_python(WITH_LITTLE_ADDRESS_SPACE, stdin=body)

@@ -16,9 +16,9 @@ from tests.unit.wire.corpus import field, number
 from tinsmith import types
 from tinsmith.errors import BodyTooLargeError, DecodeError
 from tinsmith.wire import json_format, proto_format, proto_samples
+from tinsmith.wire.decode_limits import DecodeLimits
 from tinsmith.wire.endpoints import ENDPOINTS
 from tinsmith.wire.exchange import read_request
-from tinsmith.wire.limits import DecodeLimits
 from tinsmith.wire.protobuf import varint
 
 KIB = 1024
@@ -299,7 +299,7 @@ def peak_bytes(bomb: Bomb, body: Any) -> int:
 
 
 @pytest.mark.parametrize("bomb", BOMBS.values(), ids=BOMBS)
-def test_no_body_takes_more_than_twice_the_limit(bomb: Bomb) -> None:
+def test_no_body_uses_more_than_twice_the_memory_limit(bomb: Bomb) -> None:
     size = largest_taken(bomb)
 
     sizes = (size, size + 1 + size // 64, 4 * size, 64 * size)
@@ -308,7 +308,7 @@ def test_no_body_takes_more_than_twice_the_limit(bomb: Bomb) -> None:
     assert max(peaks) <= 2 * LIMIT_BYTES
 
 
-def test_a_body_above_the_limit_is_not_even_looked_into() -> None:
+def test_a_body_above_the_limit_is_not_parsed() -> None:
     body = b"[" + b"[]," * 1_000_000 + b"0]"
 
     for given in (body, memoryview(body), body.decode()):
@@ -318,9 +318,7 @@ def test_a_body_above_the_limit_is_not_even_looked_into() -> None:
 @pytest.mark.parametrize(
     ("count", "limits"), [(1 << 31, LIMITS), (1 << 60, ROOMY), ((1 << 63) - 1, ROOMY)]
 )
-def test_datums_that_are_only_said_to_be_there_are_refused(
-    count: int, limits: DecodeLimits
-) -> None:
+def test_a_declared_datum_count_without_data_is_rejected(count: int, limits: DecodeLimits) -> None:
     body = record(number(0x18, count))
 
     with pytest.raises(BodyTooLargeError):
@@ -330,7 +328,7 @@ def test_datums_that_are_only_said_to_be_there_are_refused(
 @pytest.mark.parametrize(
     ("k", "length"), [(1 << 31, 1 << 31), (1 << 32, 1), (0xFFFFFFFF, 0xFFFFFFFF), (1 << 63, 2)]
 )
-def test_top_k_matrices_of_overflowing_size_are_refused_or_empty(k: int, length: int) -> None:
+def test_top_k_matrices_of_overflowing_size_are_rejected_or_empty(k: int, length: int) -> None:
     topk = field(0x0A, b"abcd") + field(0x12, b"abcd") + number(0x18, k) + number(0x20, length)
 
     body = field(0x1A, topk)
@@ -355,7 +353,7 @@ def test_top_k_matrices_of_overflowing_size_are_refused_or_empty(k: int, length:
     ids=["2^80", "2^2016", "33 sizes", "a million sizes", "2^64", "negative"],
 )
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
-def test_shapes_beyond_reason_are_refused_at_once(shape: list[int], dtype: bytes) -> None:
+def test_absurd_shapes_are_rejected_immediately(shape: list[int], dtype: bytes) -> None:
     packed = field(0x22, b"".join(map(varint, shape)))
     dense = tensor_input(field(0x0A, b"abcd"), dtype, packed)
     sparse = tensor_input(field(0x12, field(0x0A, b"abcd")), dtype, packed)
@@ -369,7 +367,7 @@ def test_shapes_beyond_reason_are_refused_at_once(shape: list[int], dtype: bytes
 
 
 @pytest.mark.parametrize("size", [1, (1 << 63) - 1, 10**400])
-def test_a_million_sizes_in_json_are_refused_at_once(size: int) -> None:
+def test_a_million_dimensions_in_json_are_rejected_immediately(size: int) -> None:
     sizes = b",".join([b"%d" % size] * (1_000_000 if size == 1 else 50_000))
     body = b'{"loss_fn_outputs":[{"x":{"data":[1],"dtype":"int64","shape":[%b]}}]}' % sizes
     started = time.process_time()
@@ -383,7 +381,7 @@ def test_a_million_sizes_in_json_are_refused_at_once(size: int) -> None:
 @pytest.mark.parametrize(
     "offsets", [(0, 1 << 62), (-8, 4), (4, 0), (0, 3), (0, -1), (1 << 62, 1 << 62), (0, 8, 4)]
 )
-def test_offsets_outside_of_the_data_are_refused(offsets: tuple[int, ...]) -> None:
+def test_offsets_outside_the_data_are_rejected(offsets: tuple[int, ...]) -> None:
     packed = field(0x12, struct.pack(f"<{len(offsets)}q", *offsets))
     body = record(tensor_input(field(0x0A, bytes(8)), packed, FLOAT32))
 
@@ -411,7 +409,7 @@ QUADRATIC = GROWTH * GROWTH
 
 
 @pytest.mark.parametrize("bomb", BOMBS.values(), ids=BOMBS)
-def test_time_grows_no_faster_than_the_body(bomb: Bomb) -> None:
+def test_decoding_time_is_linear_in_the_body_size(bomb: Bomb) -> None:
     size = max(64, min(largest_taken(bomb), 1_000))
 
     # Halfway to quadratic growth on a logarithmic scale, and a millisecond for the clock's noise.

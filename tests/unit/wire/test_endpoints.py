@@ -33,7 +33,7 @@ def test_a_route_is_under_the_prefix_and_uses_a_known_method(endpoint: Endpoint)
 
 
 @EVERY
-def test_the_answer_says_what_type_is_read(endpoint: Endpoint) -> None:
+def test_each_endpoint_names_its_response_type(endpoint: Endpoint) -> None:
     is_typed = endpoint.answer in (Answer.DIRECT, Answer.FUTURE)
 
     assert (endpoint.response is not None) is is_typed
@@ -41,14 +41,14 @@ def test_the_answer_says_what_type_is_read(endpoint: Endpoint) -> None:
     assert (endpoint.result in FUTURE_RESULTS) is has_result
 
 
-def test_each_route_stands_once() -> None:
+def test_each_route_is_listed_once() -> None:
     routes = [(endpoint.method, endpoint.path) for endpoint in ENDPOINTS.values()]
 
     assert len(set(routes)) == len(routes)
     assert all(name == endpoint.name for name, endpoint in ENDPOINTS.items())
 
 
-def test_a_router_that_tries_them_in_order_finds_each() -> None:
+def test_no_route_shadows_another() -> None:
     """A path with a name of several parts would swallow those that add a suffix to it."""
 
     def pattern(path: str) -> re.Pattern[str]:
@@ -71,14 +71,14 @@ def test_path_fields_are_read_from_the_path() -> None:
     assert ENDPOINTS["healthz"].path_fields == ()
 
 
-def test_what_must_never_wait_for_samples_has_connections_of_its_own() -> None:
+def test_calls_that_must_not_wait_for_samples_have_their_own_connection_pools() -> None:
     pools = {name: ENDPOINTS[name].pool for name in ("asample", "session_heartbeat", "optim_step")}
 
     assert set(pools.values()) == {Pool.SAMPLE, Pool.SESSION, Pool.TRAIN}
     assert ENDPOINTS["retrieve_future"].pool is Pool.RETRIEVE
 
 
-def test_samples_and_saves_keep_their_number_when_they_are_tried_again() -> None:
+def test_samples_and_saves_keep_their_seq_id_on_a_retry() -> None:
     for name in ("asample", "save_weights", "save_weights_for_sampler", "save_weights_external"):
         assert ENDPOINTS[name].retry is RetryClass.CALL
         assert "seq_id" in ENDPOINTS[name].identity

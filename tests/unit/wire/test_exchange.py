@@ -42,7 +42,7 @@ def a_request_to(endpoint: Endpoint) -> Any:
 
 
 @EVERY
-def test_every_request_arrives_as_it_was_sent(endpoint: Endpoint) -> None:
+def test_every_request_round_trips(endpoint: Endpoint) -> None:
     request = a_request_to(endpoint)
     path_fields = {name: getattr(request, name) for name in endpoint.path_fields}
 
@@ -54,13 +54,13 @@ def test_every_request_arrives_as_it_was_sent(endpoint: Endpoint) -> None:
 
 
 @EVERY
-def test_a_request_to_another_endpoint_is_refused(endpoint: Endpoint) -> None:
+def test_a_request_for_another_endpoint_is_rejected(endpoint: Endpoint) -> None:
     with pytest.raises(ValidationError, match=endpoint.name):
         to_http(endpoint, t.SamplingParams())
 
 
 @EVERY
-def test_every_reply_arrives_as_it_was_sent(endpoint: Endpoint) -> None:
+def test_every_reply_round_trips(endpoint: Endpoint) -> None:
     if endpoint.answer is Answer.NOTHING:
         reply = to_reply(None)
         assert (reply.status, reply.parts) == (204, [])
@@ -83,7 +83,7 @@ def test_every_reply_arrives_as_it_was_sent(endpoint: Endpoint) -> None:
 
 
 @EVERY
-def test_a_reply_that_is_not_the_promised_one_is_refused(endpoint: Endpoint) -> None:
+def test_a_reply_of_the_wrong_type_is_rejected(endpoint: Endpoint) -> None:
     if endpoint.answer is Answer.NOTHING:
         return
 
@@ -92,7 +92,7 @@ def test_a_reply_that_is_not_the_promised_one_is_refused(endpoint: Endpoint) -> 
             read_reply(endpoint, body)
 
 
-def test_ids_stand_in_the_path_and_the_rest_in_the_query() -> None:
+def test_ids_are_in_the_path_and_the_rest_in_the_query() -> None:
     request = r.GetTrainingRunRequest(training_run_id="a:train:0", access_scope="accessible")
 
     sent = to_http(ENDPOINTS["get_training_run"], request)
@@ -113,7 +113,7 @@ def test_ids_stand_in_the_path_and_the_rest_in_the_query() -> None:
         ("a", "weights/x/publish", "a/checkpoints/weights/x/publish"),
     ],
 )
-def test_what_stands_in_a_path_is_escaped(run: str, checkpoint: str, path: str) -> None:
+def test_path_values_are_escaped(run: str, checkpoint: str, path: str) -> None:
     request = r.CheckpointRequest(training_run_id=run, checkpoint_id=checkpoint)
 
     sent = to_http(ENDPOINTS["delete_checkpoint"], request)
@@ -122,7 +122,7 @@ def test_what_stands_in_a_path_is_escaped(run: str, checkpoint: str, path: str) 
 
 
 @pytest.mark.parametrize("wrong", ["", ".", "..", "\ud800"])
-def test_what_cannot_stand_in_a_path_is_refused(wrong: str) -> None:
+def test_values_that_cannot_be_in_a_path_are_rejected(wrong: str) -> None:
     for run, checkpoint in [(wrong, "weights/x"), ("a", f"weights/{wrong}"), ("a", wrong)]:
         request = r.CheckpointRequest(training_run_id=run, checkpoint_id=checkpoint)
         with pytest.raises(ValidationError):
@@ -151,14 +151,14 @@ def test_a_query_holds_dates_times_and_numbers_as_text() -> None:
     ]
 
 
-def test_a_query_of_text_that_no_encoding_holds_is_refused() -> None:
+def test_a_query_with_unencodable_text_is_rejected() -> None:
     request = r.ListTrainingRunsRequest(project_id="\ud800")
 
     with pytest.raises(ValidationError, match="project_id"):
         to_http(ENDPOINTS["list_training_runs"], request)
 
 
-def test_a_secret_travels_in_its_header_alone() -> None:
+def test_a_secret_is_sent_only_in_its_header() -> None:
     request = r.CopyWeightsRequest(
         source_path="tinker://a/weights/b", weights_access_token="secret"
     )
@@ -171,7 +171,7 @@ def test_a_secret_travels_in_its_header_alone() -> None:
 
 
 @pytest.mark.parametrize("token", ["a\nX-Evil: 1", "a\r", "é", "a\x00"])
-def test_what_a_header_cannot_carry_is_refused(token: str) -> None:
+def test_an_invalid_header_value_is_rejected(token: str) -> None:
     request = r.CopyWeightsRequest(source_path="x", weights_access_token=token)
 
     with pytest.raises(ValidationError, match="weights_access_token") as caught:
@@ -180,7 +180,7 @@ def test_what_a_header_cannot_carry_is_refused(token: str) -> None:
     assert token not in str(caught.value)
 
 
-def test_absent_and_null_stay_two_things_on_the_way() -> None:
+def test_absent_and_null_stay_distinct_on_the_wire() -> None:
     endpoint = ENDPOINTS["set_checkpoint_ttl"]
     names: dict[str, Any] = {"training_run_id": "a", "checkpoint_id": "weights/b"}
     never = r.SetCheckpointTtlRequest(**names, ttl_seconds=None)
@@ -206,7 +206,7 @@ def test_fields_of_newer_releases_are_ignored() -> None:
     assert read_request(ENDPOINTS["save_weights"], {}, {}, {}, body).model_id == "m"
 
 
-def test_the_path_wins_over_the_body() -> None:
+def test_the_path_takes_precedence_over_the_body() -> None:
     """Or a caller could be let through for one thing and act on another."""
     endpoint = ENDPOINTS["assign_session_project"]
 
@@ -238,14 +238,14 @@ def test_a_request_may_come_as_protobuf_or_as_json() -> None:
     assert of_json.forward_backward_input.data[0].loss_fn_inputs["y"].is_sparse
 
 
-def test_protobuf_for_what_has_no_protobuf_is_refused() -> None:
+def test_protobuf_for_a_type_without_protobuf_is_rejected() -> None:
     with pytest.raises(DecodeError, match="no protobuf form"):
         decode_body(b"", t.Cursor, Format.PROTOBUF)
     with pytest.raises(DecodeError, match="no protobuf form"):
         read_request(ENDPOINTS["asample"], {}, {}, {"content-type": "application/x-protobuf"}, b"")
 
 
-def test_a_body_in_parts_keeps_the_callers_memory() -> None:
+def test_a_body_in_parts_shares_the_caller_s_memory() -> None:
     weights = np.zeros(10_000, dtype="float32")
     datum = t.Datum(t.ModelInput.empty(), {"weights": weights})
     request = t.ForwardBackwardRequest(t.ForwardBackwardInput([datum], "ppo"), "m", 1)
@@ -257,7 +257,7 @@ def test_a_body_in_parts_keeps_the_callers_memory() -> None:
 
 
 @pytest.mark.parametrize("format_", Format)
-def test_a_protobuf_reply_says_so(format_: Format) -> None:
+def test_a_protobuf_reply_has_its_content_type(format_: Format) -> None:
     output = corpus.an_output()
 
     reply = to_reply(output, format_)
@@ -269,12 +269,12 @@ def test_a_protobuf_reply_says_so(format_: Format) -> None:
 
 @pytest.mark.parametrize("body", [b"[]", b"5", b"null", b'"x"', b"{"])
 @EVERY
-def test_a_body_that_is_no_object_is_refused(endpoint: Endpoint, body: bytes) -> None:
+def test_a_body_that_is_not_an_object_is_rejected(endpoint: Endpoint, body: bytes) -> None:
     with pytest.raises(DecodeError):
         read_request(endpoint, {}, {}, {}, body)
 
 
-def test_text_in_a_query_becomes_numbers_and_text_in_a_body_does_not() -> None:
+def test_numeric_strings_are_converted_in_a_query_but_not_in_a_body() -> None:
     by_query = read_request(ENDPOINTS["list_sessions"], {}, {"limit": "5"}, {}, b"")
 
     assert by_query.limit == 5
@@ -282,7 +282,7 @@ def test_text_in_a_query_becomes_numbers_and_text_in_a_body_does_not() -> None:
         read_request(ENDPOINTS["save_weights"], {}, {}, {}, b'{"model_id": "m", "seq_id": "5x"}')
 
 
-def test_every_request_with_arrays_is_read_by_itself() -> None:
+def test_every_request_with_arrays_is_decoded_by_its_own_decoder() -> None:
     """`read_request` treats them apart, so a new one must be looked at."""
     with_arrays = {e.request for e in ENDPOINTS.values() if issubclass(e.request, Frozen)}
 

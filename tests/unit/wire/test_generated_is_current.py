@@ -29,7 +29,7 @@ def regenerate(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_what_is_made_of_the_schema_is_current() -> None:
+def test_the_generated_modules_are_up_to_date() -> None:
     done = regenerate(ROOT, "--check")
 
     assert done.returncode == 0, done.stdout + done.stderr
@@ -43,7 +43,7 @@ def test_what_is_made_of_the_schema_is_current() -> None:
         (ORACLE, "# -*- coding: utf-8 -*-", "# edited by hand", [ORACLE]),
     ],
 )
-def test_a_change_on_one_side_alone_is_found(
+def test_a_change_to_only_the_schema_or_the_module_is_detected(
     checkout: Path, path: Path, old: str, new: str, stale: list[Path]
 ) -> None:
     text = (checkout / path).read_text()
@@ -57,7 +57,7 @@ def test_a_change_on_one_side_alone_is_found(
         assert (str(made) in done.stdout) is (made in stale)
 
 
-def test_a_module_that_is_missing_is_found_and_made(checkout: Path) -> None:
+def test_a_missing_module_is_detected_and_generated(checkout: Path) -> None:
     (checkout / TAGS).unlink()
 
     assert regenerate(checkout, "--check").returncode == 1
@@ -66,7 +66,7 @@ def test_a_module_that_is_missing_is_found_and_made(checkout: Path) -> None:
     assert (checkout / TAGS).read_text() == (ROOT / TAGS).read_text()
 
 
-def test_a_schema_that_is_none_is_refused(checkout: Path) -> None:
+def test_an_invalid_schema_is_rejected(checkout: Path) -> None:
     (checkout / PROTO).write_text("message {")
 
     assert regenerate(checkout, "--check").returncode != 0

@@ -18,8 +18,8 @@ from tinsmith import types as t
 from tinsmith.errors import BodyTooLargeError, DecodeError, ValidationError
 from tinsmith.types.buffers import FLOAT32_MAX, Numbers
 from tinsmith.wire import json_format
+from tinsmith.wire.decode_limits import DecodeLimits
 from tinsmith.wire.json_format import decode, decode_any, encode
-from tinsmith.wire.limits import DecodeLimits
 
 
 def tensor_body(array: Any) -> Any:
@@ -28,7 +28,7 @@ def tensor_body(array: Any) -> Any:
 
 
 @given(hnp.arrays("int64", hnp.array_shapes(max_dims=1, min_side=0)))
-def test_integers_come_back_exactly(array: Any) -> None:
+def test_integers_round_trip_exactly(array: Any) -> None:
     assert tensor_body(array)["data"] == array.tolist()
 
 
@@ -39,7 +39,7 @@ def test_integers_come_back_exactly(array: Any) -> None:
         elements=st.floats(width=32, allow_nan=False, allow_infinity=False),
     )
 )
-def test_float32_comes_back_bit_for_bit(array: Any) -> None:
+def test_float32_round_trips_bit_for_bit(array: Any) -> None:
     again = np.array(tensor_body(array)["data"], dtype="float32")
 
     assert again.tobytes() == array.tobytes()
@@ -53,13 +53,13 @@ def test_infinities_become_the_largest_numbers() -> None:
     ]
 
 
-def test_nan_in_an_array_is_refused_with_a_remedy() -> None:
-    with pytest.raises(ValidationError, match="ask for protobuf"):
+def test_nan_in_an_array_is_rejected_with_a_remedy() -> None:
+    with pytest.raises(ValidationError, match="use protobuf"):
         tensor_body(np.array([1.0, math.nan]))
 
 
 @pytest.mark.parametrize("values", [[1.5, -2.0, 0.0], [], [math.inf], [3e38, 3e38]])
-def test_arrays_are_written_alike_with_and_without_numpy(values: list[float]) -> None:
+def test_arrays_are_encoded_the_same_with_and_without_numpy(values: list[float]) -> None:
     numbers = t.TensorData(values, "float32").numbers
 
     with_numpy = json.loads(encode({"x": json_format.array_writer()(numbers)}))["x"]
@@ -68,7 +68,7 @@ def test_arrays_are_written_alike_with_and_without_numpy(values: list[float]) ->
     assert with_numpy == pytest.approx(without)
 
 
-def test_metrics_that_json_cannot_hold_are_left_out_or_cut() -> None:
+def test_metrics_that_json_cannot_represent_are_omitted_or_clamped() -> None:
     metrics = {"a": 1.5, "b": math.nan, "c": math.inf, "d": -math.inf}
 
     body = json.loads(encode(t.ForwardBackwardOutput("ArrayRecord", [], metrics)))
@@ -78,12 +78,12 @@ def test_metrics_that_json_cannot_hold_are_left_out_or_cut() -> None:
     assert body["metrics"]["c"] == -body["metrics"]["d"] == sys.float_info.max
 
 
-def test_none_is_left_out_and_defaults_are_written() -> None:
+def test_none_is_omitted_and_defaults_are_written() -> None:
     assert encode(t.SamplingParams()) == b'{"temperature":1.0,"top_k":-1,"top_p":1.0}'
 
 
-def test_text_that_no_encoding_holds_is_refused() -> None:
-    with pytest.raises(ValidationError, match="no text that can be sent"):
+def test_unencodable_text_is_rejected() -> None:
+    with pytest.raises(ValidationError, match="cannot be encoded as UTF-8"):
         encode(t.SamplingParams(stop="\ud800"))
 
 
@@ -97,7 +97,7 @@ def test_text_that_no_encoding_holds_is_refused() -> None:
         (b"", "Cursor"),
     ],
 )
-def test_an_error_names_the_type_and_the_place(body: bytes, place: str) -> None:
+def test_an_error_names_the_type_and_the_path(body: bytes, place: str) -> None:
     with pytest.raises(DecodeError, match="not a valid Cursor") as caught:
         decode(body, t.Cursor)
 
@@ -123,7 +123,7 @@ def test_any_json_is_read_into_plain_data() -> None:
     assert decode_any(b'{"a": [1, null, "x", 1.5, true]}') == {"a": [1, None, "x", 1.5, True]}
 
 
-def test_what_could_take_too_much_memory_is_refused() -> None:
+def test_a_body_that_could_use_too_much_memory_is_rejected() -> None:
     body = b"[" + b"0," * 1_000 + b"0]"
 
     assert len(decode_any(body, DecodeLimits(memory_bytes=200_000))) == 1_001
@@ -132,7 +132,7 @@ def test_what_could_take_too_much_memory_is_refused() -> None:
             decode_any(form, DecodeLimits(memory_bytes=50_000))
 
 
-def test_arrays_are_written_without_a_list_in_between() -> None:
+def test_arrays_are_encoded_without_an_intermediate_list() -> None:
     written = json_format.array_writer()(Numbers(bytes(8), "int64"))
 
     assert not isinstance(written, list)
@@ -140,13 +140,13 @@ def test_arrays_are_written_without_a_list_in_between() -> None:
 
 
 @pytest.mark.parametrize("name", corpus.TYPES)
-def test_every_type_is_read_from_its_own_json(name: str) -> None:
+def test_every_type_round_trips_through_its_own_json(name: str) -> None:
     value = decode(corpus.JSON_BODIES[name], corpus.TYPES[name])
 
     assert decode(encode(value), corpus.TYPES[name]) == value
 
 
-def test_arrays_are_written_where_numpy_and_orjson_are_missing() -> None:
+def test_arrays_are_encoded_without_numpy_and_orjson() -> None:
     program = """
 import sys
 sys.modules["numpy"] = sys.modules["orjson"] = None
@@ -168,7 +168,7 @@ print(encode(TensorData([1.5, float("inf")], "float32")).decode())
 
 @pytest.mark.parametrize("writer", ["orjson", "blocks"])
 @pytest.mark.parametrize("count", [0, 1, 4095, 4096, 4097, 20_000])
-def test_long_arrays_are_parts_of_their_own_and_the_same_text(
+def test_long_arrays_are_separate_parts_with_the_same_text(
     count: int, writer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensor = t.TensorData([n - 7 for n in range(count)], "int64")
@@ -182,7 +182,7 @@ def test_long_arrays_are_parts_of_their_own_and_the_same_text(
 
 
 @pytest.mark.parametrize("writer", ["orjson", "blocks"])
-def test_the_text_of_a_long_array_takes_little_beside_itself(
+def test_encoding_a_long_array_uses_little_extra_memory(
     writer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if writer == "blocks":
@@ -202,7 +202,7 @@ def test_the_text_of_a_long_array_takes_little_beside_itself(
 
 
 @pytest.mark.parametrize("writer", ["orjson", "blocks"])
-def test_text_with_nul_bytes_does_not_disturb_the_parts(
+def test_text_with_nul_bytes_does_not_break_the_parts(
     writer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if writer == "blocks":
@@ -234,13 +234,13 @@ def test_infinities_in_a_long_array_are_written_as_the_largest_number() -> None:
 
 
 @given(st.lists(st.integers(0, 2**31 - 1)))
-def test_ids_are_written_from_a_list_as_from_memory(ids: list[int]) -> None:
+def test_ids_are_encoded_the_same_from_a_list_and_from_memory(ids: list[int]) -> None:
     numbers = t.EncodedTextChunk(ids).numbers
 
     assert json_format.ids_text(tuple(ids)) == b"".join(json_format.numbers_text(numbers))
 
 
 @pytest.mark.parametrize("other", [True, False, 3.0, 1e9, -1, np.int32(4), [5], "6", None, {}])
-def test_what_is_no_plain_id_is_not_written_from_a_list(other: Any) -> None:
+def test_values_that_are_not_plain_ids_are_not_encoded_from_a_list(other: Any) -> None:
     assert json_format.ids_text((1, 2, other)) is None
     assert json_format.ids_text((other, 1, 2)) is None

@@ -19,16 +19,16 @@ from tinsmith.types.inputs import EncodedTextChunk, ModelInputChunk
 from tinsmith.types.requests import SampleRequest
 from tinsmith.wire import packed_format
 from tinsmith.wire.content import PACKED_TYPE
+from tinsmith.wire.decode_limits import DEFAULT_LIMITS, DecodeLimits
 from tinsmith.wire.endpoint_types import Endpoint
 from tinsmith.wire.endpoints import ENDPOINTS
 from tinsmith.wire.exchange import packed_request, read_request, request_from_fields
-from tinsmith.wire.limits import DEFAULT_LIMITS, DecodeLimits
-from tinsmith.wire.packed_format import FEWEST_PACKED, PackedText
+from tinsmith.wire.packed_format import MIN_PACKED, PackedText
 from tinsmith.wire.protobuf import Parts
 
 SAMPLE_ROUTES = ["asample", "asample_stream"]
-LONG = list(range(FEWEST_PACKED))
-TOKENS = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=2 * FEWEST_PACKED)
+LONG = list(range(MIN_PACKED))
+TOKENS = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=2 * MIN_PACKED)
 IMAGES = st.builds(
     ImageChunk, data=st.binary(max_size=20), format=st.just("png"), expected_tokens=st.just(3)
 )
@@ -64,9 +64,7 @@ def ids(*tokens: int) -> bytes:
 
 @pytest.mark.parametrize("endpoint", SAMPLE_ROUTES)
 @given(chunks=CHUNKS)
-def test_a_packed_sample_is_read_as_the_same_sample(
-    endpoint: str, chunks: list[ModelInputChunk]
-) -> None:
+def test_a_packed_sample_round_trips(endpoint: str, chunks: list[ModelInputChunk]) -> None:
     request = a_sample(*chunks, seq_id=7, sampling_session_id="s")
 
     body = b"".join(packed_format.encode(request).body())
@@ -75,7 +73,7 @@ def test_a_packed_sample_is_read_as_the_same_sample(
 
 
 @given(prompts=st.lists(CHUNKS, min_size=1, max_size=4))
-def test_many_packed_samples_are_read_as_the_same_samples(
+def test_many_packed_samples_round_trip(
     prompts: list[list[ModelInputChunk]],
 ) -> None:
     requests = [a_sample(*chunks, seq_id=number) for number, chunks in enumerate(prompts)]
@@ -92,7 +90,7 @@ def test_many_packed_samples_are_read_as_the_same_samples(
     assert again == requests
 
 
-def test_long_arrays_are_sent_from_where_they_lie() -> None:
+def test_long_arrays_are_sent_without_copying() -> None:
     chunk = EncodedTextChunk(list(range(5000)))
 
     packed = packed_format.encode(a_sample(chunk, chunk))
@@ -101,7 +99,7 @@ def test_long_arrays_are_sent_from_where_they_lie() -> None:
     assert [array is chunk.numbers.memory for array in packed.body()[1:]] == [True, True]
 
 
-def test_short_arrays_leave_together() -> None:
+def test_short_arrays_are_joined() -> None:
     packed = packed_format.encode(a_sample(*[EncodedTextChunk(LONG)] * 50))
 
     assert len(packed.arrays) == 50
@@ -109,7 +107,7 @@ def test_short_arrays_leave_together() -> None:
     assert packed.size + 4 == sum(map(len, packed.body()))
 
 
-def test_the_form_is_as_documented() -> None:
+def test_the_packed_format_is_as_documented() -> None:
     request = a_sample(EncodedTextChunk(LONG), EncodedTextChunk([5]))
 
     body = b"".join(packed_format.encode(request).body())
@@ -117,13 +115,13 @@ def test_the_form_is_as_documented() -> None:
     length = struct.unpack_from("<I", body)[0]
     chunks = json.loads(body[4 : 4 + length])["prompt"]["chunks"]
     assert chunks == [
-        {"tokens": {"packed": FEWEST_PACKED}, "type": "encoded_text"},
+        {"tokens": {"packed": MIN_PACKED}, "type": "encoded_text"},
         {"tokens": [5], "type": "encoded_text"},
     ]
-    assert body[4 + length :] == struct.pack(f"<{FEWEST_PACKED}i", *LONG)
+    assert body[4 + length :] == struct.pack(f"<{MIN_PACKED}i", *LONG)
 
 
-def test_what_has_few_tokens_is_plain_json() -> None:
+def test_short_prompts_are_plain_json() -> None:
     request = a_sample(EncodedTextChunk(LONG[1:]))
 
     sent = packed_request(ENDPOINTS["asample"], packed_format.encode(request))
@@ -132,7 +130,7 @@ def test_what_has_few_tokens_is_plain_json() -> None:
     assert json.loads(b"".join(sent.parts))["prompt"]["chunks"][0]["tokens"] == LONG[1:]
 
 
-def test_tensors_stay_in_the_text() -> None:
+def test_tensors_stay_in_the_json_part() -> None:
     targets = TensorData(list(range(200)), "int64", [100, 2])
     request = a_sample(EncodedTextChunk(LONG), target_prompt_logprobs=targets)
 
@@ -142,7 +140,7 @@ def test_tensors_stay_in_the_text() -> None:
     assert read("asample", b"".join(packed.body())) == request
 
 
-def test_what_was_read_does_not_hold_the_body() -> None:
+def test_a_decoded_request_does_not_keep_the_body_alive() -> None:
     body = bytearray(a_body(prompt_of({"packed": 2}), ids(5, 6)))
 
     request = read("asample", memoryview(body))
@@ -180,7 +178,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("endpoint", SAMPLE_ROUTES)
 @pytest.mark.parametrize("body", HOSTILE.values(), ids=HOSTILE)
-def test_a_body_that_lies_is_refused(endpoint: str, body: bytes) -> None:
+def test_an_inconsistent_body_is_rejected(endpoint: str, body: bytes) -> None:
     with pytest.raises(DecodeError):
         read(endpoint, body)
 
@@ -190,7 +188,9 @@ def test_a_body_that_lies_is_refused(endpoint: str, body: bytes) -> None:
     [((2, 3), ids(1, 2, 3, 4)), ((2, 1), ids(1, 2, 3, 4)), ((2, 2), ids(1, 2, 3, -4))],
     ids=["too few bytes", "too many bytes", "a negative token"],
 )
-def test_samples_that_lie_are_refused_among_many(counts: tuple[int, int], arrays: bytes) -> None:
+def test_inconsistent_samples_in_a_batch_are_rejected(
+    counts: tuple[int, int], arrays: bytes
+) -> None:
     samples = [prompt_of({"packed": count}) for count in counts]
 
     with pytest.raises(DecodeError):
@@ -215,19 +215,19 @@ VALID = b"".join(
 
 @fuzz
 @given(mutations=MUTATIONS)
-def test_a_spoiled_body_gives_a_request_or_a_typed_error(
+def test_a_corrupted_body_returns_a_request_or_raises_a_typed_error(
     mutations: list[tuple[str, int, int, bytes]],
 ) -> None:
     is_refused(lambda body: read("asample", body), mutated(VALID, mutations))
 
 
-def test_a_body_may_end_anywhere() -> None:
+def test_a_packed_body_truncated_anywhere_is_rejected() -> None:
     for length in range(1, len(VALID)):
         with pytest.raises(DecodeError):
             read("asample", VALID[:length])
 
 
-def test_every_single_bit_may_be_wrong() -> None:
+def test_every_single_bit_may_be_flipped() -> None:
     for bit in range(8 * len(VALID)):
         spoiled = bytearray(VALID)
         spoiled[bit // 8] ^= 1 << bit % 8
@@ -235,25 +235,25 @@ def test_every_single_bit_may_be_wrong() -> None:
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS.values(), ids=ENDPOINTS)
-def test_every_endpoint_takes_or_refuses_a_packed_body(endpoint: Endpoint) -> None:
+def test_every_endpoint_accepts_or_rejects_a_packed_body(endpoint: Endpoint) -> None:
     refused = is_refused(lambda body: read(endpoint.name, body), VALID)
 
     assert refused is (endpoint.name not in SAMPLE_ROUTES)
 
 
-def test_a_body_above_the_limit_is_refused_before_it_is_looked_at() -> None:
+def test_a_body_above_the_limit_is_rejected_before_it_is_parsed() -> None:
     with pytest.raises(BodyTooLargeError):
         read("asample", VALID, DecodeLimits(memory_bytes=len(VALID) - 1))
 
 
-def test_text_that_could_take_too_much_is_refused() -> None:
+def test_text_that_could_use_too_much_memory_is_rejected() -> None:
     body = a_body(prompt_of(*[[]] * 1000))
 
     with pytest.raises(BodyTooLargeError):
         read("asample", body, DecodeLimits(memory_bytes=2 * len(body)))
 
 
-def test_text_and_arrays_keep_to_the_limit_together() -> None:
+def test_text_and_arrays_share_one_limit() -> None:
     chunks: list[list[int]] = [[]] * 1000
     tokens = 50_000
     text = a_body(prompt_of(*chunks))
@@ -266,7 +266,7 @@ def test_text_and_arrays_keep_to_the_limit_together() -> None:
         read("asample", both, limits)
 
 
-def test_reading_takes_about_what_the_arrays_do() -> None:
+def test_decoding_uses_about_as_much_memory_as_the_arrays() -> None:
     tokens = 1_000_000
     body = a_body(prompt_of({"packed": tokens}), bytes(4 * tokens))
     limits = DecodeLimits(memory_bytes=2 * len(body))

@@ -50,7 +50,7 @@ def peak_bytes(act: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("kind", corpus.PROTO_BODIES)
-def test_every_message_comes_back(kind: str) -> None:
+def test_every_message_round_trips(kind: str) -> None:
     value = {
         "request": corpus.a_request(),
         "output": corpus.an_output(),
@@ -87,7 +87,7 @@ def test_the_protobuf_library_reads_the_same_fields(kind: str) -> None:
     )
 
 
-def test_the_direction_is_part_of_the_request() -> None:
+def test_forward_and_forward_backward_requests_stay_distinct() -> None:
     given = t.ForwardBackwardInput([], "ppo")
 
     for request in (ForwardRequest(given, "m"), ForwardBackwardRequest(given, "m")):
@@ -115,13 +115,13 @@ def test_sequences_are_read_with_the_ids_of_their_submission() -> None:
 
 
 @pytest.mark.parametrize("ids", [["a"], ["a", "b", "c"]])
-def test_more_or_fewer_ids_than_sequences_are_refused(ids: list[str]) -> None:
-    with pytest.raises(DecodeError, match=f"2 sequences came with {len(ids)} sequence ids"):
+def test_more_or_fewer_ids_than_sequences_are_rejected(ids: list[str]) -> None:
+    with pytest.raises(DecodeError, match=f"received 2 sequences with {len(ids)} sequence ids"):
         decode_sample_response(two_sequences(), sequence_ids=ids)
 
 
 @given(hnp.arrays(st.sampled_from(["float32", "int64"]), hnp.array_shapes(max_dims=3)))
-def test_every_bit_of_a_tensor_comes_back(array: Any) -> None:
+def test_every_bit_of_a_tensor_round_trips(array: Any) -> None:
     request = request_of(t.Datum(t.ModelInput.empty(), {"x": array}))
 
     again = decode_forward_backward_request(joined(encode_forward_backward_request(request)))
@@ -148,7 +148,7 @@ def test_the_config_of_an_old_client_is_read() -> None:
     assert request.forward_backward_input.loss_fn_config == {"a": 1.5}
 
 
-def test_outputs_of_unlike_shape_are_sent_in_records_of_their_own() -> None:
+def test_outputs_of_different_shapes_are_sent_in_separate_records() -> None:
     message = pb.ForwardBackwardOutput.FromString(corpus.PROTO_BODIES["output"])
 
     assert [record.num_datums for record in message.loss_fn_outputs] == [2, 1]
@@ -209,7 +209,7 @@ def test_a_shape_may_be_packed_or_not() -> None:
         [field(0x12, field(0x12, bytes(7))), number(0x18, 1), field(0x22, b"\1\1")],
     ],
 )
-def test_a_tensor_that_contradicts_itself_is_refused(contents: list[bytes]) -> None:
+def test_an_inconsistent_tensor_is_rejected(contents: list[bytes]) -> None:
     with pytest.raises(DecodeError):
         tensor_of(tensor_body(*contents))
 
@@ -227,7 +227,7 @@ def test_a_tensor_that_contradicts_itself_is_refused(contents: list[bytes]) -> N
         field(0x0A, b"\xff"),
     ],
 )
-def test_a_request_that_makes_no_sense_is_refused(body: bytes) -> None:
+def test_an_inconsistent_request_is_rejected(body: bytes) -> None:
     with pytest.raises(DecodeError):
         decode_forward_backward_request(body)
 
@@ -244,12 +244,12 @@ def test_a_request_that_makes_no_sense_is_refused(body: bytes) -> None:
         field(0x32, field(0x0A, number(0x18, 1))),
     ],
 )
-def test_a_response_that_makes_no_sense_is_refused(body: bytes) -> None:
+def test_an_inconsistent_response_is_rejected(body: bytes) -> None:
     with pytest.raises(DecodeError):
         decode_sample_response(body)
 
 
-def test_a_column_shorter_than_its_record_is_refused() -> None:
+def test_a_column_shorter_than_its_record_is_rejected() -> None:
     column = field(0x12, field(0x0A, b"x"), field(0x12, field(0x12, bytes(16)), number(0x18, 1)))
 
     assert len(decode_forward_backward_output(field(0x12, column)).loss_fn_outputs) == 1
@@ -258,14 +258,14 @@ def test_a_column_shorter_than_its_record_is_refused() -> None:
             decode_forward_backward_output(field(0x12, column, number(0x18, count)))
 
 
-def test_an_image_that_the_service_would_fetch_cannot_be_trained_on() -> None:
+def test_an_image_asset_pointer_cannot_be_trained_on() -> None:
     pointer = t.ImageAssetPointerChunk(format="png", location="s3://x")
 
-    with pytest.raises(ValidationError, match="send the image's bytes"):
+    with pytest.raises(ValidationError, match="use an ImageChunk"):
         encode_forward_backward_request(request_of(t.Datum(t.ModelInput([pointer]))))
 
 
-def test_outputs_that_protobuf_cannot_hold_are_refused() -> None:
+def test_outputs_that_protobuf_cannot_represent_are_rejected() -> None:
     sparse = t.TensorData(**corpus.SPARSE)
     dense = t.TensorData([1], "int64")
 
@@ -276,7 +276,7 @@ def test_outputs_that_protobuf_cannot_hold_are_refused() -> None:
 
 
 @pytest.mark.parametrize("seq_id", [1 << 31, -(1 << 31) - 1])
-def test_a_number_that_the_schema_cannot_hold_is_refused(seq_id: int) -> None:
+def test_a_number_that_the_schema_cannot_represent_is_rejected(seq_id: int) -> None:
     request = ForwardBackwardRequest(t.ForwardBackwardInput([], "ppo"), "m", seq_id)
 
     with pytest.raises(ValidationError, match="seq_id"):
@@ -286,7 +286,7 @@ def test_a_number_that_the_schema_cannot_hold_is_refused(seq_id: int) -> None:
 # What it takes, as S23 asks
 
 
-def test_arrays_go_to_the_body_without_a_copy() -> None:
+def test_arrays_are_encoded_without_a_copy() -> None:
     weights = np.random.default_rng(0).random(10_000, dtype="float32")
     targets = torch.arange(10_000)
     datum = t.Datum(
@@ -364,7 +364,7 @@ def test_decoded_arrays_are_views_of_the_body() -> None:
     assert np.shares_memory(tokens, whole)
 
 
-def test_decoding_outputs_takes_next_to_nothing_beside_the_body() -> None:
+def test_decoding_outputs_uses_almost_no_memory_besides_the_body() -> None:
     logprobs = t.TensorData.from_numpy(np.zeros(MILLION, dtype="float32"))
     output = t.ForwardBackwardOutput("ArrayRecord", [{"logprobs": logprobs}] * 4)
     body = joined(encode_forward_backward_output(output))
@@ -372,7 +372,7 @@ def test_decoding_outputs_takes_next_to_nothing_beside_the_body() -> None:
     assert peak_bytes(lambda: decode_forward_backward_output(body)) < 16 * 1024
 
 
-def test_the_body_of_a_value_may_be_writable_memory() -> None:
+def test_a_body_may_be_writable_memory() -> None:
     body = bytearray(corpus.PROTO_BODIES["response"])
 
     response = decode_sample_response(memoryview(body))
@@ -394,7 +394,7 @@ def a_topk_body() -> bytes:
     return joined(encode_sample_response(t.SampleResponse([sequence])))
 
 
-def test_large_arrays_of_a_response_share_a_writable_body_and_can_be_changed() -> None:
+def test_large_arrays_of_a_response_share_a_writable_body_and_are_writable() -> None:
     body = bytearray(a_topk_body())
 
     (sequence,) = decode_sample_response(memoryview(body)).sequences
@@ -410,7 +410,7 @@ def test_large_arrays_of_a_response_share_a_writable_body_and_can_be_changed() -
     assert sequence.topk_logprobs[0][0] == (7, 7.0)
 
 
-def test_small_arrays_of_a_response_do_not_keep_its_body() -> None:
+def test_small_arrays_of_a_response_do_not_keep_its_body_alive() -> None:
     body = bytearray(a_topk_body())
 
     (sequence,) = decode_sample_response(memoryview(body)).sequences
@@ -421,7 +421,7 @@ def test_small_arrays_of_a_response_do_not_keep_its_body() -> None:
         assert not np.shares_memory(array, np.frombuffer(body, dtype="uint8"))
 
 
-def test_arrays_of_a_body_that_cannot_be_written_to_are_copied_once() -> None:
+def test_arrays_of_a_read_only_body_are_copied_once() -> None:
     body = a_topk_body()
 
     (sequence,) = decode_sample_response(body).sequences
@@ -433,7 +433,7 @@ def test_arrays_of_a_body_that_cannot_be_written_to_are_copied_once() -> None:
     assert body == a_topk_body()
 
 
-def test_every_decoder_is_named_for_the_fuzzers() -> None:
+def test_every_decoder_is_registered_for_fuzzing() -> None:
     """A new decoder must be added to the corpus, or it is not fuzzed."""
     known = {**vars(proto_format), **vars(proto_samples)}
     decoders = {value for name, value in known.items() if name.startswith("decode_")}

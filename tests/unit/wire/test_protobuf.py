@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinsmith.errors import BodyTooLargeError, DecodeError, ValidationError
-from tinsmith.wire.limits import DecodeLimits
+from tinsmith.wire.decode_limits import DecodeLimits
 from tinsmith.wire.protobuf import (
     ITEM_BYTES,
     Parts,
@@ -45,7 +45,7 @@ def fields_of(body: bytes) -> list[tuple[int, int, int]]:
 
 
 @given(INT64)
-def test_a_varint_is_the_librarys(number: int) -> None:
+def test_varints_match_the_protobuf_library(number: int) -> None:
     write: Any = getattr(encoder, "_VarintBytes")  # noqa: B009 - private, and not in its stubs
     read: Any = getattr(decoder, "_DecodeVarint")  # noqa: B009
     official = write(number % (1 << 64))
@@ -55,7 +55,7 @@ def test_a_varint_is_the_librarys(number: int) -> None:
 
 
 @given(INT64)
-def test_a_number_comes_back(number: int) -> None:
+def test_numbers_round_trip(number: int) -> None:
     out: Parts = []
 
     size = put_int(out, 0x08, number)
@@ -66,12 +66,12 @@ def test_a_number_comes_back(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", [-(1 << 31) - 1, 1 << 31])
-def test_a_number_above_32_bits_is_refused_by_name(number: int) -> None:
+def test_the_error_names_a_field_above_32_bits(number: int) -> None:
     with pytest.raises(ValidationError, match="seq_id"):
         put_int32([], 0x08, number, "seq_id")
 
 
-def test_zero_is_left_out_unless_its_presence_says_something() -> None:
+def test_zero_is_omitted_unless_its_presence_matters() -> None:
     out: Parts = []
 
     assert put_int32(out, 0x08, 0, "x") == put_int(out, 0x08, 0) == 0
@@ -82,12 +82,12 @@ def test_zero_is_left_out_unless_its_presence_says_something() -> None:
     assert put_bytes(out, 0x0A, b"") == 2
 
 
-def test_text_that_no_encoding_holds_is_refused() -> None:
-    with pytest.raises(ValidationError, match="no text that can be sent"):
+def test_unencodable_text_is_rejected() -> None:
+    with pytest.raises(ValidationError, match="cannot be encoded as UTF-8"):
         put_text([], 0x0A, "a\ud800")
 
 
-def test_large_memory_is_not_copied() -> None:
+def test_large_buffers_are_not_copied() -> None:
     memory = memoryview(bytearray(10_000))
     pieces = [memoryview(bytearray(5_000)), memoryview(bytearray(6_000))]
     out: Parts = []
@@ -110,7 +110,7 @@ def test_small_parts_are_joined() -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 127, 128, 16_383, 16_384, 1 << 21])
-def test_a_nested_message_says_its_size(size: int) -> None:
+def test_a_nested_message_has_a_size_prefix(size: int) -> None:
     out: Parts = []
 
     def write(out: Parts, value: bytes) -> int:
@@ -138,7 +138,7 @@ def test_a_map_entry_is_a_message_of_key_and_value() -> None:
 
 
 @given(st.lists(st.integers(-(1 << 63), (1 << 63) - 1), max_size=20))
-def test_packed_numbers_come_back(numbers: list[int]) -> None:
+def test_packed_numbers_round_trip(numbers: list[int]) -> None:
     out: Parts = []
     put_packed_ints(out, 0x0A, numbers)
     body = b"".join(out)
@@ -148,7 +148,7 @@ def test_packed_numbers_come_back(numbers: list[int]) -> None:
     assert found == ([numbers] if numbers else [])
 
 
-def test_every_wire_type_is_read_or_passed_over() -> None:
+def test_every_wire_type_is_read_or_skipped() -> None:
     body = b"\x08\x96\x01" + b"\x11" + bytes(8) + b"\x1a\x02hi" + b"\x25" + bytes(4)
 
     assert fields_of(body) == [(0x08, 150, 0), (0x11, 4, 12), (0x1A, 14, 16), (0x25, 17, 21)]
@@ -180,19 +180,19 @@ def test_a_field_number_of_several_bytes_is_read() -> None:
         b"\xff" * 11,
     ],
 )
-def test_what_is_no_field_is_refused(body: bytes) -> None:
+def test_an_invalid_field_is_rejected(body: bytes) -> None:
     with pytest.raises(DecodeError):
         fields_of(body)
 
 
-def test_a_field_may_not_leave_its_message() -> None:
+def test_a_field_may_not_extend_past_its_message() -> None:
     body = b"\x0a\x03\x0a\x05abcdef"
 
-    with pytest.raises(DecodeError, match="runs past its message's end"):
+    with pytest.raises(DecodeError, match="exceeds its message"):
         list(reader_of(body).fields(2, 5))
 
 
-def test_memory_is_a_view_that_cannot_be_written_to() -> None:
+def test_decoded_memory_is_a_read_only_view() -> None:
     body = bytearray(b"hello")
     reader = Reader(memoryview(body), LIMITS)
 
@@ -203,23 +203,23 @@ def test_memory_is_a_view_that_cannot_be_written_to() -> None:
     assert view.obj is body
 
 
-def test_text_that_is_not_utf8_is_refused_with_its_place() -> None:
+def test_text_that_is_not_utf8_is_rejected_with_its_position() -> None:
     with pytest.raises(DecodeError, match="byte 2"):
         reader_of(b"ab\xffd").text(0, 4)
     assert reader_of("é😀".encode()).text(0, 6) == "é😀"
 
 
-def test_a_double_is_read_where_it_lies() -> None:
+def test_a_double_is_read_at_its_offset() -> None:
     assert reader_of(b"x" + struct.pack("<d", 1.5)).double(1) == 1.5
 
 
-def test_a_body_above_the_limit_is_refused() -> None:
+def test_a_body_above_the_limit_is_rejected() -> None:
     with pytest.raises(BodyTooLargeError, match="the limit is 10"):
         Reader(bytes(11), DecodeLimits(memory_bytes=10))
     assert len(Reader(bytes(10), DecodeLimits(memory_bytes=10)).body) == 10
 
 
-def test_what_is_made_of_a_body_is_counted() -> None:
+def test_decoded_items_and_bytes_count_against_the_limit() -> None:
     reader = reader_of(bytes(200))
 
     reader.take_items(90)
@@ -230,7 +230,7 @@ def test_what_is_made_of_a_body_is_counted() -> None:
         reader.text(0, 200)
 
 
-def test_signed_numbers_are_read_as_the_library_does() -> None:
+def test_signed_numbers_are_decoded_like_the_protobuf_library_does() -> None:
     assert signed((1 << 64) - 1) == -1
     assert signed((1 << 63) - 1) == (1 << 63) - 1
     assert signed32((1 << 64) - 1) == -1

@@ -38,7 +38,7 @@ def test_every_endpoint_is_found_by_its_path(name: str) -> None:
         ("PUT", "/ttl", "set_checkpoint_ttl"),
     ],
 )
-def test_suffix_is_no_part_of_a_checkpoint_id(method: str, suffix: str, name: str) -> None:
+def test_a_suffix_is_not_part_of_a_checkpoint_id(method: str, suffix: str, name: str) -> None:
     path = f"/api/v1/training_runs/s1:train:0/checkpoints/sampler_weights/c{suffix}"
 
     found = ROUTER.find(method, path)
@@ -64,11 +64,11 @@ def test_escaped_ids_are_read() -> None:
         ("GET", "/api/v1/training_runs//checkpoints"),
     ],
 )
-def test_other_paths_belong_to_nobody(method: str, path: str) -> None:
+def test_other_paths_match_no_endpoint(method: str, path: str) -> None:
     assert ROUTER.find(method, path) is None
 
 
-def test_methods_of_a_path_are_known() -> None:
+def test_the_methods_of_a_path_are_listed() -> None:
     publish = "/api/v1/training_runs/r/checkpoints/weights/c/publish"
     assert set(ROUTER.methods(publish)) == {"POST", "DELETE"}
     assert ROUTER.methods("/api/v1/nothing") == []

@@ -28,7 +28,7 @@ def a_sample(seq_id: int = 0) -> SampleRequest:
     )
 
 
-def test_a_command_is_read_back_from_the_body_it_came_as() -> None:
+def test_a_command_is_decoded_from_its_stored_body() -> None:
     step = OptimStepRequest(model_id="m", seq_id=3, optim_params=AdamParams(learning_rate=0.5))
     body = b"".join(json_format.encode_parts(step))
 
@@ -37,8 +37,8 @@ def test_a_command_is_read_back_from_the_body_it_came_as() -> None:
     assert read == step
 
 
-def test_a_payload_that_names_no_format_is_refused() -> None:
-    with pytest.raises(DecodeError, match="names no format"):
+def test_a_payload_without_a_format_is_rejected() -> None:
+    with pytest.raises(DecodeError, match="unknown format"):
         stored.read_stored("optim_step", b"")
 
 
@@ -55,7 +55,9 @@ def test_a_sample_has_one_fingerprint_however_its_body_was_written() -> None:
 
 
 @pytest.mark.parametrize("tokens", [[1, 2], list(range(10_000))], ids=["short", "long"])
-def test_a_sample_is_read_back_and_told_by_its_tokens(tokens: list[int]) -> None:
+def test_a_stored_sample_round_trips_and_its_fingerprint_covers_the_tokens(
+    tokens: list[int],
+) -> None:
     sample = a_sample().model_copy(update={"prompt": ModelInput.from_ints(tokens)})
     changed = sample.model_copy(update={"prompt": ModelInput.from_ints([*tokens[:-1], 7])})
 
@@ -65,7 +67,7 @@ def test_a_sample_is_read_back_and_told_by_its_tokens(tokens: list[int]) -> None
     assert stored.stored_sample(changed)[1] != told_by
 
 
-def test_a_kept_sample_that_was_cut_is_refused() -> None:
+def test_a_truncated_stored_sample_is_rejected() -> None:
     payload, _ = stored.stored_sample(a_sample())
 
     for length in range(len(payload)):
@@ -88,7 +90,7 @@ def test_a_retried_save_for_a_new_sampler_may_name_another_sampler() -> None:
     assert len(prints) == 1
 
 
-def test_a_result_is_given_in_the_format_that_is_asked_for_where_it_has_one() -> None:
+def test_a_result_is_returned_in_the_requested_format_if_available() -> None:
     answer = SampleResponse([SampledSequence(stop_reason="length", tokens=[5], logprobs=[-0.5])])
     kept = stored.stored_result("asample", answer)
 
@@ -101,7 +103,7 @@ def test_a_result_is_given_in_the_format_that_is_asked_for_where_it_has_one() ->
     assert stored.read_result("asample", kept) == answer
 
 
-def test_a_result_without_protobuf_is_json_whatever_is_asked_for() -> None:
+def test_a_result_without_protobuf_is_json_whatever_is_requested() -> None:
     kept = stored.stored_result("optim_step", OptimStepResponse(metrics={"norm": 1.0}))
 
     format, body = stored.result_body("optim_step", kept, Format.PROTOBUF)  # noqa: A001

@@ -1,1 +1,1 @@
-"""Losses of the user's own: taken here between two passes, composed of terms, or sent as data."""
+"""Custom losses: computed on the client between two passes, composed of terms, or uploaded."""

@@ -1,4 +1,4 @@
-"""A custom loss as a sum of named, weighted terms, each of which can be watched.
+"""A custom loss as a sum of named, weighted terms, each with metrics of its own.
 
     loss = compose_losses(
         LossTerm("policy", policy_loss),
@@ -6,11 +6,11 @@
     )
     training.forward_backward_custom(data, loss.at_step(step))
 
-The loss is Σ weight · value over the terms, in one graph: the gradient of each term flows into the
-model with the term's weight. A term whose value has lost its way back to the log-probabilities is
-an error, not a silent zero.
+The loss is Σ weight · value over the terms, in one autograd graph, so each term's gradient is
+scaled by its weight. A term whose value does not depend on the log-probabilities is an error, not a
+silent zero gradient.
 
-Knows nothing of clients: what `compose_losses` returns is a function like any other.
+Knows nothing of clients: `compose_losses` returns an ordinary loss function.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         [list[Datum], list[torch.Tensor]],
         torch.Tensor | tuple[torch.Tensor, Mapping[str, Any]],
     ]
-else:  # `help` and signatures look up all that annotations name
+else:  # `help` and `inspect.signature` resolve annotations
     TermFn: TypeAlias = Callable[..., Any]
 Weight: TypeAlias = float | Callable[[int], float]
 
@@ -40,11 +40,11 @@ class LossTerm(msgspec.Struct, frozen=True, weakref=True):
     """One term of a composed loss."""
 
     name: str
-    """Names its metrics: `<name>:sum` and others, see `ComposedLoss`."""
+    """The prefix of its metrics, which `ComposedLoss` lists."""
     fn: TermFn
-    """Takes what a custom loss takes; gives a scalar tensor, or that and metrics of its own."""
+    """Called like a custom loss; returns a scalar tensor, or a pair of that and metrics."""
     weight: Weight = 1.0
-    """A number, or a function that gives it for a step."""
+    """A number, or a function of the step that returns one."""
 
     def __post_init__(self) -> None:
         if not self.name or ":" in self.name:
@@ -52,7 +52,7 @@ class LossTerm(msgspec.Struct, frozen=True, weakref=True):
                 f"a loss term cannot be named {self.name!r}", remedy="use a name without colons"
             )
         if not callable(self.fn):
-            raise TypeError(f"term {self.name!r} needs a function, not {self.fn!r:.80}")
+            raise TypeError(f"term {self.name!r} must have a function, not {self.fn!r:.80}")
         if not callable(self.weight):
             _finite(self.weight, self.name)
 
@@ -60,13 +60,13 @@ class LossTerm(msgspec.Struct, frozen=True, weakref=True):
         """The term's weight at a step.
 
         Raises:
-            ValueError: It depends on the step, and none was given; or it is not a finite number.
+            ValueError: It depends on the step but none was given, or it is not a finite number.
         """
         if not callable(self.weight):
             return float(self.weight)
         if step is None:
             raise ValidationError(
-                f"the weight of term {self.name!r} depends on the step, which is not known",
+                f"the weight of term {self.name!r} depends on the step, but no step is set",
                 remedy="pass loss.at_step(step) instead of loss",
             )
         return _finite(self.weight(step), self.name)
@@ -75,9 +75,9 @@ class LossTerm(msgspec.Struct, frozen=True, weakref=True):
 class ComposedLoss(msgspec.Struct, frozen=True, weakref=True):
     """The sum of weighted terms, for `TrainingClient.forward_backward_custom`.
 
-    Its metrics, for each term: `<name>:sum` is the term's value before weighting,
-    `<name>/weighted:sum` its part of the loss, `<name>/weight:mean` the weight. What a term's
-    function reports itself is named `<name>/<metric>`.
+    The metrics of each term: `<name>:sum` is its unweighted value, `<name>/weighted:sum` its share
+    of the loss, and `<name>/weight:mean` its weight. Metrics that the term's function returns are
+    named `<name>/<metric>`.
     """
 
     terms: tuple[LossTerm, ...]
@@ -86,19 +86,19 @@ class ComposedLoss(msgspec.Struct, frozen=True, weakref=True):
     def __post_init__(self) -> None:
         names = [term.name for term in self.terms]
         if not names:
-            raise ValidationError("a composed loss needs at least one term")
+            raise ValidationError("a composed loss must have at least one term")
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValidationError(f"more than one term is named {', '.join(twice)}")
 
     def at_step(self, step: int) -> ComposedLoss:
-        """The same loss with the weights of a step. Calls under way keep theirs."""
+        """The same loss with the weights of this step. Running calls keep their weights."""
         return msgspec.structs.replace(self, step=step)
 
     def __call__(
         self, data: list[Datum], logprobs: list[torch.Tensor]
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """The loss and its metrics."""
+        """Compute the loss and its metrics."""
         weights = [term.weight_at(self.step) for term in self.terms]
         needs_gradient = any(tensor.requires_grad for tensor in logprobs)
         parts: list[torch.Tensor] = []
@@ -107,8 +107,8 @@ class ComposedLoss(msgspec.Struct, frozen=True, weakref=True):
             value, own = _value(term, data, logprobs)
             if needs_gradient and weight != 0 and not value.requires_grad:
                 raise ValidationError(
-                    f"term {term.name!r} gives no gradient: it does not depend on the logprobs",
-                    remedy="make it of the tensors passed in, without detach() or item()",
+                    f"term {term.name!r} has no gradient: it does not depend on the logprobs",
+                    remedy="compute it from the tensors passed in, without detach() or item()",
                 )
             parts.append(weight * value)
             metrics.update(_metrics(term.name, value.item(), weight, own))
@@ -116,14 +116,14 @@ class ComposedLoss(msgspec.Struct, frozen=True, weakref=True):
 
 
 def compose_losses(*terms: LossTerm, step: int | None = None) -> ComposedLoss:
-    """Make one loss of several.
+    """Combine several terms into one loss.
 
     Args:
-        terms: With different names; the loss is the sum of their weighted values.
-        step: For weights that depend on it; usually given later, with `at_step`.
+        terms: The terms, with distinct names; the loss is the sum of their weighted values.
+        step: The step for weights that depend on it; usually set later, with `at_step`.
 
     Raises:
-        ValueError: There are no terms, or two of one name.
+        ValueError: There are no terms, or two have the same name.
     """
     return ComposedLoss(terms, step)
 
@@ -137,9 +137,7 @@ def _value(
     value: Any
     value, own = returned if isinstance(returned, tuple) else (returned, {})
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
-        raise ValidationError(
-            f"term {term.name!r} must give one number as a tensor, not {value!r:.80}"
-        )
+        raise ValidationError(f"term {term.name!r} must return a scalar tensor, not {value!r:.80}")
     return value.reshape(()), own
 
 
@@ -159,7 +157,9 @@ def _finite(weight: Any, name: str) -> float:
     try:
         number = float(weight)
     except (TypeError, ValueError) as exc:
-        raise ValidationError(f"the weight of term {name!r} is {weight!r:.80}, no number") from exc
+        raise ValidationError(
+            f"the weight of term {name!r} is {weight!r:.80}, not a number"
+        ) from exc
     if not math.isfinite(number):
-        raise ValidationError(f"the weight of term {name!r} is {number}, not finite")
+        raise ValidationError(f"the weight of term {name!r} is {number}; it must be finite")
     return number

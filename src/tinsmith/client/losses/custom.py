@@ -1,14 +1,14 @@
-"""A loss of the user's own, taken on this machine between two passes over the model.
+"""A custom loss, computed on the client between two passes over the model.
 
-The first pass gives the log-probabilities lp of the targets. The user's function makes a loss C of
-them, and its gradient goes back in a second pass, as cross-entropy with the weights −dC/dlp:
-the gradient of Σ −w·lp with respect to lp is −w, so what the model learns is the gradient of C.
+The first pass returns the log-probabilities lp of the targets. The user's function computes a loss
+C from them. The second pass is a cross-entropy with the weights w = −dC/dlp: the gradient of
+Σ −w·lp with respect to lp is −w = dC/dlp, so the accumulated gradient is that of C.
 
-Both passes take their places in the model's line when the call is made. A call made later, such
-as the optimizer step, waits for the second although it cannot be sent yet. The user's function
-runs on a thread of its own: heartbeats, polls and the caller's event loop go on meanwhile.
+Both passes are queued when the call is made, so a later call such as the optimizer step waits for
+the second pass, even before that can be sent. The user's function runs on a thread of its own and
+does not block heartbeats, polls or the caller's event loop.
 
-Losses that were traced and perhaps uploaded are in `losses/graph.py`.
+`losses/graph.py` has traced and uploaded losses.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar,
 
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.losses.graph import LossHandle, check_inputs, check_session, evaluate
-from tinsmith.client.passes import checked_data, pass_bodies, run_pass
-from tinsmith.client.submission import Submitter
+from tinsmith.client.submission import Submitter, checked_data
 from tinsmith.client.waits import say
 from tinsmith.errors import DecodeError, ValidationError, shown
 from tinsmith.types.inputs import Datum
@@ -43,7 +42,7 @@ T = TypeVar("T")
 
 @runtime_checkable
 class GradientLoss(Protocol):
-    """A loss that knows its own gradient, for which torch is not needed."""
+    """A loss that computes its own gradient, without torch."""
 
     def gradients(
         self, data: list[Datum], logprobs: list[Any]
@@ -51,13 +50,13 @@ class GradientLoss(Protocol):
         """The loss, its gradient and metrics.
 
         Args:
-            data: As given to `forward_backward_custom`.
-            logprobs: For each datum a list of its targets' log-probabilities, nested as
-                `target_tokens` is.
+            data: The data passed to `forward_backward_custom`.
+            logprobs: For each datum, the log-probabilities of its targets, nested like
+                `target_tokens`.
 
         Returns:
-            The loss of the whole batch; for each datum dC/dlp, a list or array of the shape of its
-            log-probabilities; metrics by name.
+            The loss of the whole batch; dC/dlp for each datum, as a list or array with the shape of
+            its log-probabilities; metrics by name.
         """
         ...
 
@@ -65,13 +64,13 @@ class GradientLoss(Protocol):
 TensorLoss: TypeAlias = Callable[
     [list[Datum], "list[torch.Tensor]"], "tuple[torch.Tensor, Mapping[str, Any]]"
 ]
-"""Takes the data and each datum's log-probabilities; gives the batch's loss, and metrics."""
+"""Takes the data and each datum's log-probabilities; returns the batch's loss and metrics."""
 
 CustomLoss: TypeAlias = TensorLoss | GradientLoss | LossHandle
 
 
 class Evaluated(NamedTuple):
-    """What the user's function gave: the loss, and for each datum the weights to send back."""
+    """The result of the user's function: the loss, and each datum's weights for the second pass."""
 
     loss: float
     weights: list[Any]
@@ -85,7 +84,7 @@ def start_custom_pass(
     loss_type_input: str | None = None,
     timeout: float | None = None,
 ) -> APIFuture[ForwardBackwardOutput]:
-    """Begin what `TrainingClient.forward_backward_custom` promises; returns at once."""
+    """Start `TrainingClient.forward_backward_custom`; returns immediately."""
     if loss_type_input is not None:
         warnings.warn(
             "loss_type_input is deprecated: a custom loss always takes log-probabilities",
@@ -105,7 +104,7 @@ def start_custom_pass(
         _require_torch()
         if not callable(loss_fn) and not isinstance(loss_fn, LossHandle):
             raise TypeError(
-                "a custom loss is a function, a LossHandle or has gradients(); this is "
+                "a custom loss must be a function, a LossHandle or an object with gradients(), not "
                 f"{type(loss_fn).__name__}"
             )
     return _start_two_passes(submitter, data, loss_fn, timeout)
@@ -118,55 +117,53 @@ def _start_uploaded(
     loss_id: str,
     timeout: float | None,
 ) -> APIFuture[ForwardBackwardOutput]:
-    """The server has the loss: one pass does it all."""
-    bodies = pass_bodies(submitter, data, "custom", {"loss_id": loss_id})
-    place = submitter.line.take_place()
+    """Start a single pass that names a loss uploaded to the service."""
+    bodies = submitter.encode_pass(data, "custom", {"loss_id": loss_id})
+    ticket = submitter.queue.take_ticket()
 
     async def work() -> ForwardBackwardOutput:
         await check_session(handle, submitter.session)
-        return await run_pass(submitter, place, bodies, "ForwardBackward")
+        return await submitter.run_pass(ticket, bodies, "ForwardBackward")
 
-    what = f"forward_backward_custom of {submitter.model_id}"
-    return submitter.start(work(), [place], what, timeout)
+    return submitter.start(work(), [ticket], "forward_backward_custom", timeout)
 
 
 def _start_two_passes(
     submitter: Submitter, data: list[Datum], loss_fn: CustomLoss, timeout: float | None
 ) -> APIFuture[ForwardBackwardOutput]:
     bare = [_bare_datum(datum, index) for index, datum in enumerate(data)]
-    bodies = pass_bodies(submitter, bare, "cross_entropy", forward_only=True)
+    bodies = submitter.encode_pass(bare, "cross_entropy", forward_only=True)
     context = contextvars.copy_context()
-    places = submitter.line.take_places(2)
+    tickets = submitter.queue.take_tickets(2)
 
     def answer(outputs: list[Any]) -> tuple[Evaluated, list[Parts]]:
         found = context.run(evaluate_loss, loss_fn, data, outputs)
-        # Encoded here too: that may take as long as the loss itself.
-        return found, pass_bodies(submitter, _weighted(bare, found.weights), "cross_entropy")
+        # Encoded on this thread, too: encoding may take as long as the loss itself.
+        return found, submitter.encode_pass(_weighted(bare, found.weights), "cross_entropy")
 
     async def work() -> ForwardBackwardOutput:
         if isinstance(loss_fn, LossHandle):
             await check_session(loss_fn, submitter.session)
-        forward = await run_pass(submitter, places[0], bodies, "Forward")
+        forward = await submitter.run_pass(tickets[0], bodies, "Forward")
         with submitter.session.work.under_way():
-            say("the loss function runs here")
+            say("running the loss function in this process")
             found, backward = await _in_own_thread(lambda: answer(forward.loss_fn_outputs))
-        output = await run_pass(submitter, places[1], backward, "ForwardBackward")
+        output = await submitter.run_pass(tickets[1], backward, "ForwardBackward")
         return _with_loss(output, found)
 
-    what = f"forward_backward_custom of {submitter.model_id}"
-    return submitter.start(work(), places, what, timeout)
+    return submitter.start(work(), tickets, "forward_backward_custom", timeout)
 
 
-# What is sent
+# Requests
 
 
 def _bare_datum(datum: Datum, index: int) -> Datum:
-    """What the first pass needs of a datum, apart from arrays that the caller may still change."""
+    """A copy of what the first pass needs of a datum; the caller may still change their arrays."""
     targets = datum.loss_fn_inputs.get("target_tokens")
     if targets is None:
         raise ValidationError(
             f"datum {index} has no 'target_tokens' in its loss_fn_inputs",
-            remedy="a custom loss is made of their log-probabilities",
+            remedy="a custom loss is computed from their log-probabilities",
         )
     weights = datum.loss_fn_inputs.get("weights")
     inputs = {"target_tokens": targets, "weights": _first_weights(targets, weights)}
@@ -176,7 +173,7 @@ def _bare_datum(datum: Datum, index: int) -> Datum:
 
 
 def _first_weights(targets: TensorData, weights: TensorData | None) -> TensorData:
-    """Those of the caller, or none: the first pass is for its log-probabilities alone."""
+    """The caller's weights, else zeros: the first pass only computes log-probabilities."""
     if weights is not None:
         return weights
     if targets.is_sparse and targets.shape is not None:
@@ -215,16 +212,18 @@ def _with_loss(output: ForwardBackwardOutput, found: Evaluated) -> ForwardBackwa
 def evaluate_loss(
     loss_fn: CustomLoss, data: list[Datum], outputs: Sequence[Mapping[str, TensorData]]
 ) -> Evaluated:
-    """Call the user's loss once with what the first pass gave.
+    """Call the user's loss once with the results of the first pass.
 
     Raises:
-        ValueError: It gave no gradient for a datum, or something that is not a loss.
-        DecodeError: The service did not give each datum's log-probabilities.
+        ValueError: It has no gradient for a datum, or did not return a loss.
+        DecodeError: The service did not return log-probabilities for every datum.
     """
     logprobs = [output.get("logprobs") for output in outputs]
     given = [tensor for tensor in logprobs if tensor is not None]
     if len(given) != len(data) or len(logprobs) != len(data):
-        raise DecodeError(f"the service gave logprobs of {len(given)} datums for {len(data)}")
+        raise DecodeError(
+            f"the service returned logprobs of {len(given)} datums, expected {len(data)}"
+        )
     if isinstance(loss_fn, GradientLoss):
         return _by_the_user(loss_fn, data, given)
     return _by_autograd(loss_fn, data, given)
@@ -252,14 +251,14 @@ def _pair(returned: Any) -> tuple[torch.Tensor, Mapping[str, Any]]:
     import torch
 
     if not isinstance(returned, tuple | list) or len(returned) != 2:
-        raise ValidationError(f"a custom loss returns (loss, metrics), not {returned!r:.80}")
+        raise ValidationError(f"a custom loss must return (loss, metrics), not {returned!r:.80}")
     loss, metrics = returned
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        raise ValidationError(f"a custom loss returns one number as a tensor, not {loss!r:.80}")
+        raise ValidationError(f"a custom loss must return a scalar tensor, not {loss!r:.80}")
     if not loss.requires_grad:
         raise ValidationError(
             "the loss has no gradient: it does not depend on the logprobs of any datum",
-            remedy="make it of the tensors that are passed in, without detach() or item()",
+            remedy="compute it from the tensors passed in, without detach() or item()",
         )
     return loss, metrics
 
@@ -268,7 +267,9 @@ def _by_the_user(loss_fn: GradientLoss, data: list[Datum], logprobs: list[Tensor
     loss, gradients, metrics = loss_fn.gradients(data, [tensor.tolist() for tensor in logprobs])
     gradients = list(gradients)
     if len(gradients) != len(data):
-        raise ValidationError(f"the loss gave {len(gradients)} gradients for {len(data)} datums")
+        raise ValidationError(
+            f"the loss returned {len(gradients)} gradients for {len(data)} datums"
+        )
     missing = [index for index, gradient in enumerate(gradients) if gradient is None]
     if missing:
         raise _no_gradient(missing)
@@ -285,7 +286,7 @@ def _negated(gradient: Any, logprobs: TensorData, index: int) -> TensorData:
     shape, wanted = _shape(made), _shape(logprobs)
     if shape != wanted:
         raise ValidationError(
-            f"the gradient for datum {index} has the shape {shape}, its logprobs have {wanted}"
+            f"the gradient for datum {index} has shape {shape}, but its logprobs have {wanted}"
         )
     if made.is_sparse:
         made = TensorData(made.tolist(), "float32")
@@ -300,8 +301,8 @@ def _shape(tensor: TensorData) -> list[int]:
 
 def _no_gradient(missing: list[int]) -> ValidationError:
     return ValidationError(
-        f"the loss gave no gradient for datum {_named(missing)}",
-        remedy="let it depend on the logprobs of every datum, if only with the factor 0",
+        f"the loss has no gradient for datum {_named(missing)}",
+        remedy="make it depend on the logprobs of every datum, even if multiplied by 0",
     )
 
 
@@ -310,12 +311,12 @@ def _named(indices: list[int]) -> str:
 
 
 def _check_finite(are_finite: list[bool], loss: Any) -> None:
-    """Say here that a loss went wrong: a service can only say that the weights it got are."""
+    """Refuse NaN and infinity here: the service could only say that the weights are invalid."""
     if not all(are_finite):
         raise ValidationError(
             f"the gradient of the loss, which is {_number(loss):g}, is NaN or infinite for datum "
             + _named([index for index, is_finite in enumerate(are_finite) if not is_finite]),
-            remedy="look for quotients and logarithms of 0, and for log-probabilities of -inf",
+            remedy="check for divisions by 0, logarithms of 0 and log-probabilities of -inf",
         )
 
 
@@ -324,24 +325,25 @@ def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def _number(value: Any) -> float:
-    # A tensor with a gradient warns when it is made a float, and not when asked for its item.
+    # `float()` of a tensor with a gradient warns; `item()` does not.
     return float(value.item() if hasattr(value, "item") else value)
 
 
 def _require_torch() -> None:
-    # Looked for, not imported: that takes seconds, and the caller may be on an event loop.
+    # Importing torch takes seconds, and the caller may be on an event loop: only look for it.
     if importlib.util.find_spec("torch") is None:
         raise ImportError(
-            "a custom loss of tensors needs torch, which is not installed; install it with: "
-            "pip install torch, or pass an object whose gradients() gives the gradient itself"
+            "a custom loss function requires torch, which is not installed; "
+            "run `pip install torch`, "
+            "or pass an object whose gradients() method computes the gradient"
         )
 
 
-# Its thread
+# The thread of the user's function
 
 
 async def _in_own_thread(work: Callable[[], T]) -> T:
-    """Run user code on a new thread, so that a slow loss holds up no other."""
+    """Run user code on a new thread, so a slow loss delays no other."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[tuple[T | None, BaseException | None]] = loop.create_future()
 
@@ -353,16 +355,16 @@ async def _in_own_thread(work: Callable[[], T]) -> T:
         outcome: tuple[T | None, BaseException | None]
         try:
             outcome = work(), None
-        except BaseException as error:  # noqa: BLE001 - handed on whole, to the caller's future
+        except BaseException as error:  # noqa: BLE001 - passed to the caller's future
             outcome = None, error
         if not loop.is_closed():
             loop.call_soon_threadsafe(tell, *outcome)
 
-    # Not a daemon: torch aborts the process if its thread is ended in the middle of its work.
+    # Not a daemon: torch aborts the process if its thread is killed while it computes.
     threading.Thread(target=run, name="tinsmith-loss", daemon=False).start()
     value, error = await done
     if isinstance(error, Exception):
         raise error
-    if error is not None:  # SystemExit and its like would end the loop's thread
-        raise RuntimeError(f"the loss ended with {error!r}") from error
-    return value  # type: ignore[return-value]  # there was no error, so it is the work's own
+    if error is not None:  # SystemExit would end the event loop's thread
+        raise RuntimeError(f"the loss function raised {error!r}") from error
+    return value  # type: ignore[return-value]  # set if there was no error

@@ -1,10 +1,10 @@
-"""Losses as data: traced from a Python function, checked, and written as a list of operations.
+"""Losses as data: traced from a Python function, checked, and encoded as a list of operations.
 
-A traced loss is made once in a session, of the log-probabilities and inputs of one datum. Where
-the service runs such losses it is uploaded and a training pass names it; where not, the traced
-function runs here for each datum, under the same rules, so that a program does not notice.
+A loss is traced once per session, as a function of the log-probabilities and inputs of one datum.
+If the service runs uploaded losses, the loss is uploaded and training passes name it. Otherwise the
+traced function runs on the client for each datum, under the same rules; programs need not change.
 
-Knows nothing of training passes: `losses/custom.py` makes them.
+Knows nothing of training passes, which `losses/custom.py` runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tinsmith.client.session import Session
 from tinsmith.errors import ValidationError
 from tinsmith.types.futures import UntypedAPIFuture
 from tinsmith.types.inputs import Datum
-from tinsmith.types.loss_operations import INPUT_NAME, LOGPROBS, METRIC_NAME, MOST_INPUTS
+from tinsmith.types.loss_operations import INPUT_NAME, LOGPROBS, MAX_INPUTS, METRIC_NAME
 from tinsmith.types.requests import CreateCustomLossRequest
 from tinsmith.types.training import (
     CreateCustomLossResponse,
@@ -48,35 +48,35 @@ class PerDatumLossFn(Protocol):
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Mapping[str, Any]]:
-        """The datum's loss and metrics."""
+        """Compute the datum's loss and metrics."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class LossHandle:
-    """A loss that was made with `ServiceClient.create_custom_loss`, for clients of its session."""
+    """A loss from `ServiceClient.create_custom_loss`, usable by the clients of its session."""
 
     name: str
     inputs: tuple[CustomLossInput, ...]
-    """Its parameters in order; the first is `logprobs`."""
+    """The parameters in order; the first is `logprobs`."""
     session_id: str
     graph: torch.fx.GraphModule = dataclasses.field(repr=False, compare=False)
     loss_id: str | None = None
-    """Its name at the service, if the service runs it."""
+    """The service's id of the loss; None if it runs on the client."""
 
     @property
     def key(self) -> str:
-        """The same for losses that compute the same from the same inputs."""
+        """A key that is equal for losses with the same operations and inputs."""
         return _key(self.graph, self.inputs)
 
     @property
     def input_names(self) -> tuple[str, ...]:
-        """What it takes of a datum's `loss_fn_inputs`, in order; `logprobs` comes before them."""
+        """The names of its inputs in a datum's `loss_fn_inputs`, in order, without `logprobs`."""
         return tuple(one.name for one in self.inputs[1:])
 
 
 class TracedLoss(msgspec.Struct, frozen=True):
-    """A checked loss that belongs to no session yet."""
+    """A checked loss that does not belong to a session yet."""
 
     name: str
     inputs: tuple[CustomLossInput, ...]
@@ -85,16 +85,16 @@ class TracedLoss(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        """As `LossHandle.key`."""
+        """A key that is equal for losses with the same operations and inputs."""
         return _key(self.module, self.inputs)
 
 
 def trace(fn: PerDatumLossFn, input_ranks: Mapping[str, int]) -> TracedLoss:
-    """Trace a loss and check that it can be sent.
+    """Trace a loss and check that it can be uploaded.
 
     Raises:
-        ValueError: It breaks a rule of uploaded losses; the message says which.
-        ImportError: There is no torch.
+        ValueError: It breaks a rule for uploaded losses; the message says which.
+        ImportError: torch is not installed.
     """
     name = getattr(fn, "__name__", type(fn).__name__)
     inputs = _inputs(fn, name, input_ranks)
@@ -104,7 +104,7 @@ def trace(fn: PerDatumLossFn, input_ranks: Mapping[str, int]) -> TracedLoss:
 
 
 async def make_handle(session: Session, traced: TracedLoss, known: TracedLosses) -> LossHandle:
-    """Give a loss to a session, and to its service if that takes losses."""
+    """Add a loss to a session, and upload it if the service runs uploaded losses."""
     try:
         session_id = await session.session_id()
         loss_id = None
@@ -134,31 +134,31 @@ async def _upload(session: Session, session_id: str, traced: TracedLoss) -> str:
 
 
 async def check_session(handle: LossHandle, session: Session) -> None:
-    """Refuse a loss of another session."""
+    """Refuse a loss that was created in another session."""
     session_id = await session.session_id()
     if handle.session_id != session_id:
         raise ValidationError(
-            f"loss {handle.name!r} belongs to session {handle.session_id}, this client to "
+            f"loss {handle.name!r} belongs to session {handle.session_id}, but this client to "
             f"{session_id}",
-            remedy="make it with the ServiceClient that made the training client",
+            remedy="create it with the ServiceClient that created the training client",
         )
 
 
 def check_inputs(handle: LossHandle, data: Sequence[Datum]) -> None:
-    """Check that each datum has each input of a loss, at its rank.
+    """Check that every datum has every input of a loss, with the right rank.
 
     Raises:
-        ValueError: One does not.
+        ValueError: An input is missing or has another rank.
     """
     for index, datum in enumerate(data):
         for given in handle.inputs:
-            # The model makes a log-probability for each target, in the targets' shape.
+            # The model returns one log-probability per target, in the targets' shape.
             key = "target_tokens" if given.name == LOGPROBS else given.name
             tensor = datum.loss_fn_inputs.get(key)
             if tensor is None:
                 raise ValidationError(
                     f"datum {index} has no {key!r} in its loss_fn_inputs, "
-                    f"which loss {handle.name!r} reads"
+                    f"which loss {handle.name!r} requires"
                 )
             rank = 1 if tensor.shape is None else len(tensor.shape)
             if rank != given.rank:
@@ -171,7 +171,7 @@ def check_inputs(handle: LossHandle, data: Sequence[Datum]) -> None:
 def evaluate(
     handle: LossHandle, data: Sequence[Datum], logprobs: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """Run a loss here, datum by datum: losses are added up, metrics by their names' endings."""
+    """Run a loss on the client, datum by datum; sums losses, reduces metrics by name suffix."""
     import torch
 
     total = torch.zeros(())
@@ -193,7 +193,7 @@ def _scalar(value: Any, what: str, index: int) -> torch.Tensor:
     import torch
 
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
-        raise ValidationError(f"{what} must be one number as a tensor; of datum {index} it is not")
+        raise ValidationError(f"{what} must be a scalar tensor; it is not for datum {index}")
     return value
 
 
@@ -215,8 +215,8 @@ def _inputs(fn: PerDatumLossFn, name: str, ranks: Mapping[str, int]) -> tuple[Cu
     parameters = list(inspect.signature(fn).parameters.values())
     if not parameters or parameters[0].name != LOGPROBS:
         raise _refused(name, "must take logprobs as its first parameter")
-    if len(parameters) > MOST_INPUTS:
-        raise _refused(name, f"has {len(parameters)} parameters; {MOST_INPUTS} are allowed")
+    if len(parameters) > MAX_INPUTS:
+        raise _refused(name, f"has {len(parameters)} parameters; the maximum is {MAX_INPUTS}")
     for parameter in parameters:
         _check_parameter(parameter, name)
     names = [parameter.name for parameter in parameters]
@@ -224,29 +224,31 @@ def _inputs(fn: PerDatumLossFn, name: str, ranks: Mapping[str, int]) -> tuple[Cu
         raise _refused(
             name,
             f"takes {', '.join(names)}; input_ranks has {', '.join(map(str, ranks)) or 'nothing'}",
-            "give a rank for each parameter and for nothing else",
+            "pass one rank for each parameter, and no others",
         )
     return tuple(CustomLossInput(name=each, rank=_rank(each, ranks[each], name)) for each in names)
 
 
 def _check_parameter(parameter: inspect.Parameter, name: str) -> None:
     if parameter.kind not in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-        raise _refused(name, f"has {parameter}, which is no plain positional parameter")
+        raise _refused(name, f"has {parameter}, which is not a plain positional parameter")
     if parameter.default is not parameter.empty:
-        raise _refused(name, f"gives {parameter.name} a default; every datum must have it instead")
+        raise _refused(
+            name, f"has a default for {parameter.name}; every datum must provide it instead"
+        )
     if not INPUT_NAME.fullmatch(parameter.name):
         raise _refused(
             name,
-            f"has a parameter {parameter.name!r}",
-            "names have at most 64 lower-case letters, digits and underscores",
+            f"has a parameter with the invalid name {parameter.name!r}",
+            "use at most 64 lower-case letters, digits and underscores",
         )
 
 
 def _rank(parameter: str, rank: Any, name: str) -> CustomLossInputRank:
     allowed = (1, 2) if parameter == LOGPROBS else (0, 1, 2)
     if rank not in allowed:
-        raise _refused(name, f"has rank {rank!r} for {parameter}; it is one of {allowed}")
-    found: CustomLossInputRank = int(rank)  # type: ignore[assignment]  # one of those allowed
+        raise _refused(name, f"has rank {rank!r} for {parameter}; expected one of {allowed}")
+    found: CustomLossInputRank = int(rank)  # type: ignore[assignment]  # checked above
     return found
 
 
@@ -256,7 +258,7 @@ def _traced(fn: PerDatumLossFn, name: str) -> torch.fx.GraphModule:
     except ImportError as exc:
         raise ImportError(
             "create_custom_loss traces the loss with torch, which is not installed; "
-            "install it with: pip install torch"
+            "run `pip install torch`"
         ) from exc
     try:
         return torch.fx.symbolic_trace(fn)
@@ -272,8 +274,8 @@ def _checked_node(node: torch.fx.Node, name: str) -> CustomLossNode:
     if node.op == "get_attr":
         raise _refused(
             name,
-            f"holds a tensor of its own ({node.target})",
-            "pass it as one of loss_fn_inputs",
+            f"captures a tensor ({node.target})",
+            "pass it in loss_fn_inputs",
         )
     if node.op == "call_module":
         raise _refused(name, f"calls a module ({node.target})", "use torch.nn.functional")
@@ -292,9 +294,15 @@ def _checked_node(node: torch.fx.Node, name: str) -> CustomLossNode:
 
 def _check_method(method: str, name: str) -> None:
     if method == "backward":
-        raise _refused(name, "calls backward()", "return the loss; the pass backward follows")
+        raise _refused(
+            name, "calls backward()", "return the loss; the service runs the backward pass"
+        )
     if method in _LEAVES_TORCH:
-        raise _refused(name, f"calls {method}(), which leaves torch", "keep values as tensors")
+        raise _refused(
+            name,
+            f"calls {method}(), which converts a tensor to a Python value",
+            "keep values as tensors",
+        )
 
 
 def _check_returned(returned: Any, name: str) -> None:
@@ -311,11 +319,11 @@ def _check_returned(returned: Any, name: str) -> None:
         if not isinstance(metric, str) or not METRIC_NAME.fullmatch(metric):
             raise _refused(
                 name,
-                f"has a metric {metric!r}",
+                f"has a metric with the invalid name {metric!r}",
                 "name it custom/<name>:sum or custom/<name>:mean, in lower case",
             )
         if not isinstance(value, torch.fx.Node):
-            raise _refused(name, f"gives metric {metric!r} as {value!r:.80}, not as a tensor")
+            raise _refused(name, f"returns metric {metric!r} as {value!r:.80}, not as a tensor")
 
 
 # Encoding
@@ -330,17 +338,15 @@ def _target(node: torch.fx.Node, name: str) -> str:
     from torch.fx.node import _get_qualified_name
 
     target = _get_qualified_name(node.target)  # type: ignore[arg-type]  # a function
-    if target.startswith("_operator."):  # where operator's functions are at home
+    if target.startswith("_operator."):  # the C module behind `operator`
         target = target.removeprefix("_")
     if target.partition(".")[0] not in _LIBRARIES:
-        raise _refused(
-            name, f"calls {target}", "only functions of torch, math and operator are run"
-        )
+        raise _refused(name, f"calls {target}", "use only functions of torch, math and operator")
     return target
 
 
 def _encoded(argument: Any, name: str) -> Any:
-    """An argument as JSON: scalars and lists as they are, all else as an object with one key."""
+    """An argument as JSON: scalars and lists unchanged, other values as an object with one key."""
     import torch.fx
 
     if isinstance(argument, torch.fx.Node):

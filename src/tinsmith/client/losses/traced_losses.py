@@ -1,4 +1,4 @@
-"""Which losses a session has: what a `ServiceClient` knows of them before the first is traced."""
+"""The losses of a session; importable without torch."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from tinsmith.errors import ValidationError
 
 
 class TracedLosses:
-    """The losses of one session: each may be made once."""
+    """The losses of one session; each may be created once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._keys: set[str] = set()
 
     def add(self, key: str, name: str) -> None:
-        """Take note of a loss.
+        """Record a loss.
 
         Raises:
-            ValueError: The session has it already.
+            ValueError: The session already has this loss.
         """
         with self._lock:
             if key in self._keys:
                 raise ValidationError(
-                    f"custom loss {name!r} was already made in this session",
-                    remedy="keep and use its handle",
+                    f"custom loss {name!r} already exists in this session",
+                    remedy="reuse the handle that was returned for it",
                 )
             self._keys.add(key)
 
     def forget(self, key: str) -> None:
-        """Let a loss be made again, after it could not be."""
+        """Remove a loss whose creation failed, so that it can be created again."""
         with self._lock:
             self._keys.discard(key)

@@ -1,1 +1,1 @@
-"""Runs, checkpoints and sessions: what `RestClient` and `AdminClient` are made of."""
+"""Runs, checkpoints and sessions: the components of `RestClient` and `AdminClient`."""

@@ -1,32 +1,113 @@
-"""Checkpoints: listed, deleted, published, kept, copied and fetched."""
+"""List, search, upload, delete, publish, expire, copy and download checkpoints.
+
+Many are deleted a few at a time, with a report of the outcome of each.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import datetime
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
+
+import msgspec
 
 from tinsmith.client.background import background
 from tinsmith.client.futures import APIFuture
-from tinsmith.client.management.archives import archive_url
-from tinsmith.client.management.base import ManagementClient
-from tinsmith.client.management.bulk_delete import CheckpointFilter, DeletionReport, delete_all
-from tinsmith.client.management.pages import PAGE_SIZE, Pages
-from tinsmith.errors import ValidationError
+from tinsmith.client.management.base import (
+    PAGE_SIZE,
+    ManagementClient,
+    Pages,
+    warn_experimental,
+)
+from tinsmith.client.management.redirects import archive_url
+from tinsmith.errors import NotFoundError, TinkerError, ValidationError
 from tinsmith.types import requests as r
 from tinsmith.types.checkpoints import (
     Checkpoint,
     CheckpointArchiveUrlResponse,
+    CheckpointSearchResponse,
     CheckpointsListResponse,
     CheckpointType,
     CopyWeightsResponse,
+    ExternalWeightsUploadFinishResponse,
+    ExternalWeightsUploadStartResponse,
     ExternalWeightsUrlsResponse,
     ParsedCheckpointTinkerPath,
 )
 from tinsmith.types.runs import WeightsInfoResponse
+from tinsmith.types.training import LoraConfig
+
+AT_ONCE = 16
+
+
+class FailedDeletion(msgspec.Struct, frozen=True):
+    """A checkpoint that could not be deleted, and the error."""
+
+    checkpoint: Checkpoint
+    error: TinkerError
+
+
+class DeletionReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of `RestClient.delete_checkpoints`."""
+
+    deleted: list[Checkpoint]
+    """The deleted checkpoints; in a dry run, those that would be deleted."""
+    failed: list[FailedDeletion]
+    is_dry_run: bool = False
+
+
+class CheckpointFilter(msgspec.Struct, frozen=True, kw_only=True):
+    """Selects checkpoints. A time without an offset is taken as UTC."""
+
+    checkpoint_type: CheckpointType | None = None
+    before: datetime.datetime | None = None
+    after: datetime.datetime | None = None
+
+    def fits(self, checkpoint: Checkpoint) -> bool:
+        """Whether a checkpoint has the type and was saved between the two times."""
+        saved_at = _in_utc(checkpoint.time)
+        return (
+            self.checkpoint_type in (None, checkpoint.checkpoint_type)
+            and (self.before is None or saved_at < _in_utc(self.before))
+            and (self.after is None or saved_at > _in_utc(self.after))
+        )
+
+
+def _in_utc(time: datetime.datetime) -> datetime.datetime:
+    return time if time.tzinfo is not None else time.replace(tzinfo=datetime.UTC)
+
+
+async def delete_all(
+    checkpoints: Iterable[Checkpoint], delete: Callable[[Checkpoint], Awaitable[object]]
+) -> DeletionReport:
+    """Delete checkpoints, a few at a time; a failure does not stop the others."""
+    found = list(checkpoints)
+    waiting = iter(found)
+    errors: dict[str, TinkerError] = {}
+
+    async def work() -> None:
+        for checkpoint in waiting:
+            try:
+                await delete(checkpoint)
+            except NotFoundError:
+                continue  # deleted, perhaps by an attempt whose reply was lost
+            except TinkerError as error:
+                errors[checkpoint.tinker_path] = error
+
+    await asyncio.gather(*(work() for _ in range(min(AT_ONCE, len(found)))))
+    return DeletionReport(
+        deleted=[one for one in found if one.tinker_path not in errors],
+        failed=[
+            FailedDeletion(one, errors[one.tinker_path])
+            for one in found
+            if one.tinker_path in errors
+        ],
+    )
 
 
 class CheckpointCalls(ManagementClient):
-    """The part of `RestClient` that is about checkpoints."""
+    """The methods of `RestClient` for checkpoints."""
 
     def list_checkpoints(
         self, training_run_id: str, *, timeout: float | None = None
@@ -44,7 +125,7 @@ class CheckpointCalls(ManagementClient):
     def list_user_checkpoints(
         self, limit: int = 100, offset: int = 0, *, timeout: float | None = None
     ) -> APIFuture[CheckpointsListResponse]:
-        """A page of the caller's checkpoints, newest first; `iter_checkpoints` gives them all."""
+        """A page of the caller's checkpoints, newest first; `iter_checkpoints` lists them all."""
         request = r.ListUserCheckpointsRequest(limit=limit, offset=offset)
         return self._start("list_user_checkpoints", request, timeout)
 
@@ -57,11 +138,11 @@ class CheckpointCalls(ManagementClient):
     def iter_checkpoints(
         self, page_size: int = PAGE_SIZE, *, timeout: float | None = None
     ) -> Pages[Checkpoint]:
-        """All of the caller's checkpoints, fetched as they are taken.
+        """Iterate over all of the caller's checkpoints; pages are fetched as needed.
 
         Args:
-            page_size: How many to fetch at a time, at most 1,000.
-            timeout: Seconds after which the fetching of a page is given up.
+            page_size: Checkpoints per request, at most 1,000.
+            timeout: Seconds to wait for each page.
         """
         return Pages(
             lambda limit, offset: self.list_user_checkpoints(limit, offset, timeout=timeout),
@@ -69,12 +150,111 @@ class CheckpointCalls(ManagementClient):
             page_size,
         )
 
+    def search_checkpoints(
+        self, request: r.CheckpointSearchRequest, *, timeout: float | None = None
+    ) -> APIFuture[CheckpointSearchResponse]:
+        """A page of matching checkpoints, newest first. Experimental: it may change.
+
+        For the next page, pass this page's `next_cursor` as the request's `cursor`.
+        """
+        warn_experimental("search_checkpoints")
+        return self._start("search_checkpoints", request, timeout)
+
+    async def search_checkpoints_async(
+        self, request: r.CheckpointSearchRequest, *, timeout: float | None = None
+    ) -> CheckpointSearchResponse:
+        """As `search_checkpoints`."""
+        warn_experimental("search_checkpoints")
+        found: CheckpointSearchResponse = await self._start("search_checkpoints", request, timeout)
+        return found
+
+    # Uploading
+
+    def external_weights_upload_start(
+        self,
+        base_model: str,
+        lora_config: LoraConfig,
+        destination_project_id: str | None = None,
+        *,
+        user_metadata: dict[str, str] | None = None,
+        timeout: float | None = None,
+    ) -> APIFuture[ExternalWeightsUploadStartResponse]:
+        """Start the upload of an adapter that was trained elsewhere. Experimental: it may change.
+
+        Send each file with an HTTP `PUT` to its URL, then call `external_weights_upload_finish`. A
+        `PUT` that failed can be repeated until the URLs expire.
+
+        Args:
+            base_model: The service's name of the base model.
+            lora_config: The rank, and which layers the adapter has.
+            destination_project_id: The project of the checkpoint.
+            user_metadata: Stored with the checkpoint; only tinsmith services take it.
+            timeout: Seconds to wait for the call.
+        """
+        warn_experimental("external_weights_upload_start")
+        return self._start_upload(
+            base_model, lora_config, destination_project_id, user_metadata, timeout
+        )
+
+    async def external_weights_upload_start_async(
+        self,
+        base_model: str,
+        lora_config: LoraConfig,
+        destination_project_id: str | None = None,
+        *,
+        user_metadata: dict[str, str] | None = None,
+        timeout: float | None = None,
+    ) -> ExternalWeightsUploadStartResponse:
+        """As `external_weights_upload_start`."""
+        warn_experimental("external_weights_upload_start")
+        return await self._start_upload(
+            base_model, lora_config, destination_project_id, user_metadata, timeout
+        )
+
+    def _start_upload(
+        self,
+        base_model: str,
+        lora_config: LoraConfig,
+        project_id: str | None,
+        user_metadata: dict[str, str] | None,
+        timeout: float | None,
+    ) -> APIFuture[ExternalWeightsUploadStartResponse]:
+        request = r.ExternalWeightsUploadStartRequest(
+            base_model=base_model,
+            lora_config=lora_config,
+            destination_project_id=project_id,
+            user_metadata=user_metadata,
+        )
+        return self._start("external_weights_upload_start", request, timeout)
+
+    def external_weights_upload_finish(
+        self, upload_id: str, *, timeout: float | None = None
+    ) -> APIFuture[ExternalWeightsUploadFinishResponse]:
+        """Make a checkpoint of the uploaded files. Experimental: it may change.
+
+        The service checks them first. Repeated, it returns the same checkpoint.
+        """
+        warn_experimental("external_weights_upload_finish")
+        request = r.ExternalWeightsUploadFinishRequest(upload_id=upload_id)
+        return self._start("external_weights_upload_finish", request, timeout)
+
+    async def external_weights_upload_finish_async(
+        self, upload_id: str, *, timeout: float | None = None
+    ) -> ExternalWeightsUploadFinishResponse:
+        """As `external_weights_upload_finish`."""
+        warn_experimental("external_weights_upload_finish")
+        request = r.ExternalWeightsUploadFinishRequest(upload_id=upload_id)
+        done: ExternalWeightsUploadFinishResponse = await self._start(
+            "external_weights_upload_finish", request, timeout
+        )
+        return done
+
     # Deleting
 
     def delete_checkpoint(
         self, training_run_id: str, checkpoint_id: str, *, timeout: float | None = None
     ) -> APIFuture[None]:
-        """Delete a checkpoint; `checkpoint_id` as in listings, with its kind."""
+        """Delete a checkpoint; `checkpoint_id` is as in listings, including its kind."""
         request = r.CheckpointRequest(training_run_id=training_run_id, checkpoint_id=checkpoint_id)
         return self._start("delete_checkpoint", request, timeout)
 
@@ -87,7 +267,7 @@ class CheckpointCalls(ManagementClient):
     def delete_checkpoint_from_tinker_path(
         self, tinker_path: str, *, timeout: float | None = None
     ) -> APIFuture[None]:
-        """Delete the checkpoint at a path."""
+        """Delete the checkpoint with this path."""
         return self._start_named(
             "delete_checkpoint", tinker_path, timeout, "delete_checkpoint_from_tinker_path"
         )
@@ -108,26 +288,26 @@ class CheckpointCalls(ManagementClient):
         *,
         timeout: float | None = None,
     ) -> APIFuture[DeletionReport]:
-        """Delete all checkpoints of a run, of a type, or of a time, and say how each went.
+        """Delete the checkpoints that match all given filters, and report the outcome of each.
 
-        A checkpoint that cannot be deleted does not keep the others, and is told with its error.
+        A checkpoint that cannot be deleted does not stop the others; the report has its error.
         A time without an offset is taken as UTC.
 
         Args:
-            training_run_id: Of this run alone; of all of the caller's runs if None.
-            checkpoint_type: Of this type alone.
-            before: Saved before this time.
-            after: Saved after this time.
-            dry_run: Find them, and delete nothing.
-            timeout: Seconds after which the call is given up. What is deleted stays so.
+            training_run_id: Only those of this run; None means all of the caller's runs.
+            checkpoint_type: Only those of this type.
+            before: Only those saved before this time.
+            after: Only those saved after this time.
+            dry_run: Report the matching checkpoints without deleting them.
+            timeout: Seconds to wait for the whole call. Deletions made by then stay.
 
         Raises:
-            ValueError: Nothing was said of which, and so everything would go.
+            ValueError: No filter was given, which would delete everything.
         """
         if all(given is None for given in (training_run_id, checkpoint_type, before, after)):
             raise ValidationError(
                 "this would delete every checkpoint",
-                remedy="name a run, a type or a time; after=datetime.min takes them all",
+                remedy="select them by run, type or time; after=datetime.min selects all",
             )
         which = CheckpointFilter(checkpoint_type=checkpoint_type, before=before, after=after)
         work = self._delete_all(training_run_id, which, dry_run)
@@ -151,7 +331,7 @@ class CheckpointCalls(ManagementClient):
     async def _delete_all(
         self, training_run_id: str | None, which: CheckpointFilter, dry_run: bool
     ) -> DeletionReport:
-        # The whole listing first: a page's offset would shift under deletions.
+        # List everything first: deletions would shift the offsets of later pages.
         if training_run_id is None:
             listed = [checkpoint async for checkpoint in self.iter_checkpoints()]
         else:
@@ -163,12 +343,12 @@ class CheckpointCalls(ManagementClient):
             found, lambda one: self._call("delete_checkpoint", _named(one.tinker_path))
         )
 
-    # Who may see it, and for how long
+    # Access and expiry
 
     def publish_checkpoint_from_tinker_path(
         self, tinker_path: str, *, timeout: float | None = None
     ) -> APIFuture[None]:
-        """Let everybody read a checkpoint."""
+        """Make a checkpoint readable by everyone."""
         return self._start_named(
             "publish_checkpoint", tinker_path, timeout, "publish_checkpoint_from_tinker_path"
         )
@@ -182,7 +362,7 @@ class CheckpointCalls(ManagementClient):
     def unpublish_checkpoint_from_tinker_path(
         self, tinker_path: str, *, timeout: float | None = None
     ) -> APIFuture[None]:
-        """Let nobody else read a checkpoint any more."""
+        """Make a published checkpoint private again."""
         return self._start_named(
             "unpublish_checkpoint", tinker_path, timeout, "unpublish_checkpoint_from_tinker_path"
         )
@@ -196,7 +376,7 @@ class CheckpointCalls(ManagementClient):
     def set_checkpoint_ttl_from_tinker_path(
         self, tinker_path: str, ttl_seconds: int | None, *, timeout: float | None = None
     ) -> APIFuture[None]:
-        """Say when a checkpoint expires, from now; None means never."""
+        """Set the time until a checkpoint expires, in seconds from now; None means never."""
         named = _named(tinker_path)
         request = r.SetCheckpointTtlRequest(
             training_run_id=named.training_run_id,
@@ -213,12 +393,12 @@ class CheckpointCalls(ManagementClient):
         """As `set_checkpoint_ttl_from_tinker_path`."""
         await self.set_checkpoint_ttl_from_tinker_path(tinker_path, ttl_seconds, timeout=timeout)
 
-    # What it holds
+    # Contents
 
     def get_weights_info_by_tinker_path(
         self, tinker_path: str, *, timeout: float | None = None
     ) -> APIFuture[WeightsInfoResponse]:
-        """What a checkpoint was trained from; also of published ones of others."""
+        """The base model and LoRA settings of a checkpoint, one's own or a published one."""
         request = r.WeightsInfoRequest(tinker_path=tinker_path)
         return self._start("get_weights_info_by_tinker_path", request, timeout)
 
@@ -231,16 +411,16 @@ class CheckpointCalls(ManagementClient):
     def get_external_weights_urls(
         self, tinker_path: str, *, timeout: float | None = None
     ) -> APIFuture[ExternalWeightsUrlsResponse]:
-        """Where the files of exported weights can be fetched from.
+        """The download URLs of the files of exported weights.
 
         Raises:
-            ValueError: The path is not one of exported weights.
+            ValueError: The path is not that of exported weights.
         """
         parsed = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
         if parsed.checkpoint_type != "external":
             raise ValidationError(
-                f"{tinker_path} holds no external weights",
-                remedy="save some with TrainingClient.save_weights_external",
+                f"{tinker_path} is not a path of external weights",
+                remedy="save them with TrainingClient.save_weights_external",
             )
         return self._start_named(
             "get_external_weights_urls", tinker_path, timeout, "get_external_weights_urls"
@@ -255,10 +435,10 @@ class CheckpointCalls(ManagementClient):
     def get_checkpoint_archive_url(
         self, training_run_id: str, checkpoint_id: str, *, timeout: float | None = None
     ) -> APIFuture[CheckpointArchiveUrlResponse]:
-        """Where a checkpoint can be fetched from as one archive, and until when.
+        """The download URL of a checkpoint as one archive, and when the URL expires.
 
-        For programs written for releases up to 0.35, and services that still have it; others say
-        `NotFoundError`, and `get_external_weights_urls` takes its place.
+        For programs written for releases of the API up to 0.35. Services without this endpoint
+        answer `NotFoundError`; use `get_external_weights_urls` there.
         """
         request = r.CheckpointRequest(training_run_id=training_run_id, checkpoint_id=checkpoint_id)
         return self._start_archive(request, timeout)
@@ -274,7 +454,7 @@ class CheckpointCalls(ManagementClient):
     def get_checkpoint_archive_url_from_tinker_path(
         self, tinker_path: str, *, timeout: float | None = None
     ) -> APIFuture[CheckpointArchiveUrlResponse]:
-        """As `get_checkpoint_archive_url`, for the checkpoint at a path."""
+        """As `get_checkpoint_archive_url`, for the checkpoint with this path."""
         return self._start_archive(_named(tinker_path), timeout)
 
     async def get_checkpoint_archive_url_from_tinker_path_async(
@@ -292,27 +472,27 @@ class CheckpointCalls(ManagementClient):
         weights_access_token: str | None = None,
         timeout: float | None = None,
     ) -> APIFuture[str]:
-        """Copy a checkpoint into a project; gives the path of the copy.
+        """Copy a checkpoint into a project; returns the path of the copy.
 
-        The copy keeps its kind and lives in a run of its own, which cannot be trained. However
-        often the call is tried again, one copy is made.
+        The copy has the same kind and belongs to a new run, which cannot be trained. Retries do not
+        create further copies.
 
         Args:
-            path: What to copy.
-            destination_project_id: Where to; else the `TINKER_PROJECT_ID` that was set when this
-                client was made.
-            ttl_seconds: When the copy expires; None means never.
-            weights_access_token: A credential of another account, which may read the checkpoint.
-            timeout: Seconds after which the call is given up.
+            path: The checkpoint to copy.
+            destination_project_id: The project to copy to; by default the `TINKER_PROJECT_ID` that
+                was set when this client was created.
+            ttl_seconds: Seconds until the copy expires; None means never.
+            weights_access_token: A credential of another account that may read the checkpoint.
+            timeout: Seconds to wait for the call.
 
         Raises:
-            ValueError: There is no project to copy to.
+            ValueError: No project was given and none is set.
         """
         project_id = destination_project_id or self._lease.session.settings.project_id
         if project_id is None:
             raise ValidationError(
-                "there is no project to copy to",
-                remedy="give destination_project_id, or set TINKER_PROJECT_ID",
+                "no project to copy to",
+                remedy="pass destination_project_id, or set TINKER_PROJECT_ID",
             )
         request = r.CopyWeightsRequest(
             source_path=path,

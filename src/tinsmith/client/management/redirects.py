@@ -1,20 +1,23 @@
-"""Calls that a service may answer with the address of the answer.
+"""Calls that a service may answer with a redirect.
 
-The answer is fetched from there with a plain GET. Our credential and headers go along only where
-the address is the service's own: another host gets neither.
+A redirect is followed with a plain GET. Our credential and headers are sent only to the service's
+own origin, never to another host. The redirect to a checkpoint's archive is not followed, as in
+releases of the API up to 0.35: the URL is the result.
 """
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 
 from tinsmith.client.session import Session
-from tinsmith.client.transports.base import ExchangeReply, TransportSettings
-from tinsmith.client.transports.registry import transport_for
+from tinsmith.client.transports.base import ExchangeReply, TransportSettings, transport_for
 from tinsmith.errors import APIError, APIResponseValidationError, APIStatusError, DecodeError
+from tinsmith.types.checkpoints import CheckpointArchiveUrlResponse
 from tinsmith.types.record import Record
+from tinsmith.types.requests import CheckpointRequest
 from tinsmith.wire.endpoint_types import Endpoint
 from tinsmith.wire.endpoints import ENDPOINTS
 from tinsmith.wire.exchange import HttpRequest, read_reply
@@ -24,10 +27,10 @@ MOST_HOPS = 5
 
 
 async def call_and_follow(session: Session, name: str, request: Record) -> Any:
-    """Make a call of the API, and fetch the answer from elsewhere if it says so.
+    """Make an API call, and follow redirects to its response.
 
     Raises:
-        APIError: It failed for good, here or there.
+        APIError: Either request failed.
     """
     endpoint = ENDPOINTS[name]
     try:
@@ -48,7 +51,7 @@ def _joined(endpoint: Endpoint, at: str, address: str) -> str:
 
 
 def redirect_of(error: APIStatusError) -> str | None:
-    """Where a reply that is no answer sends us, if it does."""
+    """The target of a redirect; None if the reply is not a redirect."""
     headers: Mapping[str, str] = getattr(error.response, "headers", None) or {}
     return headers.get("location") if error.status_code in REDIRECTS else None
 
@@ -68,11 +71,12 @@ async def _fetched(session: Session, endpoint: Endpoint, address: str) -> Any:
 
 
 async def _fetch(session: Session, endpoint: Endpoint, address: str) -> ExchangeReply:
-    """Fetch from an address once; returns an answer, or a further redirect."""
+    """Fetch a URL once; returns the response, or a further redirect."""
     settings = session.settings
     try:
         parts = urlsplit(address)
-        is_own = _origin(address) == _origin(settings.base_url)
+        own = (settings.base_url, *settings.further_urls)
+        is_own = _origin(address) in map(_origin, own)
     except ValueError as exc:
         raise _no_address(endpoint, address) from exc
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -105,7 +109,7 @@ async def _fetch(session: Session, endpoint: Endpoint, address: str) -> Exchange
 
 
 def _no_address(endpoint: Endpoint, address: str) -> APIError:
-    return APIError(f"{endpoint.name}: redirected to {address!r:.200}, which is no address")
+    return APIError(f"{endpoint.name}: redirected to the invalid address {address!r:.200}")
 
 
 def _origin(address: str) -> tuple[str, str | None, int | None]:
@@ -120,3 +124,35 @@ def _decoded(endpoint: Endpoint, reply: ExchangeReply) -> Any:
         raise APIResponseValidationError(
             reply, bytes(reply.body[:1000]), message=f"{endpoint.name}: {exc}"
         ) from exc
+
+
+DEFAULT_LIFETIME = datetime.timedelta(minutes=15)
+"""How long a URL is valid if the service does not say."""
+
+
+async def archive_url(session: Session, request: CheckpointRequest) -> CheckpointArchiveUrlResponse:
+    """The URL of a checkpoint's archive; retries while the service is still creating it (503).
+
+    Raises:
+        NotFoundError: There is no such checkpoint, or the service does not offer archives.
+    """
+    try:
+        answer: CheckpointArchiveUrlResponse = await session.call(
+            "get_checkpoint_archive_url", request
+        )
+    except APIStatusError as error:
+        address = redirect_of(error)
+        if address is None:
+            raise
+        return CheckpointArchiveUrlResponse(url=address, expires=_expiry(error))
+    return answer
+
+
+def _expiry(error: APIStatusError) -> datetime.datetime:
+    import email.utils
+
+    try:
+        told = email.utils.parsedate_to_datetime(error.response.headers.get("expires", ""))
+    except ValueError:
+        return datetime.datetime.now(datetime.UTC) + DEFAULT_LIFETIME
+    return told if told.tzinfo is not None else told.replace(tzinfo=datetime.UTC)

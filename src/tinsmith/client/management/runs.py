@@ -1,17 +1,16 @@
-"""Training runs: looked up and listed."""
+"""Get and list training runs."""
 
 from __future__ import annotations
 
 from tinsmith.client.futures import APIFuture
-from tinsmith.client.management.base import ManagementClient
-from tinsmith.client.management.pages import PAGE_SIZE, Pages
+from tinsmith.client.management.base import PAGE_SIZE, ManagementClient, Pages
 from tinsmith.types import requests as r
 from tinsmith.types.checkpoints import ParsedCheckpointTinkerPath
 from tinsmith.types.runs import AccessScope, TrainingRun, TrainingRunsResponse
 
 
 class TrainingRunCalls(ManagementClient):
-    """The part of `RestClient` that is about training runs."""
+    """The methods of `RestClient` for training runs."""
 
     def get_training_run(
         self,
@@ -20,15 +19,15 @@ class TrainingRunCalls(ManagementClient):
         *,
         timeout: float | None = None,
     ) -> APIFuture[TrainingRun]:
-        """One training run.
+        """Get one training run.
 
         Args:
-            training_run_id: Which.
-            access_scope: `accessible` also finds what others let the caller see.
-            timeout: Seconds after which the call is given up.
+            training_run_id: The id of the run.
+            access_scope: `accessible` also finds runs that others share with the caller.
+            timeout: Seconds to wait for the call.
 
         Raises:
-            NotFoundError: From the future, if there is none.
+            NotFoundError: From the future, if there is no such run.
         """
         request = r.GetTrainingRunRequest(
             training_run_id=training_run_id, access_scope=access_scope
@@ -52,10 +51,10 @@ class TrainingRunCalls(ManagementClient):
         *,
         timeout: float | None = None,
     ) -> APIFuture[TrainingRun]:
-        """The training run that a checkpoint belongs to; else as `get_training_run`.
+        """Get the training run that a checkpoint belongs to; otherwise as `get_training_run`.
 
         Raises:
-            ValueError: The path is none.
+            ValueError: It is not a valid checkpoint path.
         """
         parsed = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
         request = r.GetTrainingRunRequest(
@@ -86,7 +85,7 @@ class TrainingRunCalls(ManagementClient):
         *,
         timeout: float | None = None,
     ) -> APIFuture[TrainingRunsResponse]:
-        """A page of training runs, newest first; `iter_training_runs` gives them all."""
+        """A page of training runs, newest first; `iter_training_runs` lists them all."""
         request = r.ListTrainingRunsRequest(
             limit=limit, offset=offset, access_scope=access_scope, project_id=project_id
         )
@@ -114,13 +113,13 @@ class TrainingRunCalls(ManagementClient):
         *,
         timeout: float | None = None,
     ) -> Pages[TrainingRun]:
-        """All training runs, fetched as they are taken; for `for` and for `async for`.
+        """Iterate over all training runs, with `for` or `async for`; pages are fetched as needed.
 
         Args:
-            access_scope: `accessible` also gives what others let the caller see.
-            project_id: Of this project alone.
-            page_size: How many to fetch at a time, at most 1,000.
-            timeout: Seconds after which the fetching of a page is given up.
+            access_scope: `accessible` also lists runs that others share with the caller.
+            project_id: Only runs of this project.
+            page_size: Runs per request, at most 1,000.
+            timeout: Seconds to wait for each page.
         """
         return Pages(
             lambda limit, offset: self.list_training_runs(

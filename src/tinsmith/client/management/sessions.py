@@ -1,27 +1,45 @@
-"""Sessions and samplers: looked up, listed, searched, moved and traced."""
+"""Get, list, search, move and trace sessions and samplers."""
 
 from __future__ import annotations
 
-import warnings
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
 
 from tinsmith.client.background import background
 from tinsmith.client.futures import APIFuture
-from tinsmith.client.management.base import ManagementClient
-from tinsmith.client.management.pages import PAGE_SIZE, Pages
-from tinsmith.client.management.trace_export import POLL_EVERY_S, export_trace
-from tinsmith.errors import ExperimentalWarning, ValidationError
+from tinsmith.client.management.base import (
+    PAGE_SIZE,
+    ManagementClient,
+    Pages,
+    warn_experimental,
+)
+from tinsmith.client.session import Session
+from tinsmith.errors import (
+    APIResponseValidationError,
+    TinkerError,
+    ValidationError,
+)
 from tinsmith.types import requests as r
+from tinsmith.types.requests import ExportSessionTraceRequest
 from tinsmith.types.runs import (
     AccessScope,
     GetSessionResponse,
     ListSessionsResponse,
     SessionSearchResponse,
+    TraceExportResponse,
 )
 from tinsmith.types.sampling import GetSamplerResponse
 
+_log = logging.getLogger(__name__)
+
+POLL_EVERY_S = 5.0
+LOGGED_EVERY_S = 30.0
+
 
 class SessionCalls(ManagementClient):
-    """The part of `RestClient` that is about sessions and samplers."""
+    """The methods of `RestClient` for sessions and samplers."""
 
     def get_session(
         self,
@@ -30,7 +48,7 @@ class SessionCalls(ManagementClient):
         *,
         timeout: float | None = None,
     ) -> APIFuture[GetSessionResponse]:
-        """What a session holds: its training runs and samplers."""
+        """The training runs and samplers of a session."""
         request = r.GetSessionRequest(session_id=session_id, access_scope=access_scope)
         return self._start("get_session", request, timeout)
 
@@ -52,7 +70,7 @@ class SessionCalls(ManagementClient):
         *,
         timeout: float | None = None,
     ) -> APIFuture[ListSessionsResponse]:
-        """A page of session ids, newest first; `iter_sessions` gives them all."""
+        """A page of session ids, newest first; `iter_sessions` lists them all."""
         request = r.ListSessionsRequest(limit=limit, offset=offset, access_scope=access_scope)
         return self._start("list_sessions", request, timeout)
 
@@ -74,7 +92,7 @@ class SessionCalls(ManagementClient):
         *,
         timeout: float | None = None,
     ) -> Pages[str]:
-        """All session ids, fetched as they are taken; else as `iter_training_runs`."""
+        """Iterate over all session ids; otherwise as `iter_training_runs`."""
         return Pages(
             lambda limit, offset: self.list_sessions(limit, offset, access_scope, timeout=timeout),
             lambda page: (page.sessions, page.cursor),
@@ -84,25 +102,25 @@ class SessionCalls(ManagementClient):
     def search_sessions(
         self, request: r.SessionSearchRequest, *, timeout: float | None = None
     ) -> APIFuture[SessionSearchResponse]:
-        """A page of sessions that match, newest first. Experimental: it may change.
+        """A page of matching sessions, newest first. Experimental: it may change.
 
-        The next page is found with `next_cursor` of this one as the request's `cursor`.
+        For the next page, pass this page's `next_cursor` as the request's `cursor`.
         """
-        _warn_experimental()
+        warn_experimental("search_sessions")
         return self._start("search_sessions", request, timeout)
 
     async def search_sessions_async(
         self, request: r.SessionSearchRequest, *, timeout: float | None = None
     ) -> SessionSearchResponse:
         """As `search_sessions`."""
-        _warn_experimental()
+        warn_experimental("search_sessions")
         found: SessionSearchResponse = await self._start("search_sessions", request, timeout)
         return found
 
     def assign_session_project(
         self, session_id: str, project_id: str, *, timeout: float | None = None
     ) -> APIFuture[None]:
-        """Put a session, and what it holds, into a project; it cannot be taken out again."""
+        """Move a session, with its runs and samplers, into a project. This cannot be undone."""
         request = r.AssignSessionProjectRequest(session_id=session_id, project_id=project_id)
         return self._start("assign_session_project", request, timeout)
 
@@ -119,19 +137,18 @@ class SessionCalls(ManagementClient):
         timeout: float | None = None,
         poll_every_s: float = POLL_EVERY_S,
     ) -> APIFuture[str]:
-        """The address of a session's trace, once the service has made it.
+        """The URL of a session's trace, once the service has created it.
 
-        That may take minutes, which are told in the log. The address needs no credential and
-        expires.
+        This may take minutes; the progress is logged. The URL needs no credential and expires.
 
         Args:
-            session_id: Which session.
-            timeout: Seconds after which the wait is given up; asking again later goes on from
-                where the service is.
-            poll_every_s: How often to ask.
+            session_id: The id of the session.
+            timeout: Seconds to wait. The service continues after a timeout; a later call picks up
+                the same export.
+            poll_every_s: Seconds between polls.
 
         Raises:
-            TraceExportError: From the future, if the service could not make it (a
+            TraceExportError: From the future, if the service could not create it (a
                 `RuntimeError`).
         """
         if poll_every_s <= 0:
@@ -157,7 +174,7 @@ class SessionCalls(ManagementClient):
     def get_sampler(
         self, sampler_id: str, *, timeout: float | None = None
     ) -> APIFuture[GetSamplerResponse]:
-        """What a sampler samples from."""
+        """The base model and weights of a sampler."""
         return self._start("get_sampler", r.GetSamplerRequest(sampler_id=sampler_id), timeout)
 
     async def get_sampler_async(
@@ -167,7 +184,55 @@ class SessionCalls(ManagementClient):
         return await self.get_sampler(sampler_id, timeout=timeout)
 
 
-def _warn_experimental() -> None:
-    warnings.warn(
-        "search_sessions is experimental and may change", ExperimentalWarning, stacklevel=3
-    )
+class TraceExportError(TinkerError, RuntimeError):
+    """The service could not create a session's trace.
+
+    The message is the service's. The call can be retried.
+    """
+
+
+async def export_trace(
+    session: Session,
+    session_id: str,
+    *,
+    poll_every_s: float = POLL_EVERY_S,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+) -> str:
+    """Poll until the trace is ready, and return its URL.
+
+    Waits as long as the service is working on it; the caller sets a timeout.
+
+    Raises:
+        TraceExportError: The service could not create it.
+        APIError: A request to the service failed.
+    """
+    request = ExportSessionTraceRequest(session_id=session_id)
+    began = clock()
+    logged_at = began - LOGGED_EVERY_S
+    while True:
+        answer: TraceExportResponse = await session.call("export_session_trace", request)
+        if answer.status == "failed":
+            raise TraceExportError(
+                f"the trace of session {session_id} could not be made: "
+                f"{answer.error or 'no reason given'}"
+            )
+        if answer.status == "ready":
+            return _address(session_id, answer)
+        if clock() - logged_at >= LOGGED_EVERY_S:
+            logged_at = clock()
+            _log.info(
+                "session %s: the service is preparing the trace; waited %.0f s",
+                session_id,
+                logged_at - began,
+            )
+        with session.work.under_way():
+            await sleep(poll_every_s)
+
+
+def _address(session_id: str, answer: TraceExportResponse) -> str:
+    if not answer.url:
+        raise APIResponseValidationError(
+            message=f"the trace of session {session_id} is ready, but the answer has no address"
+        )
+    return answer.url

@@ -1,1 +1,1 @@
-"""Samples on their way: numbered, sent, fetched, streamed, given up."""
+"""Samples in flight: numbered, sent, fetched, streamed, cancelled."""

@@ -1,11 +1,10 @@
-"""Samples of thousands of prompts: a window of them is under way, the rest have not been looked at.
+"""Samples of many prompts, a window of them in flight at a time.
 
-Prompts are taken from their iterable one by one as samples come back, so that they need not all be
-in memory. Whatever ends the work early, an error, a timeout, Ctrl-C or a loop that is left, cancels
-the samples that are under way.
+Prompts are taken from their iterable one by one as samples return, so that they need not all be in
+memory. An error, a timeout, Ctrl-C or leaving the loop cancels the samples in flight.
 
-`ManySamples` holds the methods that users call; how a sample is drawn is for its subclass, and what
-is under way in `samples/window.py`.
+`ManySamples` has the methods that users call; its subclass draws a single sample, and
+`samples/window.py` keeps the window.
 """
 
 from __future__ import annotations
@@ -20,12 +19,11 @@ from tinsmith.types.inputs import ModelInput
 from tinsmith.types.sampling import SampleResponse, SamplingParams
 
 if TYPE_CHECKING:
-    from tinsmith.client.progress import Progress
-    from tinsmith.client.samples.window import OnError, Outcome, Window
+    from tinsmith.client.samples.window import OnError, Outcome, Progress, Window
 
 
 class ManySamples(abc.ABC):
-    """What a client for samples of single prompts offers for many of them."""
+    """The methods of a sampling client for many prompts."""
 
     @abc.abstractmethod
     def sample(
@@ -36,13 +34,13 @@ class ManySamples(abc.ABC):
         *args: Any,
         **options: Any,
     ) -> APIFuture[SampleResponse]:
-        """Start one sample; returns at once."""
+        """Start one sample; returns immediately."""
 
     @abc.abstractmethod
     def _check_sample(
         self, num_samples: int, sampling_params: SamplingParams, options: dict[str, Any]
     ) -> None:
-        """Raise `ValueError` or `TypeError` if no prompt could be sampled so."""
+        """Raise `ValueError` or `TypeError` if the arguments are invalid for any prompt."""
 
     def sample_many(
         self,
@@ -58,23 +56,23 @@ class ManySamples(abc.ABC):
     ) -> list[Any]:
         """Draw samples of many prompts, a window of them at a time, and wait for them all.
 
-        Prompts are taken from the iterable as samples come back, so it may be a generator over more
-        than fits into memory. Ctrl-C cancels what is under way.
+        Prompts are taken from the iterable as samples return, so it may be a generator over more
+        than fits into memory. Ctrl-C cancels the samples in flight.
 
         Args:
-            prompts: What to continue, one after another.
-            sampling_params: How to draw.
+            prompts: The texts to continue.
+            sampling_params: Temperature, stop sequences and the like.
             num_samples: How many sequences to draw for each prompt.
             on_error: `"raise"` cancels the rest at the first sample that fails and raises its
-                error; `"return"` puts the error where the answer would have been.
-            progress: True for a bar on the terminal's stderr, or a function that is called with how
-                many are done and how many there are (None if the iterable does not say).
-            max_in_flight: How many samples may be under way at once; 1,000 if None.
-            timeout: Seconds for all of it; then what is under way is cancelled.
-            options: The others of `sample`.
+                error; `"return"` returns the error in place of the response.
+            progress: True for a bar on the terminal's stderr, or a function that is called with the
+                number of finished samples and the total (None if the iterable has no length).
+            max_in_flight: How many samples may be in flight at once; 1,000 if None.
+            timeout: Seconds for the whole call; then the samples in flight are cancelled.
+            options: Further arguments of `sample`.
 
         Returns:
-            A `SampleResponse` for each prompt, in their order.
+            A `SampleResponse` for each prompt, in order.
 
         Raises:
             APITimeoutError: The time was up.
@@ -115,9 +113,9 @@ class ManySamples(abc.ABC):
         timeout: float | None = None,
         **options: Any,
     ) -> Generator[tuple[int, Any], None, None]:
-        """As `sample_many`, giving out each prompt's index and answer as soon as it is there.
+        """As `sample_many`, yielding each prompt's index and response as soon as it arrives.
 
-        Leaving the loop and closing or dropping the generator cancels what is under way.
+        Leaving the loop, closing or dropping the generator cancels the samples in flight.
         """
         window = self._window(
             prompts, sampling_params, num_samples, on_error, max_in_flight, timeout, options
@@ -152,7 +150,7 @@ class ManySamples(abc.ABC):
         timeout_s: float | None,
         options: dict[str, Any],
     ) -> Window:
-        from tinsmith.client.samples.window import Window  # most programs never ask for many
+        from tinsmith.client.samples.window import Window  # most programs do not need it
 
         self._check_sample(num_samples, sampling_params, options)
 
@@ -165,5 +163,5 @@ class ManySamples(abc.ABC):
 
 
 def _in_order(outcomes: dict[int, Outcome]) -> list[Outcome]:
-    """What came back, in the order of the prompts."""
+    """The outcomes in the order of the prompts."""
     return [outcomes[index] for index in range(len(outcomes))]

@@ -1,14 +1,14 @@
-"""Samples that are refused with 429: how long those of their key pause, and when one is given up.
+"""Samples that are refused with 429: how long to pause, and when to give up.
 
-A server that is busy refuses some samples and takes others; those wait for as long as it takes any,
-or sends results. One that refuses all of them, and nothing moves, is given up on when the patience
-of the sampler is used up. A sample's own time counts too: one that is new is not given up for what
+A busy server refuses some samples and accepts others; refused ones are retried for as long as it
+accepts any or returns results. If it refuses all of them and makes no progress, samples fail after
+the sampler's `patience_s`. The age of a sample counts too: a new one does not fail for what
 happened before it was made.
 
-A server may refuse one sample for ever, such as one above a quota, and take all others. Since each
-refusal pauses all, such a one must not be the first to leave after every pause: the others would
-never be sent, and be given up with it. So one that is refused again lets others go first, those of
-its line (`others_first`) and those of other senders of the key (`late_s`).
+A server may always refuse one sample, such as one above a quota, and accept all others. As each
+refusal pauses all samples, that one must not be the first to leave after every pause: the others
+would never be sent, and would fail with it. So a sample that is refused again lets others leave
+first: those in its queue (`others_first`) and those of other senders with its key (`late_s`).
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ _MOST_DOUBLINGS = 20
 
 
 class Refusals:
-    """What 429s mean for the samples of one sampler. For the background loop."""
+    """Handles the 429s of one sampler. For the background loop."""
 
     def __init__(self, limiter: Limiter, retrier: Retrier, *, patience_s: float) -> None:
-        """Make one.
+        """Create one.
 
         Args:
-            limiter: That of their key.
+            limiter: The key's.
             retrier: Its budget bounds the pauses.
-            patience_s: How long a sample is sent again while all are refused.
+            patience_s: How long a sample is retried while all are refused.
         """
         self._limiter = limiter
         self._retrier = retrier
         self._patience_s = patience_s
 
     def pause(self, error: APIStatusError, prompt: ModelInput, sent_at: float) -> None:
-        """Hold back the samples of the key, as one that was sent then was refused."""
+        """Pause the samples of the key after a sample sent at that time was refused."""
         asked_s, why = error.retry_after_s, str(error)
         if asked_s is None:
             self._limiter.rate_limited(_usual_pause_s(prompt), why, sent_at=sent_at)
@@ -58,30 +58,30 @@ class Refusals:
             self._limiter.rate_limited(asked_s, why, sent_at=sent_at, budget=budget)
 
     def is_hopeless(self, waited_s: float = math.inf) -> bool:
-        """Whether a sample that has waited for so long is not worth sending after the pause.
+        """Whether a sample that has waited for so long should fail instead of being retried.
 
-        Without a time, whether that may be so of any. The pause itself does not count: however long
-        it is, a server that took another sample just now may take this one after it.
+        Without a time, whether any sample may have to. The pause itself does not count: however
+        long it is, a server that just accepted another sample may accept this one after it.
         """
         return min(self._limiter.refused_s(), waited_s) >= self._patience_s
 
     def others_first(self, refusals: int) -> int:
-        """How many that wait in line go before a sample that was refused so often.
+        """How many queued samples leave before one that was refused so often.
 
-        None after its first refusal, then 1, 3, 7, …: where all are refused about as often, as by a
-        server that is full, they keep their order, more or less.
+        None after its first refusal, then 1, 3, 7, …: samples that are refused about equally often,
+        as by a server that is full, more or less keep their order.
         """
         return (1 << min(max(0, refusals - 1), _MOST_DOUBLINGS)) - 1
 
     def late_s(self, refusals: int) -> float:
-        """How long after a pause a sample leaves at the soonest that was refused so often."""
+        """How long after a pause a sample that was refused so often leaves at the earliest."""
         return RAMP_STEP_S if refusals > 1 else 0.0
 
     def tell_effort(self, error: APIStatusError, attempts: int, waited_s: float) -> None:
-        """Note in the error that ends a sample how often and how long it was tried."""
+        """Note in a sample's error how often and how long it was retried."""
         error.add_note(
-            f"sample: given up after {attempts} attempt(s) and {waited_s:.1f} s; while all samples "
-            f"are refused they are tried again for {self._patience_s:g} s"
+            f"sample: gave up after {attempts} attempt(s) and {waited_s:.1f} s; while all samples "
+            f"are refused they are retried for {self._patience_s:g} s"
         )
 
 
@@ -91,7 +91,7 @@ def _usual_pause_s(prompt: ModelInput) -> float:
 
 
 def _counted_bytes(chunk: ModelInputChunk) -> int:
-    """What the API counts a part of a prompt for."""
+    """The size of a chunk of a prompt, as the API counts it."""
     match chunk:
         case ImageChunk():
             return len(chunk.data)

@@ -1,14 +1,14 @@
-"""Samples as JSON text, of which what they share is kept for those that follow.
+"""Encodes samples as JSON, with a cache of what they share.
 
 A program draws thousands of samples with the same settings, and those of a group from the same
-prompt, mostly one after the other. To write a prompt of 32,768 token ids as text is half of what a
-sample costs, and to write the settings as much as all of a short sample's prompt. So the texts of
-the last prompts and settings are kept.
+prompt, mostly one after the other. Encoding a prompt of 32,768 token ids is half of what a sample
+costs, and encoding the settings as much as a whole short prompt. So the texts of the latest prompts
+and settings are cached.
 
-Prompts are found by the chunks they were made from, not by their numbers, which would have to be
-compared; settings by their values. The text of a prompt is kept no longer than the prompt itself:
-nobody could ask for it any more. And a megabyte that stays behind where a burst of prompts was
-written keeps the C library from giving the memory of all of them back.
+Prompts are looked up by the identity of their chunks, not by their ids, which would have to be
+compared; settings by their values. The text of a prompt is kept no longer than the prompt itself,
+after which it could not be used. Besides, a megabyte that stays allocated in the middle of a burst
+keeps the C library from returning the memory of all of it.
 """
 
 from __future__ import annotations
@@ -18,36 +18,35 @@ from typing import NamedTuple
 
 from msgspec.structs import astuple
 
+from tinsmith.types.buffers import LAST_LIST
 from tinsmith.types.inputs import EncodedTextChunk, ModelInput, ModelInputChunk
-from tinsmith.types.last_list import LAST_LIST
 from tinsmith.types.requests import SampleRequest
 from tinsmith.wire import json_format, packed_format
 from tinsmith.wire.packed_format import PackedText
 from tinsmith.wire.protobuf import Parts
 
 MOST_KEPT_BYTES = 1024 * 1024
-"""How much is kept of prompts: the text of five of 32,768 tokens. A longer one is not kept at
-all."""
+"""The size of the cache: five prompts of 32,768 tokens. A longer prompt is not cached."""
 _BESIDE_TEXT_BYTES = 512
-"""What a prompt that is kept takes beside its text; nearly all, if it is a short one."""
+"""What a cached prompt takes in addition to its text."""
 MOST_KEPT_SETTINGS = 16
 
 _NOTHING = ModelInput.empty()
 _PROMPT = SampleRequest.__struct_fields__.index("prompt")
-_PLACE = b'"prompt":{"chunks":[]}'  # stands once in a text: inside a string it would be escaped
+_PLACE = b'"prompt":{"chunks":[]}'  # unique: inside a string it would be escaped
 
 
 class EarlyText(NamedTuple):
-    """The ids of a chunk as JSON text, written before their turn came."""
+    """The ids of a chunk as JSON text, encoded before it is sent."""
 
     chunk: EncodedTextChunk
     ids: bytes
 
 
 def early_text(prompt: ModelInput) -> EarlyText | None:
-    """Write a prompt while the list that it was made from is at hand; None if it is not.
+    """Encode a prompt from the list that it was made from, if that is still available.
 
-    From any thread. It takes a third of the time that it takes from memory without numpy.
+    From any thread. It takes a third of the time of encoding it from memory without numpy.
     """
     chunk = prompt.chunks[0] if len(prompt.chunks) == 1 else None
     if not isinstance(chunk, EncodedTextChunk):
@@ -58,7 +57,7 @@ def early_text(prompt: ModelInput) -> EarlyText | None:
 
 
 class RequestTexts:
-    """The texts of one sampler's requests. For one thread."""
+    """The encoder of one sampler's requests. For one thread."""
 
     def __init__(self, most_bytes: int = MOST_KEPT_BYTES) -> None:
         self._most_bytes = most_bytes
@@ -71,26 +70,26 @@ class RequestTexts:
         """The request as JSON; raises as `json_format.encode_parts`.
 
         Args:
-            request: What is written.
-            early: What `early_text` gave for its prompt.
+            request: What to encode.
+            early: The result of `early_text` for its prompt.
         """
         before, after = self._around_prompt(request)
         return [before, *self._prompt(request.prompt, early), after]
 
     def pack(self, request: SampleRequest) -> PackedText:
-        """The request with its token ids as memory; raises as `packed_format.encode`."""
+        """The request with its token ids as raw memory; raises as `packed_format.encode`."""
         before, after = self._around_prompt(request)
         prompt = _packed_prompt(request.prompt)
         return PackedText([before, *prompt.text, after], prompt.arrays)
 
-    # What stands before and after the prompt
+    # The text before and after the prompt
 
     def _around_prompt(self, request: SampleRequest) -> tuple[bytes, bytes]:
         fields = astuple(request)
         settings = (*fields[:_PROMPT], *fields[_PROMPT + 1 :])
         try:
             known = self._settings.get(settings)
-        except TypeError:  # with a list or a tensor in it, which may change
+        except TypeError:  # it contains a list or a tensor, which may change
             return _around(request)
         if known is None:
             known = _around(request)
@@ -102,7 +101,7 @@ class RequestTexts:
     # The prompt
 
     def _prompt(self, prompt: ModelInput, early: EarlyText | None) -> Parts:
-        chunks = prompt.chunks.copy()  # one look: a caller's thread may still change the list
+        chunks = prompt.chunks.copy()  # a copy: the caller's thread may change the list
         key = tuple(map(id, chunks))
         known = self._kept.pop(key, None)
         text = None if known is None else known.text_if_alive()
@@ -125,9 +124,9 @@ class RequestTexts:
 
 
 class _Text:
-    """A text that goes as soon as one of its chunks does, on whichever thread held that last.
+    """A text that is dropped as soon as one of its chunks is freed, on any thread.
 
-    It does not know who watches the chunks, so that no circle keeps it once nobody asks for it.
+    It does not refer to the weak references of its chunks, which would be a cycle.
     """
 
     __slots__ = ("parts",)
@@ -140,17 +139,17 @@ class _Text:
 
 
 class _KeptText(NamedTuple):
-    """What is left of it when its chunks are gone is for the thread that reads the dict."""
+    """A text in the cache, with weak references to its chunks."""
 
     text: _Text
     size: int
     watched: list[weakref.ref[ModelInputChunk]]
 
     def text_if_alive(self) -> Parts | None:
-        """The text, unless the chunks that it was made from are gone and others have their place.
+        """The text, unless its chunks have been freed, and other objects may have their ids.
 
-        That the text was dropped is not enough to ask: where Python cannot call what drops it, as
-        at the limit of recursion, it passes that over.
+        Checking that the text was dropped is not enough: at the recursion limit Python skips the
+        callback that drops it.
         """
         for chunk in self.watched:
             if chunk() is None:
@@ -163,7 +162,7 @@ def _keep(chunks: list[ModelInputChunk], parts: Parts, size: int) -> _KeptText |
     drop = text.drop
     try:
         return _KeptText(text, size, [weakref.ref(chunk, drop) for chunk in chunks])
-    except TypeError:  # of something that a caller put among the chunks
+    except TypeError:  # a foreign object among the chunks
         return None
 
 
@@ -178,11 +177,11 @@ def _around(request: SampleRequest) -> tuple[bytes, bytes]:
 
 
 def _packed_prompt(prompt: ModelInput) -> PackedText:
-    """As `packed_format.encode`, without its walk through what nearly every prompt is."""
-    chunks = prompt.chunks.copy()  # one look, as above
+    """As `packed_format.encode`, with a shortcut for a single text chunk."""
+    chunks = prompt.chunks.copy()  # a copy, as above
     if len(chunks) == 1 and isinstance(chunks[0], EncodedTextChunk):
         numbers = chunks[0].numbers
-        if (count := len(numbers)) >= packed_format.FEWEST_PACKED:
+        if (count := len(numbers)) >= packed_format.MIN_PACKED:
             text = b'{"chunks":[{"tokens":{"packed":%d},"type":"encoded_text"}]}' % count
             return PackedText([text], [numbers.memory])
     return packed_format.encode(ModelInput(chunks))
@@ -190,7 +189,7 @@ def _packed_prompt(prompt: ModelInput) -> PackedText:
 
 def _prompt_text(chunks: list[ModelInputChunk], early: EarlyText | None) -> Parts:
     if len(chunks) == 1 and isinstance(chunks[0], EncodedTextChunk):  # nearly every one
-        if early is not None and early.chunk is chunks[0]:  # chunks may have been changed since
+        if early is not None and early.chunk is chunks[0]:  # the chunks may have changed since
             numbers: Parts = [early.ids]
         else:
             numbers = json_format.numbers_text(chunks[0].numbers)

@@ -1,7 +1,7 @@
-"""Tokens of one sample as they are drawn: what users iterate over.
+"""The iterators over the tokens of one streamed sample.
 
-Each step asks the `StreamReader` for what has come, so that a slow user holds up the connection and
-memory stays bounded. Leaving a stream before its end cancels the sample.
+Each step asks the `StreamReader` for new events, so that a slow consumer slows the connection down
+and memory stays bounded. Leaving a stream before its end cancels the sample.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import time
 import weakref
-from types import TracebackType
 from typing import Any, Self
 
 from tinsmith.client.background import background
@@ -20,7 +19,7 @@ from tinsmith.types.sampling import SampleResponse
 
 
 class _Steps:
-    """The steps of one stream, asked for from any thread or loop; refers to no user's object."""
+    """The steps of one stream, from any thread or loop; does not refer to the user's iterator."""
 
     def __init__(self, reader: StreamReader, what: str, timeout_s: float | None) -> None:
         self._reader = reader
@@ -33,7 +32,7 @@ class _Steps:
         self.is_over = False
 
     def ready(self) -> SampleEvent | None:
-        """The next event, if it is here."""
+        """The next event, if it has arrived."""
         return self._waiting.popleft() if self._waiting else None
 
     def start(self) -> APIFuture[list[SampleEvent]]:
@@ -47,7 +46,7 @@ class _Steps:
         return step
 
     def take(self, events: list[SampleEvent]) -> SampleEvent:
-        """Keep what came, and give out the first of it."""
+        """Store new events, and return the first of them."""
         self._waiting.extend(events)
         if events[-1].response is not None:
             self.response = events[-1].response
@@ -55,13 +54,13 @@ class _Steps:
         return self._waiting.popleft()
 
     def abandon(self) -> None:
-        """Nobody wants the rest."""
+        """Cancel the rest of the stream."""
         self._waiting.clear()
         if self.is_over:
             return
         self.is_over = True
         if self._reader.is_inherited():
-            return  # in a forked child: the connection is the parent's, which goes on reading
+            return  # in a forked child: the connection is the parent's, which still reads
         if self._step is not None:
             self._step.cancel()
         _ = background().start(self._reader.close(), self._what)
@@ -95,7 +94,7 @@ class SampleStream:
             raise
 
     def result(self) -> SampleResponse:
-        """The whole answer; reads the stream to its end.
+        """The whole response; reads the stream to its end.
 
         Raises:
             RuntimeError: The stream was closed before its end.
@@ -105,18 +104,13 @@ class SampleStream:
         return _whole(self._steps)
 
     def close(self) -> None:
-        """Give the rest up, here and on the server; nothing happens at the stream's end."""
+        """Cancel the rest of the sample, here and on the server; no effect after its end."""
         self._steps.abandon()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -144,7 +138,7 @@ class AsyncSampleStream:
             raise
 
     async def result(self) -> SampleResponse:
-        """The whole answer; reads the stream to its end.
+        """The whole response; reads the stream to its end.
 
         Raises:
             RuntimeError: The stream was closed before its end.
@@ -160,16 +154,11 @@ class AsyncSampleStream:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
 
 def _whole(steps: _Steps) -> SampleResponse:
     if steps.response is None:
-        raise RuntimeError("the stream was closed before its end, and so has no result")
+        raise RuntimeError("the stream was closed before its end: there is no result")
     return steps.response

@@ -1,11 +1,11 @@
 """Reads the events of one streamed sample, over as many connections as it takes.
 
-`StreamReader` lives on the background loop: it submits the sample, reads its events, and goes on
-after a lost connection where it was, so that no token is lost and none comes twice.
-`samples/stream.py` is what users hold.
+`StreamReader` runs on the background loop: it submits the sample, reads its events, and resumes
+after a lost connection where it was, so that no token is lost or repeated. `samples/stream.py` has
+the classes that users iterate over.
 
-Where the service offers no streaming the whole sample is waited for and given out at its end.
-`docs/extensions.md` says what travels.
+If the service does not stream, the reader waits for the whole sample and returns it at its end.
+`docs/extensions.md` describes the protocol.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
 
 from tinsmith.client.lease import SessionLease
 from tinsmith.client.poller import Poll
-from tinsmith.client.queue_state import in_words
 from tinsmith.client.retry import may_pass
-from tinsmith.client.samples.completeness import lack_of
+from tinsmith.client.samples.sample_call import lack_of
 from tinsmith.client.samples.sampler import Sampler
-from tinsmith.client.waits import say
+from tinsmith.client.waits import in_words, say
 from tinsmith.errors import (
     APIConnectionError,
     APIError,
@@ -43,12 +42,12 @@ from tinsmith.wire import json_format, packed_format, proto_samples
 from tinsmith.wire.endpoints import ENDPOINTS
 from tinsmith.wire.exchange import packed_request, to_http
 from tinsmith.wire.failures import error_from_failed
-from tinsmith.wire.sse import Event, EventDecoder
+from tinsmith.wire.sse import EventDecoder, ServerSentEvent
 
 _log = logging.getLogger(__name__)
 
 IDLE_S = 45.0
-"""A stream that is silent for so long is taken for lost; services send comments in between."""
+"""A stream without data for so long counts as lost; services send comments in between."""
 GONE = 410
 NOT_OFFERED = (404, 405)
 PERHAPS_THE_FORM = (400, 415, 422)
@@ -56,39 +55,30 @@ MOST_RESUBMISSIONS = 3
 
 
 class SampleEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """What is new in a stream: tokens of one sequence, or at its end the whole answer."""
+    """An event of a stream: new tokens of one sequence, or at the end the whole response."""
 
     index: int = 0
-    """Which of the sequences the tokens belong to."""
+    """The sequence that the tokens belong to."""
     tokens: list[int] = []
-    """The new ones alone."""
+    """The new tokens only."""
     logprobs: list[float] | None = None
-    """One for each of the tokens, if the service sends them."""
+    """One per token, if the service sends them."""
     stop_reason: StopReason | None = None
     """Why the sequence ended, with its last tokens."""
     response: SampleResponse | None = None
-    """The whole answer, in the last event of the stream alone."""
+    """The whole response, only in the last event of the stream."""
 
 
 class StreamReader:
     """Reads the events of one sample. For the background loop; one call at a time."""
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        lease: SessionLease,
-        request: SampleRequest,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
-    ) -> None:
+    def __init__(self, sampler: Sampler, lease: SessionLease, request: SampleRequest) -> None:
         self._session = sampler.session
         self._sampler = sampler
         self._lease = lease
         self._request = request
-        self._clock = clock
-        self._sleep = sleep
         self._counts = [0] * request.num_samples
+        self._ended: set[int] = set()
         self._opened: x.StreamOpened | None = None
         self._connection: contextlib.AsyncExitStack | None = None
         self._pieces: AsyncIterator[bytes] | None = None
@@ -103,15 +93,15 @@ class StreamReader:
         self._is_sent = False
         self._takes_packed = True
         self._is_over = False
-        self._use = asyncio.Lock()  # a read that is being cancelled ends before the closing begins
+        self._use = asyncio.Lock()  # a cancelled read ends before `close` starts
         self._error: TinkerError | None = None
 
     async def read(self) -> list[SampleEvent]:
-        """What has come since the last call, as soon as there is something; the end has a response.
+        """Wait for new events; the last one of a stream has a `response`.
 
         Raises:
             RequestFailedError: The service could not draw the sample.
-            APIError: The stream cannot be gone on with.
+            APIError: The stream cannot be resumed.
         """
         async with self._use:
             try:
@@ -126,11 +116,11 @@ class StreamReader:
                 raise
 
     def is_inherited(self) -> bool:
-        """Whether it belongs to the process that this one was forked from."""
+        """Whether it belongs to the parent of this forked process."""
         return self._session.is_inherited()
 
     async def close(self) -> None:
-        """Let go of the connection; a sample that is not at its end is cancelled."""
+        """Close the connection, and cancel a sample that has not ended."""
         async with self._use:
             await self._close()
 
@@ -146,9 +136,9 @@ class StreamReader:
                 self._session.spawn(self._cancel_unopened())
 
     async def _cancel_unopened(self) -> None:
-        """Cancel a sample that may have arrived, and whose name has not come back yet.
+        """Cancel a sample that may have been accepted, but whose id has not arrived yet.
 
-        Submitting it again tells the name, and does not draw it twice.
+        Submitting it again returns its id, and does not draw it twice.
         """
         endpoint = ENDPOINTS["asample"]
         try:
@@ -175,9 +165,9 @@ class StreamReader:
             if status in NOT_OFFERED:
                 return await self._read_unoffered(error)
             if isinstance(error, APIStatusError) and status == GONE:
-                self._begin_anew(error)
+                self._resubmit(error)
             elif status in PERHAPS_THE_FORM and self._is_packed:
-                self._takes_packed = False  # as text it goes through, or is told its fault
+                self._takes_packed = False  # as text it is accepted, or refused with its own error
             else:
                 await self._after_loss(error)
         return []
@@ -185,7 +175,7 @@ class StreamReader:
     # Without streaming
 
     async def _read_whole(self) -> list[SampleEvent]:
-        """The whole sample, in the events that a stream would have brought it in."""
+        """Draw the whole sample, and return it as the events of a stream."""
         response = await self._sampler.start(self._request, self._lease)
         self._is_over = True
         events = [
@@ -200,7 +190,7 @@ class StreamReader:
         return [*events, SampleEvent(response=response)]
 
     async def _read_unoffered(self, error: APIError) -> list[SampleEvent]:
-        """The service was replaced by one that does not stream; or the sampler is not there."""
+        """The service was replaced by one that does not stream; or there is no such sampler."""
         if any(self._counts):
             raise error
         return await self._read_whole()
@@ -220,7 +210,7 @@ class StreamReader:
             headers["Last-Event-ID"] = ".".join(map(str, self._counts))
         self._decoder = EventDecoder()
         self._is_sent = True
-        self._sent_at = self._clock()
+        self._sent_at = time.monotonic()
         if self._is_packed:
             sent = packed_request(endpoint, packed_format.encode(self._request))
         else:
@@ -244,8 +234,8 @@ class StreamReader:
         if connection is not None:
             await connection.aclose()
 
-    def _begin_anew(self, error: APIStatusError) -> None:
-        """The service lost the sample: draw another, unless tokens of it were given out."""
+    def _resubmit(self, error: APIStatusError) -> None:
+        """The service lost the sample: draw another, unless tokens of it were returned."""
         self._resubmissions += 1
         if any(self._counts) or self._resubmissions > MOST_RESUBMISSIONS:
             raise error
@@ -253,8 +243,8 @@ class StreamReader:
         self._opened = None
 
     async def _after_loss(self, error: APIError) -> None:
-        """Wait before connecting again, or raise if that will not help."""
-        now = self._clock()
+        """Wait before reconnecting, or raise if that will not help."""
+        now = time.monotonic()
         if self._failing_since is None:
             self._failing_since = now
         failing_s = now - self._failing_since
@@ -263,16 +253,16 @@ class StreamReader:
         self._failures += 1
         if delay_s is None:
             error.add_note(
-                f"stream of {self._name()}: given up after {self._failures} attempt(s) "
+                f"stream of {self._name()}: gave up after {self._failures} attempt(s) "
                 f"and {failing_s:.1f} s"
             )
             raise error
-        _log.debug("stream of %s: %s; going on in %.1f s", self._name(), error, delay_s)
-        await self._sleep(delay_s)
+        _log.debug("stream of %s: %s; resuming in %.1f s", self._name(), error, delay_s)
+        await asyncio.sleep(delay_s)
 
     def _after_429(self, error: RateLimitError) -> None:
-        """Have all samples of the key wait, or raise if that has not helped for too long."""
-        now = self._clock()
+        """Pause all samples of the key, or raise if that has not helped for too long."""
+        now = time.monotonic()
         if self._refused_since is None:
             self._refused_since = now
         self._refusals += 1
@@ -290,7 +280,7 @@ class StreamReader:
 
     async def _read_piece(self) -> list[SampleEvent]:
         assert self._pieces is not None
-        self._asked_at = self._clock()
+        self._asked_at = time.monotonic()
         piece = await anext(self._pieces, b"")
         if not piece:
             raise APIConnectionError(f"the stream of {self._name()} broke off")
@@ -308,7 +298,7 @@ class StreamReader:
         return events
 
     def _raise_kept(self) -> None:
-        """Raise what went wrong after the events that were given out before it."""
+        """Raise the error that came after events that were returned first."""
         error, self._error = self._error, None
         if isinstance(error, DecodeError):
             raise APIResponseValidationError(
@@ -317,7 +307,7 @@ class StreamReader:
         if error is not None:
             raise error
 
-    async def _take(self, event: Event) -> SampleEvent | None:
+    async def _take(self, event: ServerSentEvent) -> SampleEvent | None:
         if event.event == "tokens":
             return self._take_tokens(json_format.decode(event.data, x.StreamedTokens))
         if event.event == "open":
@@ -329,48 +319,50 @@ class StreamReader:
         elif event.event == "failed":
             self._is_over = True
             raise error_from_failed(json_format.decode(event.data, dict[str, Any]), self._name())
-        return None  # others may come with a newer service
+        return None  # a newer service may send others
 
-    def _take_tokens(self, told: x.StreamedTokens) -> SampleEvent | None:
-        if not 0 <= told.index < len(self._counts) or told.offset < 0:
-            raise DecodeError(f"it holds tokens of sequence {told.index} at {told.offset}")
-        if told.logprobs is not None and len(told.logprobs) != len(told.tokens):
-            raise DecodeError(f"{len(told.logprobs)} logprobs for {len(told.tokens)} tokens")
-        known = self._counts[told.index] - told.offset
+    def _take_tokens(self, tokens: x.StreamedTokens) -> SampleEvent | None:
+        if not 0 <= tokens.index < len(self._counts) or tokens.offset < 0:
+            raise DecodeError(f"invalid position: sequence {tokens.index}, offset {tokens.offset}")
+        if tokens.logprobs is not None and len(tokens.logprobs) != len(tokens.tokens):
+            raise DecodeError(f"{len(tokens.logprobs)} logprobs for {len(tokens.tokens)} tokens")
+        known = self._counts[tokens.index] - tokens.offset
         if known < 0:
-            raise APIConnectionError(f"the stream of {self._name()} left tokens out")
+            raise APIConnectionError(f"the stream of {self._name()} skipped tokens")
         self._session.limiter.queue_active(self._asked_at)
-        tokens = told.tokens[known:]
-        if not tokens and told.tokens:
+        new = tokens.tokens[known:]
+        if not new and (tokens.tokens or tokens.index in self._ended):
             return None
-        self._counts[told.index] += len(tokens)
+        if tokens.stop_reason is not None:
+            self._ended.add(tokens.index)
+        self._counts[tokens.index] += len(new)
         return SampleEvent(
-            index=told.index,
-            tokens=tokens,
-            logprobs=None if told.logprobs is None else told.logprobs[known:],
-            stop_reason=told.stop_reason,
+            index=tokens.index,
+            tokens=new,
+            logprobs=None if tokens.logprobs is None else tokens.logprobs[known:],
+            stop_reason=tokens.stop_reason,
         )
 
-    def _take_queue_state(self, told: x.StreamedQueueState) -> None:
+    def _take_queue_state(self, event: x.StreamedQueueState) -> None:
         limiter = self._session.limiter
-        reason = told.queue_state_reason or ""
-        say(in_words(told.queue_state, reason))
-        if told.queue_state in ("paused_capacity", "paused_rate_limit"):
-            asked_s = self._sampler.retrier.budget.asked_s(told.retry_after_ms)
+        reason = event.queue_state_reason or ""
+        say(in_words(event.queue_state, reason))
+        if event.queue_state in ("paused_capacity", "paused_rate_limit"):
+            asked_s = self._sampler.retrier.budget.asked_s(event.retry_after_ms)
             limiter.queue_paused(asked_s, reason)
-        elif told.queue_state == "active":
+        elif event.queue_state == "active":
             limiter.queue_active(self._asked_at)
 
-    async def _take_result(self, told: x.StreamedResult) -> SampleEvent:
+    async def _take_result(self, event: x.StreamedResult) -> SampleEvent:
         opened = self._opened
         if opened is None:
-            raise DecodeError("a result came before the sample's name")
-        if told.payload is None:
+            raise DecodeError("a result came before the sample's id")
+        if event.payload is None:
             response: SampleResponse = await Poll(
                 self._session, opened.request_id, "Sample", retrier=self._sampler.retrier
             ).result()
         else:
-            response = proto_samples.decode_sample_response(told.payload)
+            response = proto_samples.decode_sample_response(event.payload)
         self._is_over = True
         await self._disconnect()
         self._sampler.report_retrieved(opened.request_id)

@@ -1,6 +1,7 @@
-"""The samples under way of many prompts, and how they are waited for.
+"""Samples of many prompts: a window of them in flight, and how far they have come.
 
-A window of them is under way at a time; `samples/many.py` is what users call.
+`samples/many.py` has the methods that users call. Progress is only shown on a terminal or in a
+notebook's cell.
 """
 
 from __future__ import annotations
@@ -13,13 +14,47 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sized
 from typing import Literal, TypeAlias
 
 from tinsmith.client.futures import APIFuture, seconds
-from tinsmith.client.progress import Progress, ProgressTeller
 from tinsmith.errors import APITimeoutError, ValidationError
+from tinsmith.observe import terminal as observe
 from tinsmith.types.inputs import ModelInput
 from tinsmith.types.sampling import SampleResponse
 
+Progress = bool | Callable[[int, int | None], object] | None
+"""True for a bar on a terminal or in a notebook, a function that is called with the number of
+finished items and the total (None if unknown), or None for nothing."""
+
+
+class ProgressTeller:
+    """Shows progress as a bar, or reports it to a function; used in a `with` block."""
+
+    def __init__(self, progress: Progress, total: int | None) -> None:
+        self._total = total
+        self._done = 0
+        self._tell = progress if callable(progress) else None
+        self._bar: observe.Progress | None = None
+        if progress and self._tell is None:
+            self._bar = observe.Progress("samples", total, is_left=True)
+
+    def one_more(self) -> None:
+        """Count one more item as finished."""
+        self._done += 1
+        if self._tell is not None:
+            self._tell(self._done, self._total)
+        if self._bar is not None:
+            self._bar.add(1)
+
+    def __enter__(self) -> ProgressTeller:
+        if self._bar is not None:
+            self._bar.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.hide()
+
+
 IN_FLIGHT = 1000
-"""How many samples are under way at once, unless said otherwise."""
+"""How many samples are in flight at once by default."""
 
 OnError: TypeAlias = Literal["raise", "return"]
 Outcome: TypeAlias = SampleResponse | Exception
@@ -28,7 +63,7 @@ Settled: TypeAlias = tuple[int, APIFuture[SampleResponse]]
 
 
 class Window:
-    """The samples under way, and the prompts that are still to come."""
+    """The samples in flight, and the prompts that are still to come."""
 
     def __init__(
         self,
@@ -40,7 +75,7 @@ class Window:
         timeout_s: float | None,
     ) -> None:
         if on_error not in ("raise", "return"):
-            raise ValidationError(f"on_error is 'raise' or 'return', not {on_error!r}")
+            raise ValidationError(f"on_error must be 'raise' or 'return', not {on_error!r}")
         if max_in_flight is not None and max_in_flight < 1:
             raise ValidationError(f"max_in_flight must be 1 or more, not {max_in_flight}")
         self._prompts = enumerate(prompts)
@@ -54,7 +89,7 @@ class Window:
         self.total = len(prompts) if isinstance(prompts, Sized) else None
 
     def fill(self, on_settled: Callable[[Settled], object]) -> bool:
-        """Start samples until the window is full; returns whether any is under way."""
+        """Start samples until the window is full; returns whether any is in flight."""
         while not self._is_exhausted and len(self._under_way) < self._size:
             try:
                 index, prompt = next(self._prompts)
@@ -67,22 +102,22 @@ class Window:
         return bool(self._under_way)
 
     def take(self, settled: Settled) -> tuple[int, Outcome]:
-        """What became of a sample that is settled; raises its error if that is wanted."""
+        """The outcome of a settled sample; raises its error if `on_error` says so."""
         index, future = settled
         del self._under_way[index]
         try:
             return index, future.result()
-        except Exception as error:  # handed on whole
+        except Exception as error:  # returned or raised
             if self._on_error == "return":
                 return index, error
             error.add_note(f"sample_many: prompt {index}")
             raise
 
     def left_s(self) -> float | None:
-        """How long the next sample may be waited for.
+        """The time left for the next sample.
 
         Raises:
-            APITimeoutError: No longer.
+            APITimeoutError: There is none.
         """
         if self._ends_at is None:
             return None
@@ -92,20 +127,20 @@ class Window:
         return left_s
 
     def late(self) -> APITimeoutError:
-        """For when the time is up."""
+        """The error for when the time is up."""
         return APITimeoutError(f"sample_many: not done within {self._timeout_s:g} s")
 
     def abandon(self) -> None:
-        """Cancel what is under way."""
+        """Cancel the samples in flight."""
         under_way, self._under_way = list(self._under_way.values()), {}
         for future in under_way:
             future.cancel()
 
     def completed(self, progress: Progress) -> Generator[tuple[int, Outcome], None, None]:
-        """The samples as they come back, for threads."""
+        """The samples in the order in which they return, for threads."""
         arrivals: queue.SimpleQueue[Settled] = queue.SimpleQueue()
         try:
-            with ProgressTeller(progress, "samples", self.total) as teller:
+            with ProgressTeller(progress, self.total) as teller:
                 while self.fill(arrivals.put):
                     try:
                         settled = arrivals.get(timeout=self.left_s())
@@ -120,10 +155,10 @@ class Window:
     async def completed_async(
         self, progress: Progress
     ) -> AsyncGenerator[tuple[int, Outcome], None]:
-        """The samples as they come back, for coroutines."""
+        """The samples in the order in which they return, for coroutines."""
         arrivals = _Arrivals(asyncio.get_running_loop())
         try:
-            with ProgressTeller(progress, "samples", self.total) as teller:
+            with ProgressTeller(progress, self.total) as teller:
                 while self.fill(arrivals.put):
                     try:
                         async with asyncio.timeout(self.left_s()):
@@ -138,7 +173,7 @@ class Window:
 
 
 class _Arrivals:
-    """What came back, from the background loop to one of the user's; a burst wakes it once."""
+    """Passes settled samples from the background loop to the user's; a burst wakes it once."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop

@@ -1,1 +1,1 @@
-"""Text to token ids and back: a model's tokenizer, and the calls that programs make on it."""
+"""Text to token ids and back: the tokenizer of a model, with Hugging Face's interface."""

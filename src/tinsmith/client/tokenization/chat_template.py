@@ -1,10 +1,10 @@
-"""Conversations as the text a model was trained on, by the template that comes with it.
+"""Render conversations with a model's chat template.
 
-Templates are programs from whoever published the model. They run in jinja2's sandbox, see copies
-made of plain values, and have the names that templates of the hub expect: `raise_exception`,
+Templates are code from the model's publisher. They run in jinja2's sandbox, see only copies made of
+plain values, and have the names that templates on the hub expect: `raise_exception`,
 `strftime_now`, `tojson`, loop controls and the `generation` block.
 
-Imports jinja2, so it is itself imported on first use.
+This module imports jinja2, so it is imported only on first use.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from tinsmith.errors import ValidationError, shown
 Message: TypeAlias = Mapping[str, Any]
 
 COMPILED_TEMPLATES = 64
-# Stands at the end of the message to be continued. The space tells whether the template trims.
+# Marks the end of the message to be continued. The space shows whether the template trims.
 _END = "\N{SYMBOL FOR END OF TEXT}tinsmith-end\N{SYMBOL FOR END OF TEXT}"
 
 
 def choose(template: str | Mapping[str, str] | None, wanted: str | None, *, has_tools: bool) -> str:
-    """The template to use, of one or of several with names.
+    """Choose the template to use.
 
     Args:
-        template: What the tokenizer came with.
-        wanted: A name among them, or a template's text to use instead.
+        template: The tokenizer's template, or its templates by name.
+        wanted: The name of one of them, or the text of another template.
         has_tools: Prefer the template named `tool_use`, if there is one.
 
     Raises:
-        ValidationError: There is none.
+        ValidationError: The tokenizer has no such template.
     """
     if wanted is not None:
         named = template.get(wanted) if isinstance(template, Mapping) else None
@@ -65,20 +65,20 @@ def render(
     continue_final_message: bool | str = False,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """The text of one conversation.
+    """Render one conversation as text.
 
     Args:
-        tools: JSON schemas.
-        add_generation_prompt: End with the opening of the assistant's answer.
-        continue_final_message: End within the last message, so that the model goes on with it. A
-            text names the field that is continued; `True` is for `content`.
-        variables: Further names for the template, such as `bos_token` and `enable_thinking`.
+        tools: JSON schemas of the tools.
+        add_generation_prompt: End with the header of the assistant's reply.
+        continue_final_message: Leave the last message open, so that the model continues it. A
+            string names the field to continue; `True` means `content`.
+        variables: Further variables for the template, such as `bos_token` and `enable_thinking`.
 
     Raises:
-        ValidationError: The template refuses the conversation, or values are not plain.
+        ValidationError: The template rejects the conversation, or a value is not plain data.
     """
     if continue_final_message and add_generation_prompt:
-        raise ValidationError("a message cannot both be continued and be followed by a new one")
+        raise ValidationError("continue_final_message and add_generation_prompt cannot be combined")
     plain = _plain(messages, "conversation")
     if continue_final_message:
         field = continue_final_message if isinstance(continue_final_message, str) else "content"
@@ -99,7 +99,7 @@ def render(
 
 @functools.lru_cache(maxsize=COMPILED_TEMPLATES)
 def compiled(template: str) -> jinja2.Template:
-    """The template, ready to render; compiling takes forty times as long as rendering."""
+    """The compiled template, cached: compiling takes forty times as long as rendering."""
     return _environment().from_string(template)
 
 
@@ -115,12 +115,12 @@ def _environment() -> jinja2.Environment:
 
 
 class _Generation(Extension):
-    """The block `generation`, with which some templates mark the assistant's words."""
+    """The `generation` block, with which some templates mark the assistant's text."""
 
     tags = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Keep what is in the block, and let what is set there end with it."""
+        """Render the block's content in a scope of its own."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body).set_lineno(line)
@@ -133,7 +133,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # jinja2's own filter escapes for HTML and sorts keys: the model would read other tokens.
+    # jinja2's own filter escapes HTML and sorts keys: the model would see other tokens.
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -152,7 +152,7 @@ def _strftime_now(form: str) -> str:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """A copy made of plain values: objects have methods that the sandbox does not know."""
+    """A copy made of plain values: other objects have methods that the sandbox cannot check."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -170,7 +170,7 @@ def _plain(value: Any, where: str) -> Any:
 
 
 def _mark_end(messages: list[Any], field: str) -> None:
-    """Put the mark behind the text that is to be continued."""
+    """Append the marker to the text to be continued."""
     last = messages[-1] if messages else {}
     text = last.get(field)
     if isinstance(text, str):
@@ -187,5 +187,5 @@ def _cut_at_end(text: str) -> str:
     before, mark, after = text.rpartition(_END)
     if not mark:
         raise ValidationError("continue_final_message: the template leaves the last message out")
-    # The space is gone: the template trims, and would have trimmed the text before the mark too.
+    # Without the space, the template trims, and would have trimmed the text before the marker.
     return before if after.startswith(" ") else before.rstrip()

@@ -1,12 +1,12 @@
-"""Which tokenizer belongs to a model's name: a table, and the rules for reading it.
+"""Resolve a model's name to its tokenizer: a table, and the rules for applying it.
 
-The server's own word comes first, unless it is a folder of another machine. Without it the name is
-looked up: what stands after a `:` does not count, `org/model/variant` is `org/model`, and
-`DEFAULT_TABLE` holds the exceptions. A directory on this machine with the name as it was given
-beats all of that.
+The id that the service reports takes precedence, unless it is a folder on another machine.
+Otherwise the name is looked up: a suffix after `:` is ignored, `org/model/variant` means
+`org/model`, and `DEFAULT_TABLE` has the exceptions. A local directory with exactly the given name
+takes precedence over all of these.
 
-Users put their own entries before ours, as an argument or in `TINSMITH_TOKENIZERS`, which holds a
-JSON object or the path of a file with one. An entry is a tokenizer's id, or the fields that differ:
+Users can override our entries, with an argument or with `TINSMITH_TOKENIZERS`, which is a JSON
+object or the path of a file with one. An entry is a tokenizer's id, or the fields that differ:
 
     {"meta-llama/Llama-3*": "/models/llama-3-tokenizer",
      "my-org/my-model": {"id": "my-org/tokenizer", "revision": "v2", "kind": "transformers"}}
@@ -36,9 +36,9 @@ Table: TypeAlias = Mapping[str, Entry]
 
 _RUNS_ITS_OWN_CODE = {"kind": "transformers", "trust_remote_code": True}
 _IN_A_PACKAGE = {"kind": "tml_tokenizers"}
-"""Tokenizers that are on no hub, but in a package of their makers."""
+"""For tokenizers that are not on the hub, but in a package by their publisher."""
 
-# Names and their patterns. Only what is exactly pinned here may run code from the hub.
+# Names or patterns. Code from the hub runs only for entries with a pinned revision.
 DEFAULT_TABLE: Table = {
     "meta-llama/Llama-3*": "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer",
     "moonshotai/Kimi-K2.5-Text-Only": "moonshotai/Kimi-K2.5",
@@ -65,9 +65,9 @@ DEFAULT_TABLE: Table = {
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerSource:
-    """Exactly which tokenizer, and how it is loaded; also the key under which it is kept.
+    """A tokenizer and how it is loaded; also the cache key.
 
-    `id` is a name on the hub or the absolute path of a directory.
+    `id` is a hub id or the absolute path of a directory.
     """
 
     id: str
@@ -77,7 +77,7 @@ class TokenizerSource:
 
 
 class _Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One entry of a table; `None` is for what it leaves open."""
+    """One entry of a table; fields that it does not set are `None`."""
 
     id: str | None = None
     revision: str | None = None
@@ -93,19 +93,20 @@ def resolve(
     kind: Kind | None = None,
     table: Table | None = None,
 ) -> TokenizerSource:
-    """Find out which tokenizer a model needs.
+    """Resolve which tokenizer a model needs.
 
     Args:
-        model_name: The model's name, a tokenizer's, or a directory.
-        tokenizer_id: What the server says the tokenizer is; the name is not looked at then, unless
-            it says a folder that is not on this machine, or the user has an entry for the name.
-        revision: Instead of the table's.
-        kind: Instead of the table's.
-        table: The caller's entries. They come before those of the environment, and these before
-            `DEFAULT_TABLE`.
+        model_name: The name of a model or tokenizer, or a directory.
+        tokenizer_id: The tokenizer that the service reported. It is used instead of the name,
+            unless it is a folder that is not on this machine, or a folder and the user has an
+            entry for the name.
+        revision: Overrides the table's revision.
+        kind: Overrides the table's kind.
+        table: The caller's entries. They take precedence over those of the environment, and these
+            over `DEFAULT_TABLE`.
 
     Raises:
-        TokenizerError: There is no name.
+        TokenizerError: Neither a name nor an id was given.
         ValidationError: A table cannot be read.
     """
     own = {**_environment_table(), **(table or {})}
@@ -121,7 +122,7 @@ def resolve(
 
 
 def _is_idle(tokenizer_id: str, model_name: str, own: Table) -> bool:
-    """Whether the server names a folder, which helps only on its own machine, and not the user."""
+    """Whether to ignore the service's id: a folder that is not here, or that the user overrides."""
     if not Path(tokenizer_id).is_absolute() or _match(own, tokenizer_id):
         return False
     is_known = _match(own, model_name) or _match(own, without_suffix(model_name))
@@ -129,7 +130,7 @@ def _is_idle(tokenizer_id: str, model_name: str, own: Table) -> bool:
 
 
 def directory_of(name: str) -> Path | None:
-    """The directory of this name, if there is one and it holds a tokenizer."""
+    """The directory with this name, if it exists and contains a tokenizer."""
     directory = Path(name).expanduser()
     files = ("tokenizer.json", "tokenizer_config.json")
     return directory.resolve() if any((directory / file).is_file() for file in files) else None
@@ -150,8 +151,8 @@ def _looked_up(asked: str, own: Table, revision: str | None, *, is_servers_word:
     pinned = _match(DEFAULT_TABLE, target) or _Rule()
     is_other = (revision or chosen.revision) not in (None, pinned.revision)
     if pinned.trust_remote_code and (is_other or directory_of(target) is not None):
-        pinned = _Rule()  # code of another revision, or of a folder, runs if the user says so
-    # The server's word, or a user's entry, is final: of our own entry only the pins are taken.
+        pinned = _Rule()  # other revisions and folders run code only if the user allows it
+    # The service's id or a user's entry decides; from our own entry only the pins are used.
     return _filled(msgspec.structs.replace(chosen, id=target), pinned)
 
 
@@ -180,7 +181,7 @@ def _source(rule: _Rule, revision: str | None, kind: Kind | None) -> TokenizerSo
 
 
 def _match(table: Table, name: str) -> _Rule | None:
-    """The entry of just this name, else the first whose pattern fits."""
+    """The entry with exactly this name, else the first whose pattern matches."""
     if name in table:
         return _rule(name, table[name])
     for pattern, entry in table.items():
@@ -194,7 +195,7 @@ def _rule(pattern: str, entry: Entry) -> _Rule:
         return _Rule(id=entry)
     if not isinstance(entry, Mapping):
         raise ValidationError(
-            f"tokenizer table, {pattern!r}: {shown(entry)} is no id and no object"
+            f"tokenizer table, {pattern!r}: {shown(entry)} is neither an id nor an object"
         )
     try:
         return msgspec.convert(dict(entry), _Rule)
@@ -213,5 +214,5 @@ def _environment_table() -> Table:
     except (OSError, ValueError) as exc:
         raise ValidationError(f"{TABLE_VARIABLE} cannot be read: {exc}") from exc
     if not isinstance(table, dict):
-        raise ValidationError(f"{TABLE_VARIABLE} holds no JSON object")
+        raise ValidationError(f"{TABLE_VARIABLE} does not contain a JSON object")
     return table

@@ -1,7 +1,6 @@
-"""A client's way to the tokenizer of its model.
+"""The tokenizer of a client's model.
 
-Whoever never asks for one loads nothing that reads tokenizers: `lookup.py` is imported on first
-use.
+`lookup.py` is imported on first use, so programs that need no tokenizer do not load it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, TypeAlias
 from tinsmith.client.waits import say
 
 if TYPE_CHECKING:
-    from tinsmith.client.tokenization.names import Kind, Table
     from tinsmith.client.tokenization.tokenizer import Tokenizer
     from tinsmith.types.training import GetInfoResponse
 
@@ -24,36 +22,29 @@ GetInfo: TypeAlias = "Callable[[], Awaitable[GetInfoResponse | Names]]"
 
 
 class TokenizerOfModel:
-    """One client's way to its model's tokenizer.
+    """Loads the tokenizer of one client's model.
 
-    The service is asked once, by whoever comes first; the others wait for that answer. A failure
-    reaches all who wait and is forgotten, so that the next call asks again.
-
-    Args:
-        kind: See `load_tokenizer`.
-        table: See `load_tokenizer`.
+    The first caller asks the service for its id; concurrent callers wait for that answer. A failure
+    is raised for all of them and not cached, so the next call asks again.
     """
 
-    def __init__(self, *, kind: Kind | None = None, table: Table | None = None) -> None:
-        self._kind = kind
-        self._table = table
-        # By process: a forked child must not wait for an answer that its parent asked for.
+    def __init__(self) -> None:
+        # By process id: a forked child must not wait for its parent's request.
         self._answers: dict[int, Future[Names]] = {}
 
     async def get_async(self, get_info: GetInfo) -> Tokenizer:
-        """The tokenizer; each call gives a new handle. Runs on any event loop.
+        """Load the tokenizer; each call returns a new handle. Runs on any event loop.
 
         Args:
-            get_info: Asks the service; gives what `get_info` answers, or the names of model and
-                tokenizer. Not kept: a client's own method would keep the client alive.
+            get_info: Asks the service; returns the response of `get_info`, or the names of model
+                and tokenizer. Not stored: a bound method would keep its client alive.
         """
         model_name, tokenizer_id = await self._names(get_info)
-        from tinsmith.client.tokenization.lookup import load_tokenizer_async
+        from tinsmith.client.tokenization.lookup import load_tokenizer
 
         say(f"loading the tokenizer of {tokenizer_id or model_name}")
-        return await load_tokenizer_async(
-            model_name, tokenizer_id, kind=self._kind, table=self._table
-        )
+        # Reading a large vocabulary takes a while.
+        return await asyncio.to_thread(load_tokenizer, model_name, tokenizer_id)
 
     async def _names(self, get_info: GetInfo) -> Names:
         while True:
@@ -62,12 +53,12 @@ class TokenizerOfModel:
             if answer is mine:
                 return await self._ask(mine, get_info)
             try:
-                # Shielded: one who stops waiting must not take the answer from the others.
+                # Shielded: a cancelled caller must not cancel the request for the others.
                 return await asyncio.shield(asyncio.wrap_future(answer))
             except asyncio.CancelledError:
                 if not answer.cancelled():
                     raise
-                # It was the asker that was cancelled: somebody else asks.
+                # The caller that asked was cancelled: another one asks.
 
     async def _ask(self, answer: Future[Names], get_info: GetInfo) -> Names:
         try:

@@ -1,7 +1,7 @@
-"""A tokenizer with the calls that programs make on one of Hugging Face's.
+"""A tokenizer with the interface of Hugging Face's.
 
-Text to ids, ids to text, and conversations by the model's template. What it shares with other
-handles, and how it is changed, is in `tokenization/handle.py`.
+Text to ids, ids to text, and conversations with the model's chat template.
+`tokenization/tokenizer_handle.py` has the state that handles share, and the methods that change it.
 """
 
 from __future__ import annotations
@@ -10,27 +10,65 @@ import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tinsmith.client.tokenization.encoded import Encoded, as_ids, as_tensor
-from tinsmith.client.tokenization.files import load_parts
-from tinsmith.client.tokenization.handle import TokenizerHandle
 from tinsmith.client.tokenization.names import resolve
+from tinsmith.client.tokenization.tokenizer_files import load_parts
+from tinsmith.client.tokenization.tokenizer_handle import TokenizerHandle
 from tinsmith.errors import ValidationError, shown
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
     from tokenizers import Tokenizer as Backend
 
+import collections
+
+
+class Encoded(collections.UserDict[str, Any]):
+    """The result of calling a tokenizer: `input_ids` and `attention_mask`, also as attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        # Unpickling looks up attributes before `data` is set.
+        data = self.__dict__.get("data", {})
+        if name in data:
+            return data[name]
+        raise AttributeError(f"{name!r} is not among {', '.join(data)}")
+
+
+def as_ids(ids: Any) -> list[int]:
+    """Convert a list, an array, a tensor or a single id to a list of ids."""
+    if hasattr(ids, "tolist"):
+        ids = ids.tolist()
+    return [ids] if isinstance(ids, int) else [int(number) for number in ids]
+
+
+def as_tensor(rows: list[Any], kind: str) -> Any:
+    """Convert rows of equal length to an array of numpy or a tensor of torch.
+
+    Args:
+        kind: `"np"` or `"pt"`.
+    """
+    if len({len(row) for row in rows}) > 1:
+        raise ValidationError("rows differ in length", remedy="pass padding=True")
+    if kind == "np":
+        import numpy
+
+        return numpy.array(rows, dtype=numpy.int64)
+    if kind == "pt":
+        import torch
+
+        return torch.tensor(rows, dtype=torch.int64)
+    raise ValidationError(f'return_tensors must be "np" or "pt", not {shown(kind)}')
+
 
 UNKNOWN_LENGTH = 1 << 31
-"""A length that is no less is none: configurations write 1e30 where they know none."""
+"""Lengths from here on mean "unknown": configurations use 1e30 for that."""
 
 
 class Tokenizer(TokenizerHandle):
-    """A tokenizer: `encode`, `decode`, `apply_chat_template` and the calls around them."""
+    """A tokenizer: `encode`, `decode`, `apply_chat_template` and related methods."""
 
     @classmethod
     def from_pretrained(cls, name: str, *, revision: str | None = None) -> Tokenizer:
-        """The tokenizer of this name or directory; see `tokenizers.load_tokenizer`."""
+        """Load a tokenizer by name or from a directory, as `load_tokenizer` does."""
         return cls(load_parts(resolve(name, revision=revision, kind="tokenizers")))
 
     def __repr__(self) -> str:
@@ -39,7 +77,7 @@ class Tokenizer(TokenizerHandle):
     # Text to ids
 
     def encode(self, text: str, add_special_tokens: bool = True, **options: Any) -> list[int]:
-        """The ids of a text; `options` are those of a call of the tokenizer."""
+        """Encode a text; `options` are those of calling the tokenizer."""
         if options:
             ids: list[int] = self(text, add_special_tokens=add_special_tokens, **options).input_ids
             return ids
@@ -60,15 +98,15 @@ class Tokenizer(TokenizerHandle):
         """Encode one text, or many at once.
 
         Args:
-            padding: `True` or `"longest"` for the length of the longest, `"max_length"` for that.
-            truncation: Cut to `max_length`, special tokens included; None does so if that is given
-                and nothing is padded.
-            max_length: The model's own length unless given.
-            return_tensors: `"np"` or `"pt"`, for arrays of many rows instead of lists.
-            return_offsets_mapping: Add `offset_mapping`: where in the text each token stands.
+            padding: `True` or `"longest"` pads to the longest text, `"max_length"` to that length.
+            truncation: Truncate to `max_length`, including special tokens. None means to truncate
+                if `max_length` is given and padding is off.
+            max_length: By default the model's maximum length.
+            return_tensors: `"np"` or `"pt"` for two-dimensional arrays instead of lists.
+            return_offsets_mapping: Add `offset_mapping`, each token's span in the text.
 
         Raises:
-            ValidationError: Something other than text was given, or there is no token to pad with.
+            ValidationError: An input is not text, or padding is requested without a padding token.
         """
         texts = [text] if isinstance(text, str) else list(text)
         for each in texts:
@@ -93,12 +131,12 @@ class Tokenizer(TokenizerHandle):
         return Encoded(found)
 
     def tokenize(self, text: str, add_special_tokens: bool = False) -> list[str]:
-        """The tokens of a text, as the vocabulary spells them."""
+        """Split a text into tokens, spelled as in the vocabulary."""
         _check_text(text)
         return self.native().encode(text, add_special_tokens=add_special_tokens).tokens
 
     def num_special_tokens_to_add(self) -> int:
-        """How many tokens `add_special_tokens` adds to a text."""
+        """The number of tokens that `add_special_tokens=True` adds to a text."""
         return self.native().num_special_tokens_to_add(False)
 
     # Ids to text
@@ -109,7 +147,7 @@ class Tokenizer(TokenizerHandle):
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool | None = None,  # noqa: ARG002 - existing code passes it
     ) -> str:
-        """The text of ids: a list, an array, a tensor, or one id. Spaces are left as they are."""
+        """Decode ids (a list, an array, a tensor, or one id) to text. Spaces are not cleaned up."""
         return self.native().decode(as_ids(token_ids), skip_special_tokens=skip_special_tokens)
 
     def batch_decode(
@@ -118,12 +156,12 @@ class Tokenizer(TokenizerHandle):
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool | None = None,  # noqa: ARG002 - as for decode
     ) -> list[str]:
-        """The texts of many lists of ids."""
+        """Decode many lists of ids."""
         rows = [as_ids(sequence) for sequence in sequences]
         return self.native().decode_batch(rows, skip_special_tokens=skip_special_tokens)
 
     def convert_tokens_to_ids(self, tokens: str | Iterable[str]) -> Any:
-        """The id of a token, or a list of them; of an unknown token the id of `unk_token`."""
+        """The id of a token, or of each token in a list; `unk_token`'s for unknown tokens."""
         native, unknown = self.native(), self.unk_token_id
         if isinstance(tokens, str):
             number = native.token_to_id(tokens)
@@ -133,7 +171,7 @@ class Tokenizer(TokenizerHandle):
     def convert_ids_to_tokens(
         self, ids: int | Iterable[int], skip_special_tokens: bool = False
     ) -> Any:
-        """The token of an id, or a list of them."""
+        """The token with this id, or a list of tokens for a list of ids."""
         native = self.native()
         if isinstance(ids, int):
             return native.id_to_token(ids)
@@ -159,20 +197,20 @@ class Tokenizer(TokenizerHandle):
         return_dict: bool = False,
         **variables: Any,
     ) -> Any:
-        """A conversation as the model's own template writes it.
+        """Render a conversation with the model's chat template.
 
         Args:
             conversation: Messages with `role` and `content`, or a list of such lists.
-            tools: JSON schemas.
-            chat_template: A template, or the name of one, instead of the tokenizer's choice.
-            add_generation_prompt: End with the opening of the assistant's answer.
-            continue_final_message: End within the last message, for the model to go on with it.
-            tokenize: Give ids; else text.
-            return_dict: Give `input_ids` and `attention_mask`; else the ids alone.
-            variables: Further names for the template, such as `enable_thinking`.
+            tools: JSON schemas of the tools.
+            chat_template: A template, or the name of one, to use instead of the default.
+            add_generation_prompt: End with the header of the assistant's reply.
+            continue_final_message: Leave the last message open, so that the model continues it.
+            tokenize: Return ids instead of text.
+            return_dict: Return `input_ids` and `attention_mask` instead of only the ids.
+            variables: Further variables for the template, such as `enable_thinking`.
 
         Raises:
-            ValidationError: There is no template, or it refuses the conversation.
+            ValidationError: There is no template, or it rejects the conversation.
         """
         if not conversation:
             raise ValidationError("the conversation is empty")
@@ -192,7 +230,7 @@ class Tokenizer(TokenizerHandle):
         ]
         if not tokenize:
             return texts if is_many else texts[0]
-        # The template has written the special tokens: adding them again would give a second BOS.
+        # The template wrote the special tokens: adding them again would give a second BOS.
         encoded = self(
             texts if is_many else texts[0],
             add_special_tokens=False,
@@ -206,14 +244,14 @@ class Tokenizer(TokenizerHandle):
     def get_chat_template(
         self, chat_template: str | None = None, tools: Sequence[Any] | None = None
     ) -> str:
-        """The template that a conversation with these tools is written by."""
+        """The template that is used for a conversation with these tools."""
         templates = _templates()
         chosen: str = templates.choose(
             self.chat_template, chat_template, has_tools=tools is not None
         )
         return chosen
 
-    # Within
+    # Internals
 
     def _encode_all(
         self, texts: list[str], limit: int | None, *, add_special_tokens: bool
@@ -221,8 +259,8 @@ class Tokenizer(TokenizerHandle):
         native = self.native()
         if limit is None:
             return self._encode_rows(native, texts, add_special_tokens=add_special_tokens)
-        # Cut before the special tokens are added, so that they stay. The native way is a setting
-        # of the shared tokenizer, which every other thread would see.
+        # Truncate before special tokens are added, so that they stay. Native truncation is a
+        # setting of the shared tokenizer, and would affect other threads.
         room = limit - (native.num_special_tokens_to_add(False) if add_special_tokens else 0)
         rows = self._encode_rows(native, texts, add_special_tokens=False)
         for row in rows:
@@ -233,7 +271,7 @@ class Tokenizer(TokenizerHandle):
     def _encode_rows(
         native: Backend, texts: list[str], *, add_special_tokens: bool
     ) -> list[Encoding]:
-        if len(texts) == 1:  # without the native threads, which a later fork would trip over
+        if len(texts) == 1:  # no native threads, which are unsafe with a later fork
             return [native.encode(texts[0], add_special_tokens=add_special_tokens)]
         return native.encode_batch(texts, add_special_tokens=add_special_tokens)
 
@@ -244,7 +282,7 @@ class Tokenizer(TokenizerHandle):
         number = self.pad_token_id
         if number is None or self.pad_token is None:
             raise ValidationError(
-                "the tokenizer has no token to pad with",
+                "the tokenizer has no padding token",
                 remedy="set tokenizer.pad_token = tokenizer.eos_token",
             )
         longest = max(len(row) for row in rows)
@@ -254,11 +292,13 @@ class Tokenizer(TokenizerHandle):
 
 
 def _templates() -> types.ModuleType:
-    """The module of chat templates, which needs jinja2."""
+    """Import the chat template module, which requires jinja2."""
     try:
         from tinsmith.client.tokenization import chat_template
     except ImportError as exc:
-        raise ImportError("chat templates need jinja2: pip install 'tinsmith[tokenizers]'") from exc
+        raise ImportError(
+            "chat templates require jinja2: `pip install 'tinsmith[tokenizers]'`"
+        ) from exc
     return chat_template
 
 

@@ -1,1 +1,1 @@
-"""What carries requests to a service: one promise, and ways to keep it."""
+"""Transports: how requests get to a service."""

@@ -1,4 +1,4 @@
-"""Where a service is, and how to get a connection there: names, sockets, TLS."""
+"""The network address of a service, and how to connect to it: names, sockets, TLS."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import socket
 import ssl
 from typing import Any, TypeAlias
 
-from tinsmith.client.base_url import base_url_parts
 from tinsmith.client.held_gil import new_socket
+from tinsmith.client.settings import base_url_parts
 from tinsmith.client.transports.base import CONNECT_TIMEOUT_S, TransportSettings
 
 ADDRESS_LIFETIME_S = 10.0
-"""How long the addresses of a host are remembered."""
+"""How long the addresses of a host are cached."""
 
 _Found: TypeAlias = tuple[int, int, int, str, Any]
-"""What `getaddrinfo` says of an address."""
+"""An entry of `getaddrinfo`."""
 
 
 class Address:
-    """Where the service is, and how to get a connection there."""
+    """The network address of one service."""
 
     def __init__(self, settings: TransportSettings) -> None:
         parts = base_url_parts(settings.base_url)
@@ -37,10 +37,10 @@ class Address:
         self.host_header = parts._replace(host=self._host).netloc
 
     async def connect(self, connection: asyncio.Protocol) -> None:
-        """Connect it, within `CONNECT_TIMEOUT_S`.
+        """Connect a protocol, within `CONNECT_TIMEOUT_S`.
 
         Raises:
-            OSError: That failed, for whatever reason.
+            OSError: That failed, for any reason.
         """
         loop = asyncio.get_running_loop()
         tls = self._context() if self._is_secure else None
@@ -61,14 +61,14 @@ class Address:
         except TimeoutError as exc:
             raise OSError(f"no connection within {CONNECT_TIMEOUT_S:g} s") from exc
         except UnicodeError as exc:
-            raise OSError(f"{self._host[:80]!r} is no host's name") from exc
+            raise OSError(f"{self._host[:80]!r} is not a host name") from exc
 
     async def _addresses(self, loop: asyncio.AbstractEventLoop) -> list[_Found]:
         if loop.time() - self._found_at <= ADDRESS_LIFETIME_S:
             return self._found
-        async with self._asking:  # one asks for all
+        async with self._asking:  # one lookup for all
             if loop.time() - self._found_at > ADDRESS_LIFETIME_S:
-                # As bytes: for text Python loads its tables of IDNA, half a megabyte; so does TLS.
+                # As bytes: for text Python loads its IDNA tables, half a megabyte; so does TLS.
                 host = self._host.encode()
                 found = await loop.getaddrinfo(host, self._port, type=socket.SOCK_STREAM)
                 self._found, self._found_at = list(found), loop.time()
@@ -82,7 +82,7 @@ class Address:
 
 
 async def _reached(loop: asyncio.AbstractEventLoop, found: list[_Found]) -> socket.socket:
-    """A socket that is connected to one of the addresses, whichever answers first."""
+    """A socket that is connected to the first of the addresses that answers."""
     if len(found) == 1:
         family, kind, protocol, _, address = found[0]
         return await _connected(loop, address, family, kind, protocol)

@@ -1,8 +1,9 @@
-"""What carries requests to a service: the promise, and what it is told and gives back.
+"""The transport interface: what sends requests to a service and returns its replies.
 
-`transports/direct.py` keeps the promise over connections of its own, `transports/proxied.py`
-through a proxy, `transports/in_process.py` by a call in the same process (where
-`transports/embedded.py` finds or starts the service); all with the same bytes.
+`transports/direct.py` implements it over connections of its own, `transports/proxied.py` through a
+proxy, and `transports/in_process.py` by calls in the same process (`transports/embedded.py` finds
+or starts that service); all send the same bytes. `transports/failover.py` has one for each of
+several servers. `transport_for` chooses.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Protocol
 import msgspec
 from msgspec.structs import force_setattr
 
+from tinsmith.client.settings import EMBEDDED
 from tinsmith.errors import (
     APIConnectionError,
     APITimeoutError,
@@ -26,23 +28,23 @@ from tinsmith.errors import (
 )
 from tinsmith.types.buffers import Memory
 from tinsmith.wire import content
+from tinsmith.wire.decode_limits import DEFAULT_LIMITS, DecodeLimits
 from tinsmith.wire.endpoint_types import Pool
 from tinsmith.wire.exchange import HttpRequest
-from tinsmith.wire.limits import DEFAULT_LIMITS, DecodeLimits
 
 MOST_CONNECTIONS = 512
-"""For each pool; a call beyond it waits for a free one."""
+"""For each pool; further requests wait for a free one."""
 
 CONNECT_TIMEOUT_S = 5.0
 KEEP_ALIVE_S = 60.0
 """How long an idle connection is kept; servers should keep theirs longer."""
 
-Credentials = Callable[[], str]
-"""Gives the credential to send with a request, asked anew for each."""
+CredentialSource = Callable[[], str]
+"""Returns the credential for a request; called for each."""
 
 
 class ExchangeReply(msgspec.Struct, frozen=True):
-    """What came back: header names in lower case, the body decompressed."""
+    """A whole reply: header names in lower case, the body decompressed."""
 
     status: int
     headers: dict[str, str]
@@ -50,57 +52,16 @@ class ExchangeReply(msgspec.Struct, frozen=True):
 
 
 class StreamReply(msgspec.Struct, frozen=True):
-    """A reply whose body is read as it comes: header names in lower case, nothing compressed."""
+    """A reply whose body is read as it arrives: header names in lower case, nothing compressed."""
 
     status: int
     headers: dict[str, str]
     pieces: AsyncIterator[bytes]
-    """Raises as `Transport.send` does where the body breaks off or falls silent."""
-
-
-class Begun(Protocol):
-    """A request that was sent at once, and whose reply is on its way."""
-
-    def whole_reply(self) -> ExchangeReply | None:
-        """The reply, once it is over; None if none came, or none that can be read."""
-        ...
-
-    async def reply(self) -> ExchangeReply:
-        """The reply, once it is over; raises and tries again as `Transport.send`."""
-        ...
-
-    def cancel(self) -> None:
-        """Give it up; it is over then."""
-        ...
+    """Raises as `Transport.send` does if the body breaks off or stalls."""
 
 
 class Transport(Protocol):
-    """Carries requests to a service."""
-
-    def begin(
-        self,
-        request: HttpRequest,
-        *,
-        pool: Pool,
-        timeout_s: float,
-        idempotency_key: str,
-        on_over: Callable[[], object],
-    ) -> Begun | None:
-        """Send a request without waiting.
-
-        For those who make thousands of small calls: a task for each costs more than the call.
-
-        Args:
-            request: What to send.
-            pool: Over which connections.
-            timeout_s: For the whole exchange.
-            idempotency_key: The same for every try of one call.
-            on_over: Called once, from the event loop, when the reply is there or will not come.
-
-        Returns:
-            None if more than a connection has to be waited for, and `send` has to do it.
-        """
-        ...
+    """Sends requests to a service."""
 
     async def send(
         self,
@@ -117,13 +78,13 @@ class Transport(Protocol):
             request: What to send.
             pool: Over which connections.
             timeout_s: For the whole exchange.
-            idempotency_key: The same for every try of one call; made up if None.
-            credential: Instead of the usual one, for the call that exchanges it.
+            idempotency_key: The same for every attempt of one call; generated if None.
+            credential: Replaces the usual one, for the call that exchanges it.
 
         Raises:
             APIConnectionError: No whole reply arrived.
-            APITimeoutError: Not within `timeout_s`.
-            DecodeError: It cannot be unpacked, or is larger than any may be.
+            APITimeoutError: It did not arrive within `timeout_s`.
+            DecodeError: It cannot be decompressed, or is too large.
         """
         ...
 
@@ -133,13 +94,13 @@ class Transport(Protocol):
         """Send a request and read its reply piece by piece, over a connection of its own.
 
         Leaving the block before the end of the body closes the connection. The block may be left
-        on another task than it was entered on.
+        in another task than it was entered in.
 
         Args:
             request: What to send.
             pool: Over which connections.
             timeout_s: Until the reply begins.
-            idle_s: How long the body may be silent.
+            idle_s: How long the body may stall.
 
         Raises:
             APIConnectionError: As `send`, on entering and from the pieces.
@@ -147,32 +108,15 @@ class Transport(Protocol):
         ...
 
     async def close(self) -> None:
-        """Close all connections. Calls under way fail; further ones are refused."""
+        """Close all connections. Pending requests fail; further ones are refused."""
         ...
-
-
-class NeverAtOnce:
-    """For transports whose every request has to be waited for."""
-
-    def begin(
-        self,
-        request: HttpRequest,
-        *,
-        pool: Pool,
-        timeout_s: float,
-        idempotency_key: str,
-        on_over: Callable[[], object],
-    ) -> Begun | None:
-        """As `Transport.begin`."""
-        del request, pool, timeout_s, idempotency_key, on_over
-        return None
 
 
 _OWN_HEADERS = frozenset(
     {"x-api-key", "x-idempotency-key", "host", "content-length", "transfer-encoding"}
 )
-"""What nobody else may set: the credential (S12), what tells calls apart, and what says where a
-request ends."""
+"""Headers that users cannot set: the credential (S12), the idempotency key, and those that frame
+the request."""
 
 
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
@@ -183,13 +127,15 @@ class TransportSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How to reach a service."""
 
     base_url: str
-    """Scheme, host, port and path prefix, without a slash at its end."""
+    """Scheme, host, port and path prefix, without a trailing slash."""
+    further_urls: tuple[str, ...] = ()
+    """The same of other servers of the service."""
     headers: dict[str, str] = {}
-    """Sent with every request, over those that a request has of its own."""
+    """Sent with every request; they override a request's own."""
     unix_socket: str | None = None
     ca_file: str | None = None
     proxy: str | None = None
-    """An HTTP proxy, if one is to be used."""
+    """The HTTP proxy to use, if any."""
     most_connections: int = MOST_CONNECTIONS
     limits: DecodeLimits = DEFAULT_LIMITS
 
@@ -199,14 +145,14 @@ class TransportSettings(msgspec.Struct, frozen=True, kw_only=True):
         }
         for name, value in allowed.items():
             if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(value):
-                raise ValidationError(f"HTTP cannot carry the header {name!r:.200}")
+                raise ValidationError(f"the header {name!r:.200} is not valid in HTTP")
         force_setattr(self, "headers", allowed)
         if self.ca_file is not None:
             _check_is_file(self.ca_file)
 
 
 def _check_is_file(ca_file: str) -> None:
-    import pathlib  # not needed by who names no file
+    import pathlib  # rarely needed
 
     if not pathlib.Path(ca_file).is_file():
         raise ValidationError(f"ca_file {ca_file!r:.200} is not a file")
@@ -218,7 +164,7 @@ def request_headers(
     idempotency_key: str | None,
     credential: str,
 ) -> dict[str, str]:
-    """All headers of a request, but for those that say where it goes and where it ends."""
+    """All headers of a request, except those that route and frame it."""
     headers = fixed_headers(settings, {**request.headers, **request.once}, credential)
     if request.method != "GET":
         headers["X-Idempotency-Key"] = idempotency_key or new_idempotency_key()
@@ -228,7 +174,7 @@ def request_headers(
 def fixed_headers(
     settings: TransportSettings, headers: dict[str, str], credential: str
 ) -> dict[str, str]:
-    """The headers of a request with those that every request has."""
+    """The headers of a request, with those that every request has."""
     headers = {"Accept-Encoding": "zstd, gzip, deflate", **headers}
     if settings.headers:
         given = {name.lower() for name in settings.headers}
@@ -241,7 +187,7 @@ def fixed_headers(
 
 
 class _Keys:
-    """Numbered keys with a random beginning, which a forked child replaces with its own."""
+    """Numbered keys with a random prefix, which a forked child replaces with its own."""
 
     def __init__(self) -> None:
         self.begin()
@@ -267,8 +213,8 @@ def unpacked(
     """A reply with its body decompressed.
 
     Raises:
-        DecodeError: It is not packed as it says. A refusal counts all the same, without its words:
-            a proxy may have written it for a browser.
+        DecodeError: It is not compressed as declared. For a refusal the body is dropped instead: a
+            proxy may have written it for a browser.
     """
     encoding = headers.get("content-encoding")
     if encoding is not None and len(body):
@@ -284,44 +230,69 @@ def unpacked(
 def late_error(
     settings: TransportSettings, request: HttpRequest, timeout_s: float
 ) -> APITimeoutError:
-    """For a reply that did not come in time."""
+    """The error for a reply that did not arrive in time."""
     return APITimeoutError(
         f"{request.path}: no reply from {settings.base_url} within {timeout_s:g} s"
     )
 
 
 def silent_error(request: HttpRequest, idle_s: float) -> APITimeoutError:
-    """For a body that fell silent before its end."""
-    return APITimeoutError(f"{request.path}: silent for {idle_s:g} s")
+    """The error for a body that stalled before its end."""
+    return APITimeoutError(f"{request.path}: no data for {idle_s:g} s")
 
 
 def connection_error(
     settings: TransportSettings, request: HttpRequest, cause: BaseException, is_unreached: bool
 ) -> APIConnectionError:
-    """For a reply that did not come at all; `is_unreached` if there was not even a connection."""
-    import ssl  # loaded with the first connection, not with the package
+    """The error for a missing reply; `is_unreached` if there was not even a connection."""
+    import ssl  # imported with the first connection, not with the package
 
     message = f"{request.method} {settings.base_url}{request.path}: {cause}"
     if isinstance(cause, ssl.SSLCertVerificationError):
         return CertificateError(
             message,
-            remedy="check the host's name, or give the authority's ca_file; SSL_CERT_FILE of the "
-            "environment can name it too",
+            remedy="check the host name, or pass the authority's ca_file; the environment variable "
+            "SSL_CERT_FILE works too",
         )
     remedy = _other_scheme(settings.base_url, cause)
     if remedy is None and is_unreached:
-        remedy = "check the base URL, and that the service runs there"
+        remedy = "check the base URL, and that the service is running there"
         if settings.proxy is not None:
             remedy = "check the proxy and the base URL"
     return APIConnectionError(message, remedy=remedy)
 
 
 def _other_scheme(base_url: str, cause: BaseException) -> str | None:
-    """What to try where one side speaks TLS and the other does not, if that is how it looks."""
-    if "WRONG_VERSION_NUMBER" in str(cause):  # what OpenSSL says of bytes that are no TLS
-        return f"the service there speaks no TLS; try http:{base_url.partition(':')[2]}"
-    # A server that waits for TLS answers plain HTTP with an alert, or with nothing at all.
+    """What to try if only one side seems to speak TLS."""
+    if "WRONG_VERSION_NUMBER" in str(cause):  # OpenSSL's word for bytes that are not TLS
+        return f"the service does not use TLS; try http:{base_url.partition(':')[2]}"
+    # A TLS server answers plain HTTP with an alert, or not at all.
     is_like_tls = getattr(cause, "is_untouched", False) or getattr(cause, "is_tls_alert", False)
     if base_url.startswith("http:") and is_like_tls:
         return f"if the service has a certificate, try https:{base_url.partition(':')[2]}"
     return None
+
+
+def transport_for(reach: TransportSettings, credentials: Callable[[], str]) -> Transport:
+    """The transport for a service; its module is loaded when it is chosen."""
+    if reach.further_urls and reach.unix_socket is None:
+        from tinsmith.client.transports.failover import FailoverTransport
+
+        servers = [
+            msgspec.structs.replace(reach, base_url=url, further_urls=())
+            for url in (reach.base_url, *reach.further_urls)
+        ]
+        return FailoverTransport([transport_for(server, credentials) for server in servers])
+    if reach.base_url == EMBEDDED:
+        from tinsmith.client.transports.embedded import EmbeddedTransport
+
+        return EmbeddedTransport(reach, credentials)
+    if reach.proxy is not None:
+        from tinsmith.client.transports.proxied import (
+            ProxiedTransport,  # importing its library takes 0.2 s
+        )
+
+        return ProxiedTransport(reach, credentials)
+    from tinsmith.client.transports.direct import DirectTransport
+
+    return DirectTransport(reach, credentials)

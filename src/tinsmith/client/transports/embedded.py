@@ -1,9 +1,9 @@
-"""Requests to the service that this process runs, or that another one of its data folder does.
+"""Sends requests to the embedded service: in this process, or in another with its data folder.
 
-In this process they are handed over to the service's own event loop, so that neither the client's
-nor the user's waits for it (`in_process.py` has the bytes); elsewhere they go over a Unix socket.
-When the process that ran it ends, the next request finds who runs it now, which may be this one:
-what was accepted is in the data folder, and nothing is lost.
+In this process, requests run on the service's own event loop, so that they block neither the
+client's nor the user's (`in_process.py` does the exchange); otherwise they use a Unix socket. When
+the process that ran the service ends, the next request finds the one that runs it now, which may be
+this one: accepted work is in the data folder, and nothing is lost.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ import msgspec
 
 from tinsmith.client.embedding import HerePlace, Place, find_place
 from tinsmith.client.transports.base import (
-    Credentials,
+    CredentialSource,
     ExchangeReply,
-    NeverAtOnce,
     StreamReply,
     Transport,
     TransportSettings,
@@ -30,19 +29,18 @@ from tinsmith.client.transports.direct import DirectTransport
 from tinsmith.client.transports.in_process import InProcessTransport
 from tinsmith.client.waits import say
 from tinsmith.errors import APIConnectionError, APITimeoutError
-from tinsmith.wire.endpoint_types import Pool
 from tinsmith.wire.exchange import HttpRequest
 
 T = TypeVar("T")
 
 LOCAL_URL = "http://localhost"
-"""A service without keys answers to no other name."""
+"""A service without keys answers only to this host name."""
 
 
-class EmbeddedTransport(NeverAtOnce):
-    """Carries requests to the embedded service, wherever it runs. To be used on one event loop."""
+class EmbeddedTransport:
+    """Sends requests to the embedded service, wherever it runs. For one event loop."""
 
-    def __init__(self, settings: TransportSettings, credentials: Credentials) -> None:
+    def __init__(self, settings: TransportSettings, credentials: CredentialSource) -> None:
         self._settings = settings
         self._credentials = credentials
         self._carrier: Transport | None = None
@@ -50,55 +48,37 @@ class EmbeddedTransport(NeverAtOnce):
         self._lost: Place | None = None
         self._is_closed = False
 
-    async def send(
-        self,
-        request: HttpRequest,
-        *,
-        pool: Pool,
-        timeout_s: float,
-        idempotency_key: str | None = None,
-        credential: str | None = None,
-    ) -> ExchangeReply:
-        """As `Transport.send`; until the service has started the time does not count."""
+    async def send(self, request: HttpRequest, **how: Any) -> ExchangeReply:
+        """As `Transport.send`; the timeout starts when the service has started."""
         carrier = await self._found()
         try:
-            return await carrier.send(
-                request,
-                pool=pool,
-                timeout_s=timeout_s,
-                idempotency_key=idempotency_key,
-                credential=credential,
-            )
+            return await carrier.send(request, **how)
         except APIConnectionError as error:
             await self._lose(carrier, error)
             raise
 
     @contextlib.asynccontextmanager
-    async def stream(
-        self, request: HttpRequest, *, pool: Pool, timeout_s: float, idle_s: float
-    ) -> AsyncIterator[StreamReply]:
+    async def stream(self, request: HttpRequest, **how: Any) -> AsyncIterator[StreamReply]:
         """As `Transport.stream`."""
         carrier = await self._found()
         try:
-            async with carrier.stream(
-                request, pool=pool, timeout_s=timeout_s, idle_s=idle_s
-            ) as reply:
+            async with carrier.stream(request, **how) as reply:
                 yield reply
         except APIConnectionError as error:
             await self._lose(carrier, error)
             raise
 
     async def reach(self) -> None:
-        """Find the service, which may have to start, and to fetch a model for that."""
+        """Find or start the service, which may have to download a model."""
         await self._found()
 
     async def _found(self) -> Transport:
         if self._is_closed:
-            raise APIConnectionError("the client is closed; make a new one")
+            raise APIConnectionError("the client is closed; create a new one")
         if self._carrier is None:
-            say("the service in this process is starting")
+            say("the embedded service is starting")
             place = await find_place(self._lost)
-            if self._carrier is None:  # another call may have been sooner
+            if self._carrier is None:  # another call may have been faster
                 self._carrier, self._place = self._carrier_to(place), place
         return self._carrier
 
@@ -113,20 +93,20 @@ class EmbeddedTransport(NeverAtOnce):
         return DirectTransport(reach, self._credentials)
 
     async def _lose(self, carrier: Transport, error: APIConnectionError) -> None:
-        """Look anew for the service before the next request, unless it was only slow."""
+        """Look for the service again before the next request, unless it was only slow."""
         if isinstance(error, APITimeoutError) or carrier is not self._carrier or self._is_closed:
             return
         self._lost, self._carrier = self._place, None
         await carrier.close()
 
     async def close(self) -> None:
-        """As `Transport.close`. The service goes on: others may use it."""
+        """As `Transport.close`. The service keeps running: others may use it."""
         self._is_closed = True
         if self._carrier is not None:
             await self._carrier.close()
 
 
-class _OtherLoopTransport(NeverAtOnce):
+class _OtherLoopTransport:
     """A transport that is used on one event loop and does its work on another."""
 
     def __init__(self, inner: InProcessTransport, loop: asyncio.AbstractEventLoop) -> None:
@@ -154,7 +134,7 @@ class _OtherLoopTransport(NeverAtOnce):
             await self._there(self._inner.close())
 
     async def _there(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do something on the other loop. Giving it up here gives it up there."""
+        """Run a coroutine on the other loop; cancelling it here cancels it there."""
         try:
             doing = asyncio.run_coroutine_threadsafe(work, self._loop)
         except RuntimeError as exc:  # the loop is closed
@@ -166,13 +146,13 @@ class _OtherLoopTransport(NeverAtOnce):
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            raise _ended() from None  # it was given up there: the service has ended
+            raise _ended() from None  # it was cancelled there: the service has stopped
         except concurrent.futures.CancelledError as exc:
             raise _ended() from exc
 
 
 def _ended() -> APIConnectionError:
-    return APIConnectionError("the service in this process has ended")
+    return APIConnectionError("the embedded service has stopped")
 
 
 async def _entered(block: AbstractAsyncContextManager[StreamReply]) -> StreamReply:

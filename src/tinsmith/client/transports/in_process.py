@@ -1,8 +1,7 @@
-"""Requests to a service in the same process: the same bytes, and no socket.
+"""Send requests to a service in the same process, with the same bytes but no socket.
 
-The service is an ASGI application, as any server of its kind runs it. Each request is handed to it
-on the client's event loop, and its reply is read as one that came over the wire would be: headers,
-status, compression and bounds are the same.
+The service is an ordinary ASGI application. It handles each request on the client's event loop, and
+its reply is read like one from the network: status, headers, compression and limits are the same.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ from typing import Any, TypeAlias
 from urllib.parse import unquote, urlencode, urlsplit
 
 from tinsmith.client.transports.base import (
-    Credentials,
+    CredentialSource,
     ExchangeReply,
-    NeverAtOnce,
     StreamReply,
     TransportSettings,
     connection_error,
@@ -36,7 +34,7 @@ from tinsmith.wire.exchange import HttpRequest
 _log = logging.getLogger(__name__)
 
 MOST_WAITING = 16
-"""How many pieces of a streamed answer wait before the application has to."""
+"""Maximum buffered messages of a streamed response; the application waits when it is reached."""
 
 Message: TypeAlias = MutableMapping[str, Any]
 Application: TypeAlias = Callable[
@@ -45,11 +43,11 @@ Application: TypeAlias = Callable[
 ]
 
 
-class InProcessTransport(NeverAtOnce):
-    """Carries requests to an ASGI application. To be used on one event loop."""
+class InProcessTransport:
+    """Sends requests to an ASGI application. Must be used on one event loop."""
 
     def __init__(
-        self, application: Application, settings: TransportSettings, credentials: Credentials
+        self, application: Application, settings: TransportSettings, credentials: CredentialSource
     ) -> None:
         self._application = application
         self._settings = settings
@@ -67,10 +65,10 @@ class InProcessTransport(NeverAtOnce):
         idempotency_key: str | None = None,
         credential: str | None = None,
     ) -> ExchangeReply:
-        """As `Transport.send`; pools matter to connections alone."""
+        """Send a request and return the complete reply; there are no connections to pool."""
         del pool
         if self._is_closed:
-            raise APIConnectionError("the client is closed; make a new one")
+            raise APIConnectionError("the client is closed; create a new one")
         headers = request_headers(
             self._settings, request, idempotency_key, credential or self._credentials()
         )
@@ -90,17 +88,19 @@ class InProcessTransport(NeverAtOnce):
         return exchange.reply(self._settings)
 
     def _begin(self, exchange: _Exchange) -> asyncio.Task[None]:
-        """Let the application answer; it may go on when it has, as behind any server."""
+        """Start the application; it may keep running after its response, as in any server."""
         task = asyncio.ensure_future(exchange.run(self._application))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
         return task
 
     def _failure(self, exchange: _Exchange, request: HttpRequest) -> Exception:
-        """For an application that ended before its answer did."""
+        """The error for an application that returned before its response was complete."""
         if self._is_closed:
             return APIConnectionError("the client was closed")
-        error = exchange.error or ConnectionError("the service ended before its answer did")
+        error = exchange.error or ConnectionError(
+            "the service stopped before its response was complete"
+        )
         if isinstance(error, DecodeError):
             return error
         failure = connection_error(self._settings, request, error, is_unreached=False)
@@ -111,10 +111,10 @@ class InProcessTransport(NeverAtOnce):
     async def stream(
         self, request: HttpRequest, *, pool: Pool, timeout_s: float, idle_s: float
     ) -> AsyncIterator[StreamReply]:
-        """As `Transport.stream`."""
+        """Send a request and yield the reply, whose body is read as it arrives."""
         del pool
         if self._is_closed:
-            raise APIConnectionError("the client is closed; make a new one")
+            raise APIConnectionError("the client is closed; create a new one")
         headers = request_headers(self._settings, request, None, self._credentials())
         headers["Accept-Encoding"] = "identity"
         exchange = _StreamedExchange(
@@ -148,7 +148,7 @@ class InProcessTransport(NeverAtOnce):
     async def _next_of(
         self, exchange: _StreamedExchange, request: HttpRequest, timeout_s: float
     ) -> Message:
-        """The application's next message; raises if it ends or is silent before that."""
+        """The application's next message; raises if it returns or times out before sending one."""
         async with asyncio.timeout(timeout_s):
             message = await exchange.messages.get()
         if message is None:
@@ -156,7 +156,7 @@ class InProcessTransport(NeverAtOnce):
         return message
 
     async def close(self) -> None:
-        """As `Transport.close`. The application is not ours to end."""
+        """Cancel running requests; does not shut down the application."""
         self._is_closed = True
         under_way = list(self._under_way)
         for task in under_way:
@@ -165,7 +165,7 @@ class InProcessTransport(NeverAtOnce):
 
 
 class _Exchange:
-    """One request and what the application says to it."""
+    """One request and the application's response."""
 
     def __init__(
         self, request: HttpRequest, headers: dict[str, str], prefix: str, most_bytes: int
@@ -180,7 +180,7 @@ class _Exchange:
         self.is_whole = False
         self.error: Exception | None = None
         self.ended = asyncio.Event()
-        """Set when the answer is whole, or the application has ended without one."""
+        """Set when the response is complete, or the application returned without one."""
         length = str(sum(map(len, request.parts)))
         named = {**headers, "Host": "in-process", "Content-Length": length}
         path = prefix + request.path
@@ -203,18 +203,18 @@ class _Exchange:
         }
 
     async def run(self, application: Application) -> None:
-        """Let the application answer."""
+        """Run the application; its errors are stored in `error`."""
         try:
             await application(self._scope, self._receive, self._send)
-        except Exception as error:  # noqa: BLE001 - told to whoever waits for the answer
+        except Exception as error:  # noqa: BLE001 - raised for the caller that awaits the response
             if self.is_whole:
-                _log.warning("the service failed after its answer", exc_info=True)
+                _log.warning("the service failed after it had responded", exc_info=True)
             self.error = self.error or without_frames(error)
         finally:
             self.ended.set()
 
     async def _receive(self) -> Message:
-        """The body in its parts, then word that the client has gone once the reply is whole."""
+        """The body in parts, then `http.disconnect` once the response is complete."""
         if self._is_read:
             await self.ended.wait()
             return {"type": "http.disconnect"}
@@ -242,33 +242,33 @@ class _Exchange:
         try:
             content.check_size(self._size, self._most_bytes)
         except DecodeError as error:
-            self.error = error  # whatever the application makes of it
+            self.error = error  # even if the application catches it
             raise
         self._pieces.append(bytes(piece))
 
     def reply(self, settings: TransportSettings) -> ExchangeReply:
-        """What was answered."""
+        """The complete reply."""
         body: Memory = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
         return unpacked(self.status, self.headers, body, settings.limits)
 
 
 class _StreamedExchange(_Exchange):
-    """One request whose answer is taken as it comes; few messages wait at a time."""
+    """One request with a streamed response; buffers at most `MOST_WAITING` messages."""
 
     def __init__(
         self, request: HttpRequest, headers: dict[str, str], prefix: str, most_bytes: int
     ) -> None:
         super().__init__(request, headers, prefix, most_bytes)
         self.messages: asyncio.Queue[Message | None] = asyncio.Queue(MOST_WAITING)
-        """The start, then the pieces of the body; None where the application ended too early."""
+        """The start, then the pieces of the body; None if the application returned too early."""
 
     async def run(self, application: Application) -> None:
-        """As `_Exchange.run`."""
+        """Run the application; the reader fails at once if it returns early or is cancelled."""
         try:
             await super().run(application)
             if not self.is_whole:
                 await self.messages.put(None)
-        except asyncio.CancelledError:  # whoever still reads fails at once
+        except asyncio.CancelledError:  # make a waiting reader fail at once
             while not self.messages.empty():
                 self.messages.get_nowait()
             self.messages.put_nowait(None)

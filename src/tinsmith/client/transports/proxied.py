@@ -1,8 +1,8 @@
-"""Requests through a proxy, carried by an HTTP library that knows proxies.
+"""Send requests through a proxy, with aiohttp.
 
-The library appears here and nowhere else in the client, and is loaded only where there is a proxy.
-Otherwise as `transports/direct.py`: pools by purpose, one more try where a connection ended before
-the reply began.
+Only this module of the client uses aiohttp, and it is imported only if there is a proxy. Otherwise
+it works like `transports/direct.py`: pools by purpose, and one retry if a connection was closed
+before the reply began.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ import aiohttp
 from tinsmith.client.transports.base import (
     CONNECT_TIMEOUT_S,
     KEEP_ALIVE_S,
-    Credentials,
+    CredentialSource,
     ExchangeReply,
-    NeverAtOnce,
     StreamReply,
     TransportSettings,
     connection_error,
@@ -43,10 +42,10 @@ from tinsmith.wire.protobuf import Parts
 _log = logging.getLogger(__name__)
 
 
-class ProxiedTransport(NeverAtOnce):
-    """Carries requests over HTTP/1.1, through a proxy. To be used on one event loop."""
+class ProxiedTransport:
+    """Sends requests over HTTP/1.1 through a proxy. Must be used on one event loop."""
 
-    def __init__(self, settings: TransportSettings, credentials: Credentials) -> None:
+    def __init__(self, settings: TransportSettings, credentials: CredentialSource) -> None:
         self._settings = settings
         self._credentials = credentials
         self._proxy, self._login = _proxy_of(settings)
@@ -62,7 +61,7 @@ class ProxiedTransport(NeverAtOnce):
         idempotency_key: str | None = None,
         credential: str | None = None,
     ) -> ExchangeReply:
-        """As `Transport.send`."""
+        """Send a request and return the complete reply."""
         headers = request_headers(
             self._settings, request, idempotency_key, credential or self._credentials()
         )
@@ -73,14 +72,14 @@ class ProxiedTransport(NeverAtOnce):
                 except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as exc:
                     if isinstance(exc, aiohttp.ClientConnectorError):
                         raise
-                    # Most likely a kept connection that the server closed as we took it.
+                    # Most likely a keep-alive connection that the server closed as we reused it.
                     _log.debug("%s: %r; sending it once more", request.path, exc)
                     return await self._exchange(request, headers, pool)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if not self._is_closed or task is None or task.cancelling():
                 raise
-            # The library cancels whoever waits for a connection when it is closed.
+            # When aiohttp is closed, it cancels the tasks that wait for a connection.
             raise APIConnectionError("the client was closed") from None
         except TimeoutError as exc:
             raise late_error(self._settings, request, timeout_s) from exc
@@ -92,9 +91,9 @@ class ProxiedTransport(NeverAtOnce):
     async def stream(
         self, request: HttpRequest, *, pool: Pool, timeout_s: float, idle_s: float
     ) -> AsyncIterator[StreamReply]:
-        """As `Transport.stream`."""
+        """Send a request and yield the reply, whose body is read as it arrives."""
         headers = request_headers(self._settings, request, None, self._credentials())
-        headers["Accept-Encoding"] = "identity"  # events are to be seen when they are sent
+        headers["Accept-Encoding"] = "identity"  # compression could delay events
         try:
             async with asyncio.timeout(timeout_s):
                 reply = await self._begin(request, headers, pool)
@@ -108,7 +107,7 @@ class ProxiedTransport(NeverAtOnce):
             found = {name.lower(): value for name, value in reply.headers.items()}
             yield StreamReply(reply.status, found, pieces)
         finally:
-            reply.close()  # not given back: the rest of the body would be waited for
+            reply.close()  # not released, which would read the rest of the body
             await pieces.aclose()
 
     async def _pieces(
@@ -134,7 +133,7 @@ class ProxiedTransport(NeverAtOnce):
             request.method,
             self._settings.base_url + request.path,
             params=request.query or None,
-            # With TLS the proxy reads only the request for the connection.
+            # With TLS, the proxy sees only the CONNECT request.
             headers=headers if is_secure else {**headers, **self._login},
             data=_body(request.parts),
             proxy=self._proxy,
@@ -151,9 +150,9 @@ class ProxiedTransport(NeverAtOnce):
         return unpacked(reply.status, found, packed, self._settings.limits)
 
     async def _read(self, reply: aiohttp.ClientResponse) -> Memory:
-        """The body as it came, refused where it is larger than any body may be.
+        """The undecoded body; refuses bodies above the limit.
 
-        A large one is writable, so that its arrays can be handed to the user without a copy.
+        The memory of a large body is writable, so its arrays can be returned without a copy.
         """
         limit = self._settings.limits.memory_bytes
         pieces: list[bytes] = []
@@ -166,13 +165,13 @@ class ProxiedTransport(NeverAtOnce):
 
     def _session(self, pool: Pool) -> aiohttp.ClientSession:
         if self._is_closed:
-            raise APIConnectionError("the client is closed; make a new one")
+            raise APIConnectionError("the client is closed; create a new one")
         session = self._sessions.get(pool)
         if session is None:
             session = self._sessions[pool] = aiohttp.ClientSession(
                 connector=self._connector(),
                 cookie_jar=aiohttp.DummyCookieJar(),
-                auto_decompress=False,  # its own has no bound; ours does
+                auto_decompress=False,  # aiohttp's has no size limit; ours does
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
                 skip_auto_headers=("User-Agent",),
             )
@@ -190,7 +189,7 @@ class ProxiedTransport(NeverAtOnce):
         return aiohttp.TCPConnector(**limits)
 
     async def close(self) -> None:
-        """As `Transport.close`."""
+        """Close all connections; waiting requests fail."""
         self._is_closed = True
         sessions, self._sessions = list(self._sessions.values()), {}
         for session in sessions:
@@ -198,23 +197,23 @@ class ProxiedTransport(NeverAtOnce):
 
 
 def _proxy_of(settings: TransportSettings) -> tuple[str | None, dict[str, str]]:
-    """The proxy's address, and a header with the login: the library shows addresses in errors.
+    """The proxy's URL without its login, and the login as a header: aiohttp shows URLs in errors.
 
     Raises:
-        ValidationError: There can be no such proxy.
+        ValidationError: The proxy's URL is invalid.
     """
     if settings.proxy is None:
         return None, {}
     parts = urlsplit(settings.proxy if "://" in settings.proxy else f"http://{settings.proxy}")
     try:
         is_good = parts.scheme in ("http", "https") and bool(parts.hostname)
-        _ = parts.port  # raises where it is no number
+        _ = parts.port  # raises if it is not a number
     except ValueError:
         is_good = False
     if not is_good:
         raise ValidationError(
             f"the proxy {parts.scheme}://{parts.hostname or ''} cannot be used",
-            remedy="give one like http://127.0.0.1:3128",
+            remedy="pass one like http://127.0.0.1:3128",
         )
     address = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
     if parts.username is None:
@@ -231,7 +230,7 @@ def _body(parts: Parts) -> Any:
 
 
 class _PartsPayload(aiohttp.Payload):
-    """A body in pieces, sent one after another without being joined; its size is known."""
+    """A body of known size in several pieces, which are sent without joining them."""
 
     _autoclose = True
 
@@ -241,10 +240,10 @@ class _PartsPayload(aiohttp.Payload):
         self._size = sum(map(len, parts))
 
     def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
-        """The body as text, for the library's own debugging."""
+        """The body as text, for aiohttp's debugging."""
         return b"".join(self._parts).decode(encoding, errors)
 
     async def write(self, writer: aiohttp.abc.AbstractStreamWriter) -> None:
-        """Send the pieces; may be asked for again, for the second try."""
+        """Write the pieces; may be called again for a retry."""
         for part in self._parts:
             await writer.write(part)

@@ -37,7 +37,7 @@ def weights_and_metrics(loss: Any) -> tuple[list[float], dict[str, float]]:
 
 
 @pytest.mark.parametrize(("a", "b"), [(1.0, 1.0), (1.0, 0.0), (0.0, 1.0), (0.5, -2.0)])
-def test_each_terms_gradient_flows_with_its_weight(a: float, b: float) -> None:
+def test_the_gradient_of_each_term_is_scaled_by_its_weight(a: float, b: float) -> None:
     loss = compose_losses(LossTerm("linear", linear, a), LossTerm("square", square, b))
 
     weights, _ = weights_and_metrics(loss)
@@ -45,7 +45,7 @@ def test_each_terms_gradient_flows_with_its_weight(a: float, b: float) -> None:
     assert weights == pytest.approx([a - b * 2 * lp for lp in VALUES], abs=1e-6)
 
 
-def test_each_term_is_told_before_and_after_weighting() -> None:
+def test_each_term_is_reported_before_and_after_weighting() -> None:
     loss = compose_losses(LossTerm("linear", linear), LossTerm("square", square, 0.5))
 
     _, metrics = weights_and_metrics(loss)
@@ -72,7 +72,7 @@ def test_a_weight_may_depend_on_the_step() -> None:
     assert metrics["square/weight:mean"] == 0.5
 
 
-def test_a_weight_that_depends_on_the_step_needs_one() -> None:
+def test_a_weight_that_depends_on_the_step_requires_a_step() -> None:
     loss = compose_losses(LossTerm("linear", linear, lambda s: 1.0 + s))
 
     with pytest.raises(ValueError, match="'linear' depends on the step"):
@@ -80,14 +80,14 @@ def test_a_weight_that_depends_on_the_step_needs_one() -> None:
     assert weights_and_metrics(compose_losses(*loss.terms, step=0))[0] == [1.0, 1.0, 1.0]
 
 
-def test_a_term_without_a_gradient_is_named() -> None:
+def test_the_error_names_a_term_without_a_gradient() -> None:
     lost = LossTerm("lost", lambda _, lps: lps[0].detach().sum())
 
-    with pytest.raises(ValueError, match="'lost' gives no gradient"):
+    with pytest.raises(ValueError, match="'lost' has no gradient"):
         weights_and_metrics(compose_losses(LossTerm("linear", linear), lost))
 
 
-def test_a_constant_term_may_be_watched_with_weight_0() -> None:
+def test_a_constant_term_may_be_monitored_with_weight_0() -> None:
     watched = LossTerm("watched", lambda _, lps: lps[0].detach().sum(), 0)
 
     weights, metrics = weights_and_metrics(compose_losses(LossTerm("linear", linear), watched))
@@ -102,12 +102,12 @@ def test_a_composed_loss_can_be_called_without_gradients() -> None:
     assert float(loss) == 7.0
 
 
-def test_a_term_gives_one_number() -> None:
-    with pytest.raises(ValueError, match="'rows' must give one number"):
+def test_a_term_must_return_a_scalar() -> None:
+    with pytest.raises(ValueError, match="'rows' must return a scalar tensor"):
         weights_and_metrics(compose_losses(LossTerm("rows", lambda _, lps: lps[0])))
 
 
-def test_terms_have_different_names_and_there_is_at_least_one() -> None:
+def test_terms_must_have_unique_names_and_there_must_be_at_least_one() -> None:
     with pytest.raises(ValueError, match="named a"):
         compose_losses(LossTerm("a", linear), LossTerm("a", square))
     with pytest.raises(ValueError, match="at least one"):
@@ -121,7 +121,7 @@ def test_a_name_must_leave_room_for_the_reduction(name: str) -> None:
 
 
 @pytest.mark.parametrize("weight", [math.nan, math.inf, "much", None])
-def test_a_weight_is_a_finite_number(weight: Any) -> None:
+def test_a_weight_must_be_a_finite_number(weight: Any) -> None:
     with pytest.raises(ValueError, match="weight of term 'a'"):
         LossTerm("a", linear, weight)
     with pytest.raises(ValueError, match="weight of term 'a'"):
@@ -129,11 +129,11 @@ def test_a_weight_is_a_finite_number(weight: Any) -> None:
 
 
 def test_a_term_needs_a_function() -> None:
-    with pytest.raises(TypeError, match="needs a function"):
+    with pytest.raises(TypeError, match="must have a function"):
         LossTerm("a", 1.0)  # type: ignore[arg-type]  # that is the mistake
 
 
-def test_a_term_and_a_loss_can_be_asked_about_and_watched() -> None:
+def test_a_term_has_a_signature_and_terms_and_losses_can_be_weakly_referenced() -> None:
     """`help` reads the signature, and callers may key caches weakly by their losses."""
     term = LossTerm("linear", linear)
     loss = compose_losses(term)

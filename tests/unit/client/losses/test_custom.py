@@ -44,7 +44,7 @@ def test_s43_the_weights_are_minus_the_analytic_gradient() -> None:
         np.testing.assert_allclose(weights.numpy(), -slope, rtol=1e-5, atol=1e-5)
 
 
-def test_s43_the_weights_agree_with_differences_of_the_loss() -> None:
+def test_s43_the_weights_agree_with_finite_differences_of_the_loss() -> None:
     found = evaluate_loss(entropy_like, some_data(), outputs())
     step = 1e-6
 
@@ -80,7 +80,7 @@ def test_logprobs_are_leaves_that_share_the_memory_of_the_result() -> None:
     assert seen[0].data_ptr() == array.ctypes.data
 
 
-def test_gradients_flow_into_parameters_of_the_user() -> None:
+def test_gradients_flow_into_the_user_s_own_parameters() -> None:
     scale = torch.nn.Parameter(torch.tensor(2.0))
 
     evaluate_loss(lambda _, lps: (scale * sum(lp.sum() for lp in lps), {}), some_data(), outputs())
@@ -95,20 +95,20 @@ def test_gradients_flow_into_parameters_of_the_user() -> None:
         (lambda _, lps: (lps[0].sum(), {}), "no gradient for datum 1"),
         (lambda _, lps: (lps[1].sum(), {}), "no gradient for datum 0"),
         (lambda _, lps: (lps[0].detach().sum(), {}), "does not depend on the logprobs"),
-        (lambda _, lps: (sum(lp.sum().item() for lp in lps), {}), "one number as a tensor"),
-        (lambda _, lps: (lps[0] + lps[1], {}), "one number as a tensor"),
-        (lambda _, lps: lps[0].sum() + lps[1].sum(), r"returns \(loss, metrics\)"),
+        (lambda _, lps: (sum(lp.sum().item() for lp in lps), {}), "a scalar tensor"),
+        (lambda _, lps: (lps[0] + lps[1], {}), "a scalar tensor"),
+        (lambda _, lps: lps[0].sum() + lps[1].sum(), r"must return \(loss, metrics\)"),
         (lambda _, lps: ((lps[0] * 0 / 0).sum() + lps[1].sum(), {}), "which is nan, .* datum 0;"),
         (lambda _, lps: (((lps[0] - lps[0]) ** 0.5 + lps[1]).sum(), {}), "NaN or infinite.* 0;"),
     ],
 )
-def test_what_is_no_loss_of_every_datum_is_refused(loss_fn: Any, message: str) -> None:
+def test_a_loss_that_is_invalid_for_any_datum_is_rejected(loss_fn: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         evaluate_loss(loss_fn, some_data(), outputs())
 
 
-def test_an_answer_without_logprobs_is_the_services_mistake() -> None:
-    with pytest.raises(DecodeError, match="logprobs of 1 datums for 2"):
+def test_a_response_without_logprobs_is_a_service_error() -> None:
+    with pytest.raises(DecodeError, match="logprobs of 1 datums, expected 2"):
         evaluate_loss(entropy_like, some_data(), [*outputs()[:1], {}])
 
 
@@ -130,7 +130,7 @@ class Squares:
     "form",
     [list, tuple, np.array, lambda v: np.array(v, np.float32), lambda v: TensorData(v, "float32")],
 )
-def test_s43_gradients_of_the_user_need_no_torch(form: Any, monkeypatch: Any) -> None:
+def test_s43_user_supplied_gradients_need_no_torch(form: Any, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
 
     found = evaluate_loss(Squares(form), some_data(), outputs())
@@ -158,11 +158,11 @@ def test_gradients_keep_the_shape_of_the_logprobs() -> None:
     [
         ([[1.0] * 3], "1 gradients for 2 datums"),
         ([[1.0] * 3, None], "no gradient for datum 1"),
-        ([[1.0] * 3, [1.0, 2.0, float("nan")]], "NaN or infinite for datum 1; look for quotients"),
-        ([[1.0] * 3, [1.0] * 2], r"datum 1 has the shape \[2\], its logprobs have \[3\]"),
+        ([[1.0] * 3, [1.0, 2.0, float("nan")]], "NaN or infinite for datum 1; check for divisions"),
+        ([[1.0] * 3, [1.0] * 2], r"datum 1 has shape \[2\], but its logprobs have \[3\]"),
     ],
 )
-def test_wrong_gradients_of_the_user_are_refused(gradients: Any, message: str) -> None:
+def test_invalid_user_supplied_gradients_are_rejected(gradients: Any, message: str) -> None:
     class Wrong:
         def gradients(self, data: list[Datum], logprobs: list[Any]) -> Any:
             assert len(data) == len(logprobs)
@@ -172,7 +172,7 @@ def test_wrong_gradients_of_the_user_are_refused(gradients: Any, message: str) -
         evaluate_loss(Wrong(), some_data(), outputs())
 
 
-def test_the_true_loss_is_told_beside_the_services() -> None:
+def test_the_true_loss_is_reported_next_to_the_surrogate_loss() -> None:
     served = ForwardBackwardOutput("ArrayRecord", [], {"loss:sum": 2.0, "tokens:sum": 3.0})
 
     output = _with_loss(served, Evaluated(-16.0, [], {"mine": 1.0, "loss:sum": 99.0}))
@@ -186,7 +186,7 @@ def test_the_true_loss_is_told_beside_the_services() -> None:
     assert served.metrics["loss:sum"] == 2.0
 
 
-def test_a_service_that_tells_no_loss_is_no_error() -> None:
+def test_a_response_without_a_loss_is_not_an_error() -> None:
     output = _with_loss(ForwardBackwardOutput("ArrayRecord", []), Evaluated(1.5, [], {}))
 
     assert output.metrics == {"loss:sum": 1.5}

@@ -14,7 +14,7 @@ from tinsmith.client.losses.graph import (
     trace,
 )
 from tinsmith.types import Datum, ModelInput
-from tinsmith.types.loss_operations import MOST_INPUTS
+from tinsmith.types.loss_operations import MAX_INPUTS
 
 
 def weighted(logprobs: Any, weights: Any) -> Any:
@@ -44,12 +44,12 @@ def test_a_handle_names_its_inputs_in_order() -> None:
     assert "graph" not in repr(handle)
 
 
-def test_handles_are_equal_whatever_their_graph_object() -> None:
+def test_handles_compare_equal_regardless_of_their_graph_object() -> None:
     assert a_handle() == a_handle()
     assert hash(a_handle()) == hash(a_handle())
 
 
-def test_the_key_depends_on_what_is_computed_and_on_ranks() -> None:
+def test_the_key_depends_on_the_computation_and_the_ranks() -> None:
     def same(logprobs: Any, weights: Any) -> Any:
         loss = -(logprobs * weights).sum()
         return loss, {"custom/loss:sum": loss, "custom/weight:mean": weights.mean()}
@@ -62,7 +62,7 @@ def test_the_key_depends_on_what_is_computed_and_on_ranks() -> None:
     assert a_handle().key != a_handle(logprobs=2, weights=2).key
 
 
-def test_losses_are_added_up_and_means_divided() -> None:
+def test_losses_are_summed_and_means_divided() -> None:
     data = [a_datum(), a_datum(weights=[3.0, 3.0, 3.0])]
     logprobs = [torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -1.0, -1.0])]
 
@@ -89,10 +89,10 @@ def test_inputs_of_all_ranks_are_passed() -> None:
     assert float(loss) == 6.0
 
 
-def test_a_loss_that_is_no_number_names_the_datum() -> None:
+def test_the_error_names_the_datum_whose_loss_is_not_a_number() -> None:
     handle = a_handle(lambda logprobs: (logprobs * 1, {}), logprobs=1)
 
-    with pytest.raises(ValueError, match="of datum 0"):
+    with pytest.raises(ValueError, match="for datum 0"):
         evaluate(handle, [a_datum()], [torch.ones(3)])
 
 
@@ -105,19 +105,19 @@ def test_a_loss_that_is_no_number_names_the_datum() -> None:
         (a_datum(target_tokens=[[2, 3, 4]]), "'target_tokens' of datum 1 has rank 2"),
     ],
 )
-def test_every_datum_has_every_input_at_its_rank(datum: Datum, message: str) -> None:
+def test_every_datum_must_have_every_input_at_its_rank(datum: Datum, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_inputs(a_handle(), [a_datum(), datum])
 
 
-def test_there_are_at_most_so_many_inputs() -> None:
-    names = ["logprobs", *(f"x{number}" for number in range(MOST_INPUTS))]
+def test_the_number_of_loss_inputs_is_limited() -> None:
+    names = ["logprobs", *(f"x{number}" for number in range(MAX_INPUTS))]
     source = f"lambda {', '.join(names)}: ({' + '.join(names)}, {{}})"
 
     with pytest.raises(ValueError, match="17 parameters"):
         trace(eval(source), dict.fromkeys(names, 1))
     allowed = f"lambda {', '.join(names[:-1])}: ({' + '.join(names[:-1])}, {{}})"
-    assert len(trace(eval(allowed), dict.fromkeys(names[:-1], 1)).inputs) == MOST_INPUTS
+    assert len(trace(eval(allowed), dict.fromkeys(names[:-1], 1)).inputs) == MAX_INPUTS
 
 
 @torch.fx.wrap
@@ -125,7 +125,7 @@ def elsewhere(x: Any) -> Any:
     return x
 
 
-def test_a_function_of_another_library_is_refused() -> None:
+def test_a_function_of_another_library_is_rejected() -> None:
     def uses_elsewhere(logprobs: Any) -> Any:
         return elsewhere(logprobs).sum(), {}
 

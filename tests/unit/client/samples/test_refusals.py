@@ -46,7 +46,7 @@ class Refused:
         self.clock.now += delay_s
 
 
-def test_b41_a_429_that_names_no_delay_pauses_by_the_size_of_the_prompt() -> None:
+def test_a_429_that_names_no_delay_pauses_by_the_size_of_the_prompt() -> None:
     assert Refused().refuse(None) == SMALL_PAUSE_S
     assert Refused().refuse(None, LONG_PROMPT) == LARGE_PAUSE_S
     assert Refused(retry_after_max_s=0.1).refuse(None) == SMALL_PAUSE_S  # nobody asked for it
@@ -61,19 +61,19 @@ def test_b41_a_429_that_names_no_delay_pauses_by_the_size_of_the_prompt() -> Non
         (ImageAssetPointerChunk(format="png", location="x://y"), SMALL_PAUSE_S),
     ],
 )
-def test_b29_images_and_audio_count_with_their_bytes(
+def test_images_and_audio_count_by_their_size_in_bytes(
     chunk: ModelInputChunk, pause_s: float
 ) -> None:
     assert Refused().refuse(None, ModelInput(chunks=[chunk])) == pause_s
 
 
-def test_s31_a_delay_is_cut_to_what_the_budget_allows() -> None:
+def test_s31_a_delay_is_capped_by_the_retry_budget() -> None:
     assert Refused().refuse(1000.0) == 60.0
     assert Refused(retry_after_max_s=2.0).refuse(1000.0) == 2.0
     assert Refused(retry_after_max_s=500.0).refuse(400.0) == 400.0
 
 
-def test_w18_samples_are_given_up_once_all_were_refused_for_too_long() -> None:
+def test_samples_fail_once_all_were_rejected_for_too_long() -> None:
     refused = Refused()
     refused.refuse()
     refused.later(9.0)
@@ -89,7 +89,7 @@ def test_w18_samples_are_given_up_once_all_were_refused_for_too_long() -> None:
     assert not refused.refusals.is_hopeless(waited_s=9.0)  # it was made later
 
 
-def test_w18_a_sample_that_is_taken_or_drawn_makes_the_others_worth_waiting_for() -> None:
+def test_an_accepted_or_completed_sample_resets_the_rejection_timeout() -> None:
     refused = Refused()
     for progress in (refused.limiter.sample_taken, refused.limiter.sample_drawn):
         refused.refuse()
@@ -102,7 +102,7 @@ def test_w18_a_sample_that_is_taken_or_drawn_makes_the_others_worth_waiting_for(
         assert not refused.refusals.is_hopeless()
 
 
-def test_w18_a_long_pause_alone_gives_nobody_up() -> None:
+def test_a_long_pause_alone_fails_no_sample() -> None:
     refused = Refused()
 
     refused.refuse(50.0)
@@ -110,7 +110,7 @@ def test_w18_a_long_pause_alone_gives_nobody_up() -> None:
     assert not refused.refusals.is_hopeless()
 
 
-def test_a_sample_that_is_refused_again_lets_more_and_more_others_go_first() -> None:
+def test_a_sample_rejected_repeatedly_yields_to_exponentially_more_others() -> None:
     refusals = Refused().refusals
 
     assert [refusals.others_first(count) for count in (0, 1, 2, 3, 4)] == [0, 0, 1, 3, 7]
@@ -119,7 +119,7 @@ def test_a_sample_that_is_refused_again_lets_more_and_more_others_go_first() -> 
     assert refusals.late_s(2) == RAMP_STEP_S
 
 
-def test_s6_the_error_says_how_often_and_how_long_a_sample_was_tried() -> None:
+def test_s6_the_error_names_the_attempts_and_the_time_of_a_sample() -> None:
     error = RateLimitError("full")
 
     Refused().refusals.tell_effort(error, attempts=4, waited_s=12.34)

@@ -53,7 +53,7 @@ def count_writing(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return written
 
 
-def test_a_prompt_is_written_once_for_all_samples_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_is_encoded_once_for_all_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     texts, request = RequestTexts(), a_request(a_prompt())
     written = count_writing(monkeypatch)
 
@@ -63,7 +63,7 @@ def test_a_prompt_is_written_once_for_all_samples_of_it(monkeypatch: pytest.Monk
     assert written == [TOKENS, TOKENS]  # once for the three, and once to compare with
 
 
-def test_another_prompt_has_its_own_text() -> None:
+def test_another_prompt_is_encoded_separately() -> None:
     texts = RequestTexts()
 
     for first in (1000, 2000, 1000):
@@ -71,7 +71,7 @@ def test_another_prompt_has_its_own_text() -> None:
         assert b"".join(texts.encode(request)) == json_format.encode(request)
 
 
-def test_what_is_kept_is_bounded_and_the_oldest_goes_first(
+def test_the_cache_is_bounded_and_evicts_the_oldest_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prompts = [a_request(a_prompt(first)) for first in (1000, 2000, 1500)]
@@ -104,7 +104,7 @@ def test_short_prompts_take_no_more_memory_than_long_ones() -> None:
     assert taken_bytes < 300_000
 
 
-def test_a_prompt_that_is_too_long_is_not_kept() -> None:
+def test_a_prompt_that_is_too_long_is_not_cached() -> None:
     texts, request = RequestTexts(most_bytes=1000), a_request(a_prompt())
 
     assert b"".join(texts.encode(request)) == json_format.encode(request)
@@ -112,7 +112,7 @@ def test_a_prompt_that_is_too_long_is_not_kept() -> None:
     assert texts._kept == {}
 
 
-def test_a_text_is_kept_no_longer_than_its_prompt() -> None:
+def test_an_encoded_prompt_is_cached_no_longer_than_its_prompt_lives() -> None:
     texts = RequestTexts()
     tracemalloc.start()
     try:
@@ -128,7 +128,7 @@ def test_a_text_is_kept_no_longer_than_its_prompt() -> None:
     assert left_bytes < text_bytes / 5
 
 
-def test_a_text_goes_with_its_prompt_on_any_thread() -> None:
+def test_an_encoded_prompt_is_freed_with_its_prompt_on_any_thread() -> None:
     texts, prompts = RequestTexts(), [a_prompt(first) for first in range(5)]
     for prompt in prompts:
         texts.encode(a_request(prompt))
@@ -145,7 +145,7 @@ def test_a_text_goes_with_its_prompt_on_any_thread() -> None:
     assert texts._kept_bytes == sum(kept.size for kept in texts._kept.values())
 
 
-def test_a_text_that_had_to_go_is_freed_at_once_though_its_prompt_stays() -> None:
+def test_an_evicted_encoding_is_freed_immediately_while_its_prompt_lives() -> None:
     request, other = a_request(a_prompt()), a_request(a_prompt(2000))
     texts = RequestTexts(most_bytes=512 + len(json_format.encode(request)))
     gc.disable()
@@ -165,7 +165,7 @@ def test_a_text_that_had_to_go_is_freed_at_once_though_its_prompt_stays() -> Non
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_prompt_that_goes_at_the_limit_of_recursion_leaves_its_text_to_no_other() -> None:
+def test_a_prompt_freed_at_the_recursion_limit_leaves_no_stale_encoding() -> None:
     """There Python cannot call what would drop the text, and the next prompt takes its place."""
 
     def forget_at_the_bottom(held: list[SampleRequest]) -> None:
@@ -186,7 +186,7 @@ def test_a_prompt_that_goes_at_the_limit_of_recursion_leaves_its_text_to_no_othe
     assert texts._kept_bytes == sum(kept.size for kept in texts._kept.values())
 
 
-def test_a_prompt_with_a_chunk_that_cannot_be_watched_is_written_and_not_kept() -> None:
+def test_a_prompt_with_a_chunk_without_weakrefs_is_not_cached() -> None:
     texts, prompt = RequestTexts(), a_prompt()
     plain: Any = {"type": "encoded_text", "tokens": [5]}
     prompt.chunks.append(plain)
@@ -231,14 +231,14 @@ print((resident_pages() - before) * os.sysconf("SC_PAGE_SIZE"))
     sys.platform != "linux" or platform.libc_ver()[0] != "glibc",
     reason="other C libraries give memory back by other rules",
 )
-def test_memory_of_a_burst_of_prompts_is_given_back() -> None:
+def test_memory_of_a_burst_of_prompts_is_freed() -> None:
     """27 MB of prompts; what is kept of their texts would keep nearly all of it resident."""
     run = subprocess.run([sys.executable, "-c", BURST], capture_output=True, text=True, check=True)
 
     assert int(run.stdout) < 9_000_000
 
 
-def test_tensors_are_written_as_they_are_now() -> None:
+def test_tensors_are_encoded_with_their_current_values() -> None:
     numpy = pytest.importorskip("numpy")
     texts, targets = RequestTexts(), numpy.zeros((TOKENS - 1, 1), dtype="int64")
     request = a_request(a_prompt()).model_copy(
@@ -252,7 +252,7 @@ def test_tensors_are_written_as_they_are_now() -> None:
     assert b"7,7,7" in json_format.encode(request)
 
 
-def test_each_request_is_written_with_its_own_settings() -> None:
+def test_each_request_is_encoded_with_its_own_settings() -> None:
     texts, prompt = RequestTexts(), a_prompt()
     many = [
         a_request(prompt).model_copy(
@@ -270,7 +270,7 @@ def test_each_request_is_written_with_its_own_settings() -> None:
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_what_is_packed_is_the_same_whether_settings_are_known_or_not(chunks: int) -> None:
+def test_packed_requests_are_the_same_with_cached_and_uncached_settings(chunks: int) -> None:
     texts, prompt = RequestTexts(), ModelInput([*a_prompt().chunks, EncodedTextChunk([1])][:chunks])
     one = a_request(prompt)
     other = one.model_copy(update={"sampling_params": SamplingParams(stop=["a"])})
@@ -282,7 +282,7 @@ def test_what_is_packed_is_the_same_whether_settings_are_known_or_not(chunks: in
     assert packed.arrays[0] is prompt.chunks[0].numbers.memory  # type: ignore[union-attr]
 
 
-def test_a_list_in_the_settings_is_written_as_it_is_now() -> None:
+def test_a_list_in_the_settings_is_encoded_with_its_current_values() -> None:
     texts, params = RequestTexts(), SamplingParams(stop=["a"])
     request = a_request(a_prompt()).model_copy(update={"sampling_params": params})
     texts.encode(request)
@@ -294,7 +294,7 @@ def test_a_list_in_the_settings_is_written_as_it_is_now() -> None:
     assert b'["a","b"]' in json_format.encode(request)
 
 
-def test_a_chunk_that_is_added_to_a_prompt_is_written() -> None:
+def test_a_chunk_added_to_a_prompt_is_encoded() -> None:
     texts, prompt = RequestTexts(), ModelInput.from_ints([1, 2])
     request = a_request(prompt)
     texts.encode(request)
@@ -313,7 +313,9 @@ def from_list(values: list[Any]) -> ModelInput:
     return ModelInput.from_ints(values)
 
 
-def test_a_prompt_of_a_list_is_written_from_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_made_from_a_list_is_encoded_from_the_list(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     request = a_request(from_list(list(range(TOKENS))))
     written = count_writing(monkeypatch)
 
@@ -323,7 +325,7 @@ def test_a_prompt_of_a_list_is_written_from_the_list(monkeypatch: pytest.MonkeyP
     assert body == json_format.encode(request)
 
 
-def test_what_was_written_early_serves_the_other_samples_of_its_prompt(
+def test_an_early_encoding_serves_other_samples_of_its_prompt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     texts, request = RequestTexts(), a_request(from_list(list(range(TOKENS))))
@@ -335,7 +337,7 @@ def test_what_was_written_early_serves_the_other_samples_of_its_prompt(
     assert written == []
 
 
-def test_the_list_may_change_before_and_after_it_is_written_early() -> None:
+def test_the_list_may_change_before_and_after_early_encoding() -> None:
     ids = list(range(TOKENS))
     request = a_request(from_list(ids))
     ids[0] = 9
@@ -347,7 +349,7 @@ def test_the_list_may_change_before_and_after_it_is_written_early() -> None:
     assert request.prompt.to_ints() == list(range(TOKENS))
 
 
-def test_a_chunk_that_is_added_after_it_was_written_early_is_written() -> None:
+def test_a_chunk_added_after_early_encoding_is_encoded() -> None:
     request = a_request(from_list([1, 2]))
     early = early_text(request.prompt)
 
@@ -358,7 +360,7 @@ def test_a_chunk_that_is_added_after_it_was_written_early_is_written() -> None:
 
 
 @pytest.mark.parametrize("odd", [True, 3.0, -1])
-def test_what_only_counts_as_an_id_is_written_as_one(odd: Any) -> None:
+def test_integer_like_token_ids_are_encoded_as_integers(odd: Any) -> None:
     request = a_request(from_list([1, odd]))
     early = early_text(request.prompt)
 
@@ -366,7 +368,7 @@ def test_what_only_counts_as_an_id_is_written_as_one(odd: Any) -> None:
     assert b'"tokens":[1,%d]' % int(odd) in b"".join(RequestTexts().encode(request, early))
 
 
-def test_prompts_of_no_list_or_of_several_chunks_are_left_for_later() -> None:
+def test_only_single_chunk_prompts_made_from_lists_are_encoded_early() -> None:
     text, image = EncodedTextChunk([1]), ImageChunk(data=b"x", format="png")
 
     for chunks in ([], [text, text], [image], [EncodedTextChunk(range(3))]):

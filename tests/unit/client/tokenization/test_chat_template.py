@@ -28,17 +28,17 @@ def test_s42_json_is_neither_escaped_nor_sorted() -> None:
     assert text == '[{"z": "<ü>", "a": 1}]|{\n "z": "<ü>",\n "a": 1\n}'
 
 
-def test_a_template_may_refuse_a_conversation() -> None:
+def test_a_template_may_reject_a_conversation() -> None:
     with pytest.raises(ValidationError, match="roles must alternate"):
         render("{{ raise_exception('roles must alternate') }}", [USER])
 
 
-def test_a_template_that_cannot_be_read_is_said() -> None:
+def test_an_invalid_template_is_reported() -> None:
     with pytest.raises(ValidationError, match="chat template"):
         render("{% if %}", [USER])
 
 
-def test_a_message_reaches_the_template_as_it_is() -> None:
+def test_a_message_reaches_the_template_unchanged() -> None:
     message = {"role": "assistant", "thinking": "hm", "content": None}
 
     assert render("{{ messages[0] | tojson }}", [message]) == (
@@ -46,13 +46,13 @@ def test_a_message_reaches_the_template_as_it_is() -> None:
     )
 
 
-def test_dates_are_todays() -> None:
+def test_templates_can_use_the_current_date() -> None:
     today = datetime.datetime.now().astimezone()
 
     assert render("{{ strftime_now('%Y') }}", [USER]) in {str(today.year), str(today.year + 1)}
 
 
-def test_loops_can_be_left_and_generation_blocks_are_kept() -> None:
+def test_loop_controls_and_generation_blocks_are_supported() -> None:
     template = (
         "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
         "{% generation %}{% set x = 1 %}{{ m.content }}{% endgeneration %}{{ x }}{% endfor %}"
@@ -82,7 +82,7 @@ def test_templates_run_in_a_sandbox(template: str) -> None:
     assert messages == [USER]
 
 
-def test_objects_do_not_reach_a_template() -> None:
+def test_arbitrary_objects_do_not_reach_a_template() -> None:
     with pytest.raises(ValidationError, match=r"tools.*JSON schemas"):
         render(PLAIN, [USER], tools=[print])
 
@@ -91,7 +91,7 @@ def test_objects_do_not_reach_a_template() -> None:
     ("template", "expected"),
     [(PLAIN, "[user]hi<end>[assistant]well  "), (TRIMMING, "[user]hi<end>[assistant]well")],
 )
-def test_a_final_message_is_left_open(template: str, expected: str) -> None:
+def test_a_final_message_can_be_left_open(template: str, expected: str) -> None:
     messages = [USER, ASSISTANT]
 
     assert render(template, messages, continue_final_message=True) == expected
@@ -114,15 +114,15 @@ def test_blocks_of_text_and_other_fields_can_be_continued() -> None:
     ("template", "message", "match"),
     [("nothing", ASSISTANT, "leaves"), (PLAIN, {"role": "a", "content": None}, "no text")],
 )
-def test_what_cannot_be_continued_is_refused(
+def test_a_message_that_cannot_be_continued_is_rejected(
     template: str, message: dict[str, str | None], match: str
 ) -> None:
     with pytest.raises(ValidationError, match=match):
         render(template, [message], continue_final_message=True)
 
 
-def test_continuing_and_opening_a_message_exclude_each_other() -> None:
-    with pytest.raises(ValidationError, match="both"):
+def test_continue_final_message_and_add_generation_prompt_exclude_each_other() -> None:
+    with pytest.raises(ValidationError, match="cannot be combined"):
         render(PLAIN, [USER], continue_final_message=True, add_generation_prompt=True)
 
 
@@ -135,7 +135,7 @@ def test_a_template_is_compiled_once() -> None:
     assert chat_template.compiled.cache_info().misses == before + 1
 
 
-def test_the_template_for_tools_is_chosen_where_there_is_one() -> None:
+def test_the_tool_template_is_used_if_there_is_one() -> None:
     several = {"default": "d", "tool_use": "t", "rag": "r"}
 
     assert choose(several, None, has_tools=False) == "d"
@@ -146,6 +146,6 @@ def test_the_template_for_tools_is_chosen_where_there_is_one() -> None:
 
 
 @pytest.mark.parametrize("template", [None, {"rag": "r"}])
-def test_having_no_template_is_said_with_a_remedy(template: dict[str, str] | None) -> None:
+def test_a_missing_template_is_reported_with_a_remedy(template: dict[str, str] | None) -> None:
     with pytest.raises(ValidationError, match=r"no chat template; set tokenizer\.chat_template"):
         choose(template, None, has_tools=False)

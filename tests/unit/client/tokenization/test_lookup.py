@@ -17,12 +17,11 @@ import pytest
 
 import tinsmith.client.tokenization
 from tests.unit.client.small_tokenizer import BOS, CONFIG, EOS, write_tokenizer
-from tinsmith.client.tokenization import files as tokenizer_files
 from tinsmith.client.tokenization import lookup as tokenizers
+from tinsmith.client.tokenization import tokenizer_files
 from tinsmith.client.tokenization.lookup import (
     forget_tokenizers,
     load_tokenizer,
-    load_tokenizer_async,
 )
 from tinsmith.client.tokenization.names import TABLE_VARIABLE
 from tinsmith.client.tokenization.of_model import Names, TokenizerOfModel
@@ -70,7 +69,7 @@ class CountedReads:
 # The calls of a tokenizer
 
 
-def test_text_becomes_ids_and_text_again(tokenizer: Tokenizer) -> None:
+def test_text_round_trips_through_ids(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("hello world", add_special_tokens=False)
 
     assert tokenizer.convert_ids_to_tokens(ids) == ["hello", "Ġw", "o", "r", "l", "d"]
@@ -81,7 +80,7 @@ def test_text_becomes_ids_and_text_again(tokenizer: Tokenizer) -> None:
     assert tokenizer.convert_tokens_to_ids("not there") is None
 
 
-def test_s42_special_tokens_are_added_unless_refused(tokenizer: Tokenizer) -> None:
+def test_s42_special_tokens_are_added_unless_disabled(tokenizer: Tokenizer) -> None:
     bare = tokenizer.encode("hello", add_special_tokens=False)
 
     assert tokenizer.encode("hello") == [tokenizer.bos_token_id, *bare]
@@ -93,7 +92,7 @@ def test_s42_special_tokens_are_added_unless_refused(tokenizer: Tokenizer) -> No
     assert tokenizer.num_special_tokens_to_add() == 1
 
 
-def test_many_texts_are_encoded_and_decoded_at_once(tokenizer: Tokenizer) -> None:
+def test_many_texts_are_encoded_and_decoded_in_one_call(tokenizer: Tokenizer) -> None:
     encoded = tokenizer(["hello", "hello world"])
 
     assert [len(row) for row in encoded.attention_mask] == [2, 7]
@@ -107,7 +106,7 @@ def test_many_texts_are_encoded_and_decoded_at_once(tokenizer: Tokenizer) -> Non
         _ = encoded.token_type_ids
 
 
-def test_texts_are_cut_and_padded_for_one_call_alone(tokenizer: Tokenizer) -> None:
+def test_truncation_and_padding_apply_to_one_call_only(tokenizer: Tokenizer) -> None:
     tokenizer.pad_token = tokenizer.eos_token
     whole = tokenizer.encode("hello world")
 
@@ -123,7 +122,7 @@ def test_texts_are_cut_and_padded_for_one_call_alone(tokenizer: Tokenizer) -> No
     assert tokenizer.encode("hello world") == whole
 
 
-def test_arrays_are_given_where_asked_for(tokenizer: Tokenizer) -> None:
+def test_arrays_are_returned_on_request(tokenizer: Tokenizer) -> None:
     array = tokenizer(["hello", "hello"], return_tensors="np").input_ids
     tensor = tokenizer.apply_chat_template(CHAT, return_tensors="pt")
 
@@ -137,19 +136,21 @@ def test_arrays_are_given_where_asked_for(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("wrong", [None, 3, b"bytes"])
-def test_what_is_no_text_is_refused(wrong: Any, tokenizer: Tokenizer) -> None:
+def test_input_that_is_not_text_is_rejected(wrong: Any, tokenizer: Tokenizer) -> None:
     with pytest.raises(ValidationError, match="encodes text"):
         tokenizer.encode(wrong)
     with pytest.raises(ValidationError, match="encodes text"):
         tokenizer(["fine", wrong])
 
 
-def test_padding_without_a_token_for_it_is_refused_with_a_remedy(tokenizer: Tokenizer) -> None:
+def test_padding_without_a_pad_token_is_rejected_with_a_remedy(tokenizer: Tokenizer) -> None:
     with pytest.raises(ValidationError, match=r"pad_token = tokenizer\.eos_token"):
         tokenizer(["hello", "a b"], padding=True)
 
 
-def test_what_a_tokenizer_knows(tokenizer: Tokenizer, directory: Path) -> None:
+def test_a_tokenizer_exposes_its_vocabulary_and_special_tokens(
+    tokenizer: Tokenizer, directory: Path
+) -> None:
     assert (tokenizer.bos_token, tokenizer.eos_token) == (BOS, EOS)
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (261, 262)
     assert tokenizer.pad_token is None and tokenizer.pad_token_id is None
@@ -170,7 +171,7 @@ def test_what_a_tokenizer_knows(tokenizer: Tokenizer, directory: Path) -> None:
     assert str(directory.resolve()) in repr(tokenizer)
 
 
-def test_special_tokens_can_be_chosen_by_name_and_by_id(tokenizer: Tokenizer) -> None:
+def test_special_tokens_can_be_set_by_name_and_by_id(tokenizer: Tokenizer) -> None:
     tokenizer.pad_token = tokenizer.eos_token
     assert tokenizer.pad_token_id == tokenizer.eos_token_id
     tokenizer.pad_token_id = tokenizer.bos_token_id
@@ -197,7 +198,7 @@ def test_s42_a_conversation_has_exactly_one_bos(tokenizer: Tokenizer) -> None:
     assert tokenizer.apply_chat_template([CHAT], tokenize=False) == [text]
 
 
-def test_a_template_of_ones_own_may_be_given_or_set(tokenizer: Tokenizer) -> None:
+def test_a_custom_chat_template_can_be_passed_or_set(tokenizer: Tokenizer) -> None:
     template = "{{ mood }}{{ bos_token }}"
 
     text = tokenizer.apply_chat_template(
@@ -246,7 +247,7 @@ class Service:
         return answer
 
 
-def test_s32_a_client_asks_once_from_any_thread_and_loop(directory: Path) -> None:
+def test_s32_a_client_asks_the_service_once_across_threads_and_loops(directory: Path) -> None:
     service = Service(info(str(directory), "another/name"))
     of_model = TokenizerOfModel()
 
@@ -262,10 +263,10 @@ def test_s32_a_client_asks_once_from_any_thread_and_loop(directory: Path) -> Non
     assert service.asked == 1
 
 
-def test_s32_a_failed_question_reaches_all_and_is_asked_again(directory: Path) -> None:
+def test_s32_a_failed_lookup_fails_all_waiters_and_is_retried(directory: Path) -> None:
     error = TokenizerError("gone")
     service = Service(error, (str(directory), None))
-    of_model = TokenizerOfModel(kind="tokenizers")
+    of_model = TokenizerOfModel()
 
     async def scenario() -> None:
         calls = [of_model.get_async(service.get_info) for _ in range(5)]
@@ -276,7 +277,7 @@ def test_s32_a_failed_question_reaches_all_and_is_asked_again(directory: Path) -
     assert service.asked == 2
 
 
-def test_s32_one_who_gives_up_does_not_fail_the_others(directory: Path) -> None:
+def test_s32_a_cancelled_caller_does_not_fail_the_others(directory: Path) -> None:
     """Neither the one who asks nor one who waits takes the answer from the rest."""
     service = Service((str(directory), None), (str(directory), None))
     of_model = TokenizerOfModel()
@@ -295,9 +296,12 @@ def test_s32_one_who_gives_up_does_not_fail_the_others(directory: Path) -> None:
     assert service.asked == 2
 
 
-def test_s32_without_the_servers_id_the_models_name_is_looked_up(directory: Path) -> None:
+def test_s32_without_the_server_s_tokenizer_id_the_model_name_is_looked_up(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINSMITH_TOKENIZERS", json.dumps({"org/model": str(directory)}))
     service = Service(info(None, "org/model:x"))
-    of_model = TokenizerOfModel(table={"org/model": str(directory)})
+    of_model = TokenizerOfModel()
 
     assert asyncio.run(of_model.get_async(service.get_info)).name_or_path == str(
         directory.resolve()
@@ -307,7 +311,7 @@ def test_s32_without_the_servers_id_the_models_name_is_looked_up(directory: Path
 # Weight
 
 
-def test_s33_tokenizing_loads_the_small_package_alone(directory: Path) -> None:
+def test_s33_tokenizing_loads_only_the_tokenizers_package(directory: Path) -> None:
     program = f"""
 import json, sys
 import tinsmith
@@ -365,7 +369,7 @@ def test_s34_a_tokenizer_of_transformers_is_another_entry(directory: Path) -> No
     assert theirs.encode("hello world") == ours.encode("hello world")
 
 
-def test_transformers_runs_remote_code_where_the_table_says_so_alone(
+def test_transformers_runs_remote_code_only_where_the_table_allows_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import transformers
@@ -389,7 +393,7 @@ def test_transformers_runs_remote_code_where_the_table_says_so_alone(
     ]
 
 
-def test_transformers_that_is_missing_or_fails_is_said(
+def test_a_missing_or_failing_transformers_is_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{}", encoding="utf-8")
@@ -437,7 +441,9 @@ def test_s35_loading_does_not_block_the_callers_loop(
     monkeypatch.setattr(tokenizer_files, "read_parts", read_when_turned)
 
     async def scenario() -> list[Tokenizer]:
-        loads = asyncio.gather(*(load_tokenizer_async(str(directory)) for _ in range(4)))
+        loads = asyncio.gather(
+            *(asyncio.to_thread(load_tokenizer, str(directory)) for _ in range(4))
+        )
         assert await asyncio.to_thread(reading.wait, TIMEOUT_S)
         turned.set()
         return await loads
@@ -450,7 +456,9 @@ def test_s35_loading_does_not_block_the_callers_loop(
 
 @pytest.mark.usefixtures("eager_switching")
 @pytest.mark.parametrize("copy_per_thread", [False, True])
-def test_s36_32_threads_encode_as_one_does(directory: Path, copy_per_thread: bool) -> None:
+def test_s36_32_threads_encode_to_the_same_ids_as_one(
+    directory: Path, copy_per_thread: bool
+) -> None:
     tokenizer = load_tokenizer(str(directory), copy_per_thread=copy_per_thread)
     texts = [f"hello world {number} {BOS} ü" for number in range(200)]
     expected = [tokenizer.encode(text) for text in texts]
@@ -521,7 +529,7 @@ def test_s36_a_forked_child_encodes_without_deadlock(directory: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_s36_a_tokenizer_crosses_processes_by_its_id(tokenizer: Tokenizer) -> None:
+def test_s36_a_tokenizer_is_pickled_by_its_id(tokenizer: Tokenizer) -> None:
     tokenizer.add_tokens(["<tool>"])
     tokenizer.pad_token = EOS
     carried = pickle.dumps(tokenizer)
@@ -539,7 +547,7 @@ def test_s36_a_tokenizer_crosses_processes_by_its_id(tokenizer: Tokenizer) -> No
     assert done.stdout.decode().strip() == f"{tokenizer.encode('hello<tool>')} {EOS}"
 
 
-def test_s36_an_unchanged_tokenizer_is_a_few_hundred_bytes(tokenizer: Tokenizer) -> None:
+def test_s36_an_unchanged_tokenizer_pickles_to_a_few_hundred_bytes(tokenizer: Tokenizer) -> None:
     carried = pickle.dumps(tokenizer)
 
     assert len(carried) < 1000
@@ -549,7 +557,7 @@ def test_s36_an_unchanged_tokenizer_is_a_few_hundred_bytes(tokenizer: Tokenizer)
 # Changes
 
 
-def test_s37_changes_are_seen_by_their_own_handle_alone(directory: Path) -> None:
+def test_s37_changes_are_visible_only_to_their_own_handle(directory: Path) -> None:
     mine, other = load_tokenizer(str(directory)), load_tokenizer(str(directory))
     before = other.encode("a<tool>b")
 
@@ -572,7 +580,7 @@ def test_s37_changes_are_seen_by_their_own_handle_alone(directory: Path) -> None
         assert handle.chat_template != "mine"
 
 
-def test_s37_a_name_that_is_no_special_token_is_refused(tokenizer: Tokenizer) -> None:
+def test_s37_an_unknown_special_token_name_is_rejected(tokenizer: Tokenizer) -> None:
     with pytest.raises(ValidationError, match="tool_token"):
         tokenizer.add_special_tokens({"tool_token": "<tool>"})
     with pytest.raises(ValidationError, match="left or right"):
@@ -602,7 +610,7 @@ def test_s37_a_handle_may_be_changed_while_others_encode_with_it(tokenizer: Toke
     assert len(tokenizer) == 263 + 20
 
 
-def test_s37_each_thread_may_have_a_copy_of_its_own(directory: Path) -> None:
+def test_s37_each_thread_may_have_its_own_copy(directory: Path) -> None:
     tokenizer = load_tokenizer(str(directory), copy_per_thread=True)
     shared = load_tokenizer(str(directory))
 
@@ -622,7 +630,7 @@ def test_s37_each_thread_may_have_a_copy_of_its_own(directory: Path) -> None:
     assert pickle.loads(pickle.dumps(tokenizer)).native() is not shared.native()
 
 
-def test_forgetting_reads_the_files_again(directory: Path) -> None:
+def test_after_forget_tokenizers_the_files_are_read_again(directory: Path) -> None:
     assert load_tokenizer(str(directory)).model_max_length == 64
     write_tokenizer(directory, CONFIG | {"model_max_length": 7})
 
@@ -631,7 +639,7 @@ def test_forgetting_reads_the_files_again(directory: Path) -> None:
     assert load_tokenizer(str(directory)).model_max_length == 7
 
 
-def test_b105_a_tokenizer_of_thinking_machines_is_taken_from_its_package(
+def test_a_thinking_machines_tokenizer_is_loaded_from_its_package(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[str] = []
@@ -655,7 +663,7 @@ def test_b105_a_tokenizer_of_thinking_machines_is_taken_from_its_package(
     assert unknown == "TML/unknown"
 
 
-def test_b105_without_that_package_its_name_and_a_remedy_are_told(
+def test_without_that_package_the_error_names_it_and_a_remedy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "tml_tokenizers", None)

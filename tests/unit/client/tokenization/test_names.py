@@ -37,7 +37,7 @@ def _an_empty_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("gpt2", "gpt2"),
     ],
 )
-def test_names_lead_to_their_tokenizers(name: str, expected: str) -> None:
+def test_model_names_resolve_to_their_tokenizers(name: str, expected: str) -> None:
     assert resolve(name) == TokenizerSource(expected)
 
 
@@ -49,12 +49,12 @@ def test_kimi_models_run_the_pinned_revision_of_their_own_code(name: str, revisi
     assert resolve("another name", tokenizer_id=name) == expected
 
 
-def test_a_text_only_kimi_is_the_kimi_it_is_made_from() -> None:
+def test_a_text_only_kimi_uses_the_tokenizer_of_the_full_model() -> None:
     assert resolve("moonshotai/Kimi-K2.5-Text-Only") == resolve("moonshotai/Kimi-K2.5")
 
 
 @pytest.mark.parametrize("name", ["TML/one", "thinkingmachines/one:x", "thinkingmachines/one/x"])
-def test_b105_tokenizers_of_thinking_machines_come_with_a_package(name: str) -> None:
+def test_thinking_machines_tokenizers_come_from_a_package(name: str) -> None:
     assert resolve(name).kind == "tml_tokenizers"
     assert resolve(name).id in ("TML/one", "thinkingmachines/one")
     assert resolve("a name", tokenizer_id="TML/one") == resolve("TML/one")
@@ -67,22 +67,22 @@ def test_private_tokenizers_can_be_mapped_to_public_ones() -> None:
 
 
 @pytest.mark.parametrize("name", [None, ""])
-def test_a_model_without_a_name_is_refused(name: str | None) -> None:
+def test_a_model_without_a_name_is_rejected(name: str | None) -> None:
     with pytest.raises(TokenizerError, match="no name"):
         resolve(name)
 
 
-def test_s32_the_servers_id_beats_our_table() -> None:
+def test_s32_the_server_s_tokenizer_id_takes_precedence_over_our_table() -> None:
     assert resolve("meta-llama/Llama-3.1-8B", "org/real").id == "org/real"
     assert resolve("Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B:x").id == "meta-llama/Llama-3.1-8B"
 
 
-def test_s32_the_servers_id_beats_a_users_entry_for_the_name_but_not_for_the_id() -> None:
+def test_s32_the_server_s_id_beats_a_user_entry_for_the_name_but_not_the_id() -> None:
     assert resolve("org/model", "org/real", table={"org/model": "mine/a"}).id == "org/real"
     assert resolve("org/model", "org/real", table={"org/real": "mine/b"}).id == "mine/b"
 
 
-def test_a_folder_that_the_server_names_counts_where_it_is(tmp_path: Path) -> None:
+def test_a_folder_named_by_the_server_is_used_only_if_it_exists_locally(tmp_path: Path) -> None:
     """Elsewhere the model's name is looked up: the folder is on the server's machine."""
     write_tokenizer(tmp_path / "here")
     own = {"org/model": "org/mine"}
@@ -107,7 +107,7 @@ def test_s32_users_override_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert resolve(name) == TokenizerSource("from/file", "v2")
 
 
-def test_a_users_entry_may_change_the_pins_alone() -> None:
+def test_a_user_entry_may_override_only_the_revision() -> None:
     table = {"moonshotai/Kimi-K3": {"revision": "other"}}
 
     assert resolve("moonshotai/Kimi-K3", table=table).revision == "other"
@@ -121,14 +121,14 @@ def test_an_exact_entry_comes_before_a_pattern() -> None:
 @pytest.mark.parametrize(
     "text", ["{", "[]", "/no/such/file", '{"a/b": 3}', '{"a/b": {"revison": "x"}}']
 )
-def test_a_table_that_cannot_be_read_is_said(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_table_is_reported(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TABLE_VARIABLE, text)
 
     with pytest.raises(ValidationError, match=r"TINSMITH_TOKENIZERS|a/b"):
         resolve("a/b")
 
 
-def test_a_directory_of_the_full_name_wins(tmp_path: Path) -> None:
+def test_a_directory_with_the_full_name_takes_precedence(tmp_path: Path) -> None:
     directory = write_tokenizer(tmp_path / "Qwen" / "Qwen3-8B:tiny")
 
     source = resolve("Qwen/Qwen3-8B:tiny", table={"Qwen/*": "not/this"}, revision="v1")
@@ -148,13 +148,13 @@ def test_an_entry_may_name_a_directory(tmp_path: Path) -> None:
     assert resolve("org/model", table={"org/model": str(directory)}).id == str(directory.resolve())
 
 
-def test_a_directory_without_a_tokenizer_does_not_count(tmp_path: Path) -> None:
+def test_a_directory_without_a_tokenizer_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "Qwen" / "Qwen3-8B").mkdir(parents=True)
 
     assert resolve("Qwen/Qwen3-8B").id == "Qwen/Qwen3-8B"
 
 
-def test_code_of_a_tokenizer_runs_at_the_pinned_revision_alone(
+def test_remote_tokenizer_code_runs_only_at_the_pinned_revision(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "moonshotai/Kimi-K2.6"

@@ -21,9 +21,7 @@ SMALL, LARGE = 4000, HIGH_WATER_BYTES * 2 + 1
         pytest.param([], 0, id="none"),
     ],
 )
-def test_a_body_is_written_in_few_pieces_and_none_is_too_large(
-    sizes: list[int], count: int
-) -> None:
+def test_a_body_is_written_in_few_pieces_of_bounded_size(sizes: list[int], count: int) -> None:
     parts = [memoryview(bytes([number + 1]) * size) for number, size in enumerate(sizes)]
 
     pieces = list(pieces_of(list(parts)))

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tinsmith.client.transports.base import TransportSettings
-from tinsmith.client.transports.heads import MOST_KEPT, Heads
+from tinsmith.client.transports.direct import MOST_KEPT, Heads
 from tinsmith.errors import ValidationError
 from tinsmith.wire.exchange import HttpRequest
 
@@ -16,7 +16,7 @@ def a_request(path: str = "/asample", **once: str) -> HttpRequest:
     return HttpRequest("POST", path, {}, {"Accept": "application/json"}, [b"ab", b"c"], once)
 
 
-def test_each_head_has_what_is_its_own() -> None:
+def test_each_request_head_has_its_own_headers_and_idempotency_key() -> None:
     heads = some_heads()
 
     first = heads.of(a_request(Iteration="0"), "key-0", "tml-a").decode()
@@ -33,7 +33,7 @@ def test_each_head_has_what_is_its_own() -> None:
     assert "X-API-Key: tml-b" in second
 
 
-def test_a_header_of_the_settings_stands_over_a_requests_own() -> None:
+def test_a_default_header_overrides_a_request_s_own() -> None:
     heads = some_heads(iteration="mine")
 
     head = heads.of(a_request(Iteration="0"), "key", "tml-a").decode()
@@ -43,14 +43,14 @@ def test_a_header_of_the_settings_stands_over_a_requests_own() -> None:
 
 
 @pytest.mark.parametrize("name", ["X-Idempotency-Key", "x-idempotency-key"])
-def test_a_key_of_the_settings_does_not_make_all_requests_one(name: str) -> None:
+def test_a_default_idempotency_key_header_is_ignored(name: str) -> None:
     head = some_heads(**{name: "mine"}).of(a_request(), "key-0", "tml-a").decode()
 
     assert head.lower().count("x-idempotency-key:") == 1
     assert "X-Idempotency-Key: key-0\r\n" in head
 
 
-def test_what_is_kept_is_bounded() -> None:
+def test_the_cache_of_request_heads_is_bounded() -> None:
     heads = some_heads()
 
     for number in range(3 * MOST_KEPT):
@@ -60,7 +60,7 @@ def test_what_is_kept_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("value", ["a\r\nX-Other: b", "a\n", "a\0"])
-def test_no_value_adds_a_line(value: str) -> None:
+def test_no_header_value_can_add_a_line(value: str) -> None:
     with pytest.raises(ValidationError, match="line break"):
         some_heads().of(a_request(Iteration=value), "key", "tml-a")
     with pytest.raises(ValidationError, match="line break"):

@@ -1,0 +1,1 @@
+"""A fast, exact engine for tests: a table of logits instead of a network, and the full contract."""

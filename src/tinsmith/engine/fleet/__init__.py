@@ -1,0 +1,1 @@
+"""Many replicas as one engine: placement, moves, partial loss."""

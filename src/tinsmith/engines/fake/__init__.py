@@ -1,1 +1,0 @@
-"""An engine with arithmetic instead of a network: quick, exact, and true to the whole contract."""

@@ -1,0 +1,1 @@
+"""The service: from an HTTP request to a settled future."""
