@@ -132,8 +132,9 @@ def record_snapshot(
     if position < old.snapshot_position:
         return reference if reference != old.snapshot else None
     yield "set_snapshot", (name, max(position, old.position), position, reference)
-    for command, file in (yield "covered_payloads", (name, position)):
-        yield "drop_payload", (command,)
+    covered = yield "covered_payloads", (name, position)
+    yield "drop_payload", [(command,) for command, _ in covered]
+    for _, file in covered:
         effects.drop(file)
     yield "drop_spent", (name, position)
     return old.snapshot if old.snapshot != reference else None
@@ -185,8 +186,8 @@ SWEPT_AT_ONCE = 500
 def sweep_results(effects: Effects, before: float) -> Steps[int]:
     """Let go of results that were settled before a time."""
     rows = yield "expired_results", (before, SWEPT_AT_ONCE)
-    for ordinal, file in rows:
-        yield "drop_result", (ordinal,)
+    yield "drop_result", [(ordinal,) for ordinal, _ in rows]
+    for _, file in rows:
         effects.drop(file)
     return len(rows)
 
@@ -198,10 +199,10 @@ def sweep_commands(effects: Effects, before: float) -> Steps[int]:
 
 def _forget(effects: Effects, query: str, values: tuple[str | float, ...]) -> Steps[int]:
     rows = yield query, values
-    for ordinal, payload_file, result_file in rows:
-        yield "drop_payload", (ordinal,)
-        yield "drop_result_of", (ordinal,)
-        yield "drop_command", (ordinal,)
+    ordinals: list[tuple[Value, ...]] = [(ordinal,) for ordinal, _, _ in rows]
+    for table in ("drop_payload", "drop_result_of", "drop_command"):
+        yield table, ordinals
+    for _, payload_file, result_file in rows:
         effects.drop(payload_file)
         effects.drop(result_file)
     return len(rows)

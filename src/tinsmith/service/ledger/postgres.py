@@ -363,7 +363,11 @@ class PostgresLedger(SqlLedger):
         number = await connection.fetchval("SELECT 'commands'::regclass::oid::bigint")
         self._board = PostgresBoard(self._send_notices, f"{BOARD_CHANNEL}_{number}")
         self._pool = await asyncpg.create_pool(
-            self._dsn, min_size=1, max_size=READERS, command_timeout=ANSWER_S
+            self._dsn,
+            min_size=1,
+            max_size=READERS,
+            command_timeout=ANSWER_S,
+            reset=_leave_as_it_is,
         )
         await self._listen()
         self._clock.start_after(await self._read(entry_steps.latest_time))
@@ -874,6 +878,10 @@ class PostgresLedger(SqlLedger):
                     migration.name,
                     migration.digest,
                 )
+
+
+async def _leave_as_it_is(_: Any) -> None:
+    """Return a connection to the pool: reads change nothing of it that needs a round trip."""
 
 
 async def _run(steps: Steps[T], connection: Any) -> T:
