@@ -48,15 +48,7 @@ class RoleServer(Served):
 
     def told(self) -> dict[str, Any]:
         """What it says of itself at `/readyz`; empty if it does not answer."""
-        try:
-            with urllib.request.urlopen(f"{self.base_url}/readyz", timeout=2.0) as reply:
-                body = reply.read()
-        except urllib.error.HTTPError as exc:
-            body = exc.read()
-        except OSError:
-            return {}
-        found: dict[str, Any] = json.loads(body)
-        return found
+        return ready_status(self.base_url)
 
     def wait_status(self, status: str) -> None:
         """Return when it says so at `/readyz`."""
@@ -118,6 +110,19 @@ def fleet(folder: Path, *more: str, database: str | None = None) -> Iterator[Fle
         yield made
     finally:
         made.end()
+
+
+def ready_status(base_url: str) -> dict[str, Any]:
+    """What a server says of itself at `/readyz`; empty if it does not answer."""
+    try:
+        with urllib.request.urlopen(f"{base_url}/readyz", timeout=2.0) as reply:
+            body = reply.read()
+    except urllib.error.HTTPError as exc:
+        body = exc.read()
+    except OSError:
+        return {}
+    found: dict[str, Any] = json.loads(body)
+    return found
 
 
 def until(is_so: Callable[[], bool], why: Callable[[], str] = str) -> None:

@@ -25,6 +25,7 @@ def train(
     seed: int,
     steps: int,
     *,
+    base_model: str = BASE_MODEL,
     on_step: Callable[[], object] = bool,
 ) -> Weights:
     """Train a small model, save and sample on the way, and say what became of it.
@@ -33,11 +34,12 @@ def train(
         base_url: Where the service is, or its servers.
         seed: Of the data and of the model's first weights.
         steps: How many steps of the optimizer; each has one or more passes before it.
+        base_model: What it is trained on.
         on_step: Called after each step, from the thread that trains.
     """
     chance = random.Random(seed)
     with tinsmith.ServiceClient(base_url=base_url, api_key=API_KEY) as service:
-        training = service.create_lora_training_client(BASE_MODEL, rank=4, seed=seed)
+        training = service.create_lora_training_client(base_model, rank=4, seed=seed)
         for step in range(steps):
             passes = [
                 training.forward_backward([datum_of(chance)], "cross_entropy")
