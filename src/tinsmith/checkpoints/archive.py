@@ -1,8 +1,9 @@
 """A checkpoint's files as one tar archive, generated while it is read.
 
-Nothing is written to disk: the archive is a list of parts, which are bytes made here or ranges of
+An `Archive` is not written to disk: it is a list of parts, which are bytes made here or ranges of
 files. Its size is known in advance, and the same checkpoint always gives the same bytes, so an
 interrupted download can be resumed. It is not compressed, because weights do not compress well.
+`archive_url` stores it beside its checkpoint, where the store has signed URLs.
 
 Tools for Tinker's archives use another name for the output layer than `peft` does (`Layout`). The
 names are only in the header of the weights file, which is rewritten; the tensors are unchanged.
@@ -131,6 +132,36 @@ class Archive:
             _Part(encode_header(renamed, header.metadata)),
             _Part(b"", entry.name, header.data_start, header.data_bytes),
         ]
+
+
+STORED_ARCHIVE = "archive=tinker.tar"
+"""What a stored archive is called. No file of a checkpoint has a name with this character."""
+
+
+def archive_url(
+    store: CheckpointStore, path: CheckpointPath, *, version: str, lifetime_s: int, shown_as: str
+) -> str | None:
+    """A URL at which anyone can GET a checkpoint's archive from the store, for a while.
+
+    The first call stores the archive, which blocks for as long as that takes.
+
+    Returns:
+        None if the store has no signed URLs.
+
+    Raises:
+        CheckpointNotFoundError: There is no such version of it.
+    """
+
+    def content() -> Iterator[bytes]:
+        archive = Archive(store, path)
+        check_version(path, archive.manifest, version)
+        return archive.read()
+
+    if not store.keep_beside(path, STORED_ARCHIVE, content, version=version):
+        return None
+    return store.signed_url(
+        path, STORED_ARCHIVE, version=version, lifetime_s=lifetime_s, shown_as=shown_as
+    )
 
 
 def _of_part(folder: Path, part: _Part, start: int, stop: int) -> Iterator[bytes]:

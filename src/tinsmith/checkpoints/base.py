@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -179,8 +179,32 @@ class CheckpointStore(abc.ABC):
             ValidationError: The range is not inside the file.
         """
 
+    def keep_beside(
+        self,
+        path: CheckpointPath,
+        name: str,
+        content: Callable[[], Iterator[bytes]],
+        *,
+        version: str,
+    ) -> bool:
+        """Keep a file that was made from a checkpoint, for `signed_url`, unless it is there.
+
+        It is in no manifest, appears as a whole, and is deleted with this version.
+
+        Args:
+            path: The checkpoint.
+            name: What to call it; one that no file of a checkpoint can have.
+            content: Makes the file. It is the same each time: two servers may do it at once.
+            version: That of the checkpoint's manifest.
+
+        Returns:
+            False if the store has no signed URLs; nothing was kept then.
+        """
+        del path, name, content, version
+        return False
+
     def signed_url(
-        self, path: CheckpointPath, file: str, *, version: str, lifetime_s: int
+        self, path: CheckpointPath, file: str, *, version: str, lifetime_s: int, shown_as: str = ""
     ) -> str | None:
         """A URL at which anyone can GET a file from the store itself, for a while.
 
@@ -191,11 +215,12 @@ class CheckpointStore(abc.ABC):
             file: The file's name.
             version: That of the checkpoint's manifest.
             lifetime_s: How long the URL is valid.
+            shown_as: What browsers call the file; its name by default.
 
         Returns:
             None if the store cannot be reached by URL.
         """
-        del path, file, version, lifetime_s
+        del path, file, version, lifetime_s, shown_as
         return None
 
     @abc.abstractmethod

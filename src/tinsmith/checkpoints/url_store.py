@@ -17,7 +17,9 @@ stores replace one object in one step. Three things differ from a folder:
   unreferenced objects stay at the URL.
 
 On S3, large files are uploaded in parts. Parts of an upload that failed are deleted at once where
-that is possible, and by the `sweep` that removes its version otherwise. Buckets are never created.
+that is possible, and by a later `sweep` otherwise. Buckets are never created.
+
+Files that are kept beside a checkpoint are in the folder of its version, and go with it.
 
 fsspec is loaded when a store is opened.
 """
@@ -233,19 +235,66 @@ class UrlStore(CheckpointStore):
                 yield content[place : place + PIECE_BYTES]
             start += len(content)
 
+    def keep_beside(
+        self,
+        path: CheckpointPath,
+        name: str,
+        content: Callable[[], Iterator[bytes]],
+        *,
+        version: str,
+    ) -> bool:
+        """`CheckpointStore.keep_beside`, on S3."""
+        if not self._is_s3:
+            return False
+        address = self.address(path, version, name)
+        with self.errors(f"{name} of {path} cannot be stored"):
+            # One of all threads that want it makes it; the others wait and find it there.
+            with self._fetching.setdefault(address, threading.Lock()):
+                try:
+                    self._ask("info", address)
+                except FileNotFoundError:
+                    self._put_beside(path, version, content, address)
+            self._fetching.pop(address, None)
+        return True
+
+    def _put_beside(
+        self,
+        path: CheckpointPath,
+        version: str,
+        content: Callable[[], Iterator[bytes]],
+        address: str,
+    ) -> None:
+        staged = self._staging.make()
+        is_note_needed = False
+        try:
+            local = staged.folder / _FILES / "beside"
+            local.parent.mkdir()
+            with local.open("wb") as out:
+                out.writelines(content())
+            self.note(staged, path, [version])
+            is_note_needed = True
+            self.put_file(local, address)
+            # If the checkpoint was deleted meanwhile, its sweep may have come before this.
+            current = self.manifest_at(path)
+            is_note_needed = current is None or current.version != version
+        finally:
+            remove_tree(staged.folder / _FILES)
+            (staged.leave if is_note_needed else staged.remove)()
+
     def signed_url(
-        self, path: CheckpointPath, file: str, *, version: str, lifetime_s: int
+        self, path: CheckpointPath, file: str, *, version: str, lifetime_s: int, shown_as: str = ""
     ) -> str | None:
         """`CheckpointStore.signed_url`, on S3. Signing is done here; S3 is not asked."""
         if not self._is_s3:
             return None
+        name = quote(shown_as or file, safe="")
         with self.errors(f"{path} cannot be signed"):
             url: str = self._ask(
                 "url",
                 self.address(path, version, file),
                 expires=lifetime_s,
                 ResponseContentType="application/octet-stream",
-                ResponseContentDisposition=f"attachment; filename*=UTF-8''{quote(file, safe='')}",
+                ResponseContentDisposition=f"attachment; filename*=UTF-8''{name}",
             )
             return url
 
@@ -317,9 +366,9 @@ class UrlStore(CheckpointStore):
         path = CheckpointPath.parse(target.path)
         current = self.manifest_at(path)
         for version in target.versions:
+            address = self.address(path, version)
+            self._abort_uploads(address)  # also of a file beside a checkpoint that stays
             if current is None or version != current.version:
-                address = self.address(path, version)
-                self._abort_uploads(address)
                 with contextlib.suppress(FileNotFoundError):
                     self._ask("rm", address, recursive=True)
 

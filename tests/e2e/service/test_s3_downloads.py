@@ -1,7 +1,8 @@
-"""Downloads of exported files that come straight from a real S3 server."""
+"""Downloads of exported files and archives that come straight from a real S3 server."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -81,6 +82,7 @@ def redirect(url: str) -> str:
     with told.value as reply:
         assert reply.code == 307
         assert reply.headers["Cache-Control"] == "no-store"
+        assert reply.read() == b""
         return str(reply.headers["Location"])
 
 
@@ -108,6 +110,98 @@ def test_links_to_exported_files_lead_to_the_store(served: Served, proxy: Faulty
     assert int(fetched(urls[WEIGHTS], "HEAD")[1]["Content-Length"]) == len(content)
     status, headers, part = fetched(urls[WEIGHTS], Range="bytes=8-99")
     assert (status, part) == (206, content[8:100])
+
+
+def saved(served: Served, api_key: str = API_KEY) -> str:
+    """The path of a training checkpoint."""
+    with tinsmith.ServiceClient(base_url=served.base_url, api_key=api_key) as client:
+        training = client.create_lora_training_client(BASE_MODEL, rank=4, seed=1, timeout=WAIT_S)
+        return training.save_state("one").result(WAIT_S).path
+
+
+def at_service(served: Served, path: str, prefix: str = "") -> str:
+    """Where a checkpoint is in the API."""
+    run, _, checkpoint = path.removeprefix("tinker://").partition("/")
+    return f"{served.base_url}/api/v1{prefix}/training_runs/{run}/checkpoints/{checkpoint}"
+
+
+def archive_link(served: Served, path: str) -> str:
+    rest = rest_client(served)
+    return rest.get_checkpoint_archive_url_from_tinker_path(path).result(WAIT_S).url
+
+
+def test_links_to_archives_lead_to_the_store_which_gets_each_once(
+    served: Served, proxy: FaultyS3, tmp_path: Path
+) -> None:
+    served.start()
+    path = saved(served)
+    through = f"{at_service(served, path, '/tinsmith')}/archive.tar"
+    expected = fetched(through, **{"X-API-Key": API_KEY})[2]
+    proxy.seen.clear()
+    link = archive_link(served, path)
+    at_store = redirect(link)
+    assert f"http://{urlsplit(at_store).netloc}" == proxy.endpoint
+    assert "X-Amz-Expires=300" in at_store
+    _, headers, content = fetched(link)
+    assert content == expected
+    assert ".tar" in headers["Content-Disposition"]
+    assert fetched(link, Range="bytes=8-99")[2] == expected[8:100]
+    assert int(fetched(link, "HEAD")[1]["Content-Length"]) == len(expected)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "tinsmith", "checkpoint", "download", path),
+            *("-o", str(tmp_path / "downloaded")),
+        ],
+        env={**os.environ, "TINKER_BASE_URL": served.base_url, "TINKER_API_KEY": API_KEY},
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert list((tmp_path / "downloaded").rglob(WEIGHTS))
+    of_archive = [seen for seen in proxy.seen if "archive" in seen.target]
+    assert [seen.is_upload for seen in of_archive].count(True) == 1
+    reads = [seen.target for seen in of_archive if seen.method == "GET" and ".tar?" in seen.target]
+    assert reads
+    assert all("X-Amz-Signature=" in target for target in reads), "the service reads none of it"
+
+
+def test_another_tenant_gets_no_archive_and_nor_does_anyone_once_it_is_deleted(
+    served: Served, proxy: FaultyS3
+) -> None:
+    served.start()
+    keys = [
+        subprocess.run(
+            [
+                *(sys.executable, "-m", "tinsmith", "key", "create", "--tenant", tenant),
+                *("--name", tenant, "--data", str(served.folder / "data")),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=START_S,
+            check=True,
+        ).stdout.strip()
+        for tenant in ("owner", "other")
+    ]
+    served.kill()
+    served.start()
+    path = saved(served, keys[0])
+    place = f"{at_service(served, path)}/archive"
+    proxy.seen.clear()
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        fetched(place, **{"X-API-Key": keys[1]})
+    assert refused.value.code == 404
+    refused.value.close()
+    assert not any(seen.is_upload and "archive" in seen.target for seen in proxy.seen)
+    owner = tinsmith.RestClient(base_url=served.base_url, api_key=keys[0])
+    link = owner.get_checkpoint_archive_url_from_tinker_path(path).result(WAIT_S).url
+    assert fetched(link)[2]
+    owner.delete_checkpoint_from_tinker_path(path).result(WAIT_S)
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        fetched(link)
+    assert refused.value.code == 404
+    refused.value.close()
 
 
 def test_a_changed_link_of_the_store_is_refused(served: Served) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from tests.contract.s3_proxy import (
 )
 from tests.contract.s3_server import BUCKET, S3Server
 from tinsmith.checkpoints import url_store
+from tinsmith.checkpoints.archive import STORED_ARCHIVE, Archive, archive_url
 from tinsmith.checkpoints.paths import CheckpointPath
 from tinsmith.checkpoints.url_store import UrlStore
 from tinsmith.errors import CheckpointNotFoundError, CheckpointUnavailableError
@@ -215,6 +219,89 @@ def test_a_sweep_works_where_uploads_may_not_be_listed(store: UrlStore, proxy: F
 
     assert len(objects(store)) == 3
     assert content(store) == b"new"
+
+
+def link(store: UrlStore) -> str:
+    """A URL of the archive in the store."""
+    version = store.info(path()).version
+    url = archive_url(store, path(), version=version, lifetime_s=60, shown_as="a.tar")
+    assert url is not None
+    return url
+
+
+def test_an_archive_in_the_store_is_deleted_with_its_checkpoint(store: UrlStore) -> None:
+    save(store)
+    with urllib.request.urlopen(link(store)) as reply:
+        assert reply.read() == b"".join(Archive(store, path()).read())
+    store.sweep()
+    assert sum(STORED_ARCHIVE in name for name in objects(store)) == 1
+    save(store, b"new")
+    store.sweep()
+    assert len(objects(store)) == 3, "that of the old version has gone with it"
+    link(store)
+    store.delete(path())
+    store.sweep()
+    assert objects(store) == []
+
+
+def test_an_archive_whose_checkpoint_is_deleted_meanwhile_is_swept(
+    store: UrlStore, tmp_path: Path
+) -> None:
+    save(store, b"small")
+    version = store.info(path()).version
+
+    def content() -> Iterator[bytes]:
+        elsewhere = new_store(tmp_path, work="elsewhere")
+        elsewhere.delete(path())
+        elsewhere.sweep()
+        yield b"late"
+
+    store.keep_beside(path(), STORED_ARCHIVE, content, version=version)
+    assert len(objects(store)) == 1
+    store.sweep()
+    assert objects(store) == []
+
+
+DIES = """
+import sys
+from pathlib import Path
+from tinsmith.checkpoints import archive, paths, url_store
+url_store.PART_BYTES = 5 << 20
+store = url_store.UrlStore(sys.argv[1], Path(sys.argv[2]), grace_s=0.0)
+path = paths.CheckpointPath("run", "weights", "a")
+archive.archive_url(store, path, version=sys.argv[3], lifetime_s=60, shown_as="a.tar")
+"""
+
+
+def test_a_process_that_dies_while_it_stores_an_archive_leaves_nothing_that_stays(
+    store: UrlStore, proxy: FaultyS3, tmp_path: Path
+) -> None:
+    save(store)
+    proxy.seen.clear()
+    proxy.fail(never_answers, lambda request: request.is_part, skip=2, times=1000)
+    version = store.info(path()).version
+    arguments = (store.url, str(tmp_path / "work"), version)
+    dying = subprocess.Popen([sys.executable, "-c", DIES, *arguments])
+    try:
+        deadline = time.monotonic() + 60.0
+        while sum(request.is_part for request in proxy.seen) < 3:
+            assert dying.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        dying.kill()
+        dying.wait()
+    proxy.heal()
+    assert len(uploads(store)) == 1
+    assert len(objects(store)) == 3, "no archive that could be served"
+
+    store.sweep()
+
+    assert uploads(store) == []
+    assert list((tmp_path / "work" / "staging").iterdir()) == []
+    assert content(store) == LARGE
+    with urllib.request.urlopen(link(store)) as reply:
+        assert reply.read() == b"".join(Archive(store, path()).read())
 
 
 def test_a_download_that_breaks_off_is_continued(store: UrlStore, proxy: FaultyS3) -> None:

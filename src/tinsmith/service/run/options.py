@@ -281,7 +281,7 @@ OPTIONS = (
         "direct_downloads",
         "",
         "true",
-        "redirect downloads of exported files to signed URLs of an S3 store",
+        "redirect downloads of exported files and archives to signed URLs of an S3 store",
     ),
     Option(
         "drain_s",

@@ -2,8 +2,8 @@
 
 There are two ways to a file. A signed link (`signed_links.py`) needs no credential, expires after
 a while, and is valid for one file of one tenant. With a key, files are at permanent paths. Both
-support ranges, entity tags and `HEAD`. A link to a file in an S3 store redirects to the store; that
-URL is made after the link and its tenant were checked. Archives are assembled here.
+support ranges, entity tags and `HEAD`. A link to a file or archive in an S3 store redirects to the
+store; that URL is made after the link and its tenant were checked.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 from urllib.parse import quote
 
-from tinsmith.checkpoints.archive import Archive
+from tinsmith.checkpoints.archive import Archive, archive_url
 from tinsmith.checkpoints.manifest import Manifest
 from tinsmith.checkpoints.paths import CheckpointPath
 from tinsmith.errors import BadRequestError, CheckpointNotFoundError, NotFoundError
@@ -131,7 +131,7 @@ async def download(call: ApiCall) -> Answer:
     asker = TenantId(ticket.tenant_id)
     entry = await call.context.lookups.readable_checkpoint(asker, ticket.target)
     if ticket.kind == "archive":
-        return await _archive(call, entry)
+        return await _archive_at_store(call, entry) or await _archive(call, entry)
     return await _at_store(call, entry, ticket.name) or await _file(call, entry, ticket.name)
 
 
@@ -166,6 +166,29 @@ async def _at_store(call: ApiCall, entry: CheckpointEntry, name: str) -> HttpRep
         version=manifest.version,
         lifetime_s=signed_links.STORE_LIFETIME_S,
     )
+    return _redirect(url)
+
+
+async def _archive_at_store(call: ApiCall, entry: CheckpointEntry) -> HttpReply | None:
+    """As `_at_store`, for the archive. The first request waits until the store has it."""
+    if not call.context.settings.direct_downloads or _is_head(call):
+        return None
+    manifest = await _manifest(call, entry)
+    try:
+        url = await call.context.store_threads.run(
+            archive_url,
+            call.store,
+            entry.files,
+            version=manifest.version,
+            lifetime_s=signed_links.STORE_LIFETIME_S,
+            shown_as=archive_name(entry.files),
+        )
+    except CheckpointNotFoundError:
+        raise unknown("checkpoint", entry.id) from None
+    return _redirect(url)
+
+
+def _redirect(url: str | None) -> HttpReply | None:
     if url is None:
         return None
     return HttpReply(307, {"Location": url, "Cache-Control": "no-store"}, [])
