@@ -35,6 +35,8 @@ Health checks are described in [operating a service](../operations.md#health).
 - A refusal is a status with `{"detail": "why"}`; see [errors](errors.md#statuses).
 - *Until 0.25* marks routes that later releases of the official SDK do not call; see
   [compatibility](../compatibility.md).
+- *Operators* marks routes that need the key of an [operator](../serving.md#replicas). To all other
+  keys they do not exist.
 - [Extensions](../extensions.md) are tinsmith's own.
 """
 
@@ -63,6 +65,7 @@ def _group(endpoint: Endpoint) -> str:
 def _row(endpoint: Endpoint, routes: Routes) -> tuple[str, ...]:
     notes = [] if endpoint.until is None else [f"*Until {endpoint.until}.*"]
     notes += ["*Open.*"] if endpoint.name in routes.open else []
+    notes += ["*Operators.*"] if endpoint.is_for_operators else []
     path = endpoint.path.replace(":path}", "}")
     # One handler queues all commands; the request type says what a command does.
     about = endpoint.request if endpoint.answer is Answer.FUTURE else routes.handlers[endpoint.name]

@@ -152,6 +152,7 @@ def test_no_route_shadows_another(name: str) -> None:
         "sampler_id": "sess-1:sample:0",
         "training_run_id": "sess-1:train:0",
         "checkpoint_id": "sampler_weights/c1",
+        "name": "replica-0",
     }
     path = endpoint.path.replace(":path", "").format(**ids)
 

@@ -122,6 +122,9 @@ MINIMAL: dict[str, Any] = {
     "asample_stream": t.SampleRequest(
         prompt=t.ModelInput.from_ints([1]), sampling_params=t.SamplingParams()
     ),
+    "list_replicas": EMPTY,
+    "drain_replica": x.ReplicaRequest(name="r-0"),
+    "resume_replica": x.ReplicaRequest(name="r-0"),
     "list_training_runs": t.ListTrainingRunsRequest(),
     "get_training_run": t.GetTrainingRunRequest(training_run_id=RUN),
     "list_checkpoints": t.ListCheckpointsRequest(training_run_id=RUN),

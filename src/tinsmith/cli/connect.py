@@ -24,6 +24,7 @@ from tinsmith.errors import APITimeoutError
 if TYPE_CHECKING:
     from tinsmith.client.admin import AdminClient
     from tinsmith.client.lease import SessionLease
+    from tinsmith.client.management.fleet import FleetClient
     from tinsmith.client.rest import RestClient
     from tinsmith.client.service import ServiceClient
 
@@ -53,6 +54,13 @@ def admin_client(arguments: argparse.Namespace) -> AdminClient:
 
     use_record_only(arguments)
     return AdminClient(_lease(arguments))
+
+
+def fleet_client(arguments: argparse.Namespace) -> FleetClient:
+    """A client for the replicas of a service."""
+    from tinsmith.client.management.fleet import FleetClient
+
+    return FleetClient(_lease(arguments))
 
 
 def service_client(arguments: argparse.Namespace) -> ServiceClient:

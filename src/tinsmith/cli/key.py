@@ -40,6 +40,9 @@ def configure(parser: Parser) -> None:
     create.add_argument(
         "--quota", action="append", default=[], type=quota, metavar="NAME=N", help=_QUOTA_HELP
     )
+    create.add_argument(
+        "--operator", action="store_true", help="let the key show and drain the service's replicas"
+    )
     listing = parser.add_verb("list", "list the keys, including revoked ones", list_keys)
     listing.add_argument("--tenant", metavar="NAME", help="only keys of this tenant")
     revoke = parser.add_verb("revoke", "revoke a key", revoke_key)
@@ -72,7 +75,8 @@ def create_key(arguments: argparse.Namespace) -> None:
 
     async def create(ledger: Ledger) -> tuple[Tenant, ApiKey, str]:
         tenant = await keys.add_tenant(ledger, arguments.tenant, dict(arguments.quota))
-        return (tenant, *await keys.create_key(ledger, tenant, arguments.name))
+        made = await keys.create_key(ledger, tenant, arguments.name, is_operator=arguments.operator)
+        return (tenant, *made)
 
     tenant, kept, key = on_ledger(arguments, create)
     _remember_keys(arguments)
@@ -97,7 +101,7 @@ def list_keys(arguments: argparse.Namespace) -> None:
         {"keys": [_plain(key) for key in found]},
         Table(
             counted(len(found), "key") if found else "No keys found",
-            ["ID", "Key", "Name", "Tenant", "Created", "Revoked"],
+            ["ID", "Key", "Name", "Tenant", "Operator", "Created", "Revoked"],
             [_row(key) for key in found],
         ),
     )
@@ -192,6 +196,7 @@ def _plain(key: ApiKey) -> dict[str, Any]:
         "shown": key.shown,
         "name": key.name,
         "tenant": key.tenant_id,
+        "operator": key.is_operator,
         "created_at": iso(key.created_at),
         "revoked_at": None if key.revoked_at is None else iso(key.revoked_at),
     }
@@ -203,7 +208,8 @@ def _row(key: ApiKey) -> list[str]:
 
     revoked = "" if key.revoked_at is None else time_text(_moment(key.revoked_at))
     created = time_text(_moment(key.created_at))
-    return [keys.key_id(key), f"{key.shown}…", key.name, key.tenant_id, created, revoked]
+    operator = "yes" if key.is_operator else ""
+    return [keys.key_id(key), f"{key.shown}…", key.name, key.tenant_id, operator, created, revoked]
 
 
 def _moment(at: float) -> Any:

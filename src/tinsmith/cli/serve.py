@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 
 from tinsmith.cli.parser import Parser
-from tinsmith.service.run.options import CONFIG_VARIABLE, OPTIONS, Option
+from tinsmith.service.run.options import BY_NAME, CONFIG_VARIABLE, OPTIONS, Option
 
 TYPE_CHECKING = False  # importing `typing` takes longer than printing help
 if TYPE_CHECKING:
@@ -70,6 +70,13 @@ def loaded_settings(arguments: argparse.Namespace) -> LoadedSettings:
         return load_settings(flags, config=arguments.config)
     except ValidationError as exc:
         raise UsageError(str(exc.args[0]), remedy=exc.remedy) from exc
+
+
+def names_database(arguments: argparse.Namespace) -> bool:
+    """Whether a flag of `add_settings` says where the service's database is."""
+    flags = ("data", "database")
+    given = [getattr(arguments, _destination(BY_NAME[name]), None) for name in flags]
+    return any(one is not None for one in (*given, arguments.config))
 
 
 def run(arguments: argparse.Namespace) -> int | None:

@@ -1,10 +1,11 @@
 """Types of tinsmith's protocol extensions, which `docs/extensions.md` specifies.
 
-They are used only with services that offer them in their flags.
+They are used only with services that offer them in their flags, except those for operators.
 """
 
 from __future__ import annotations
 
+import datetime
 from typing import Any, TypeAlias
 
 from tinsmith.types.record import Record, Request
@@ -172,3 +173,51 @@ class StreamedResult(Record):
 
     payload: bytes | None = None
     response_payload_uncompressed_size: int | None = None
+
+
+# Replicas of the engine, for operators
+
+
+class ReplicaRequest(Request):
+    """Drain a replica, or use it again."""
+
+    name: str
+
+
+class ReplicaStatus(Record):
+    """A replica of the engine: what it holds, its load and its losses, as of `reported_at`."""
+
+    name: str
+    state: str
+    """`running`, `starting`, `restarting`, `draining` or `drained`."""
+    duty: str
+    """`train`, `sample` or `both`."""
+    device: str
+    threads: int
+    base_models: list[str]
+    pid: int | None = None
+    adapters: list[str]
+    """The ids of the models that are trained on it."""
+    most_adapters: int
+    weights: int
+    """How many sampler weights it holds."""
+    samples: int
+    """How many samples it is drawing."""
+    load: float
+    """The share of the last minute in which it was computing."""
+    losses: int
+    """How often it was lost."""
+    last_loss: str | None = None
+    restarts_in_s: float | None = None
+    """When it is started again, if it waits for that."""
+    reported_at: datetime.datetime
+    wants_drained: bool
+    """Whether an operator wants it emptied and closed."""
+    problem: str | None = None
+    """Why that cannot be done."""
+
+
+class FleetResponse(Record):
+    """All replicas, by name; none if the engine is not divided."""
+
+    replicas: list[ReplicaStatus]

@@ -94,6 +94,9 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it is a tinsmith extension, used only if the service offers it; see
     `docs/extensions.md`."""
 
+    is_for_operators: bool = False
+    """Whether it needs the key of an operator; to all other keys it does not exist."""
+
     @property
     def path_fields(self) -> tuple[str, ...]:
         """The request's fields that are part of the path."""

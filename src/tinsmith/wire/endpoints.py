@@ -75,6 +75,18 @@ def _manage(
     )
 
 
+def _operate(method: str, name: str, path: str, request: Any, response: Any) -> Endpoint:
+    return Endpoint(
+        name=name,
+        method=method,
+        path=f"{API_PREFIX}/tinsmith/fleet{path}",
+        request=request,
+        response=response,
+        is_extension=True,
+        is_for_operators=True,
+    )
+
+
 _MODEL = ("model_id", "seq_id")
 _BACKPRESSURE = {"X-Tinker-Sampling-Backpressure": "1"}
 _RUN = "/training_runs/{training_run_id}"
@@ -337,6 +349,9 @@ _EXTENSIONS = [
         is_extension=True,
         path="/tinsmith/asample_stream",
     ),
+    _operate("GET", "list_replicas", "", r.EmptyRequest, x.FleetResponse),
+    _operate("POST", "drain_replica", "/{name}/drain", x.ReplicaRequest, x.ReplicaStatus),
+    _operate("POST", "resume_replica", "/{name}/resume", x.ReplicaRequest, x.ReplicaStatus),
 ]
 
 _RUNS = [

@@ -215,7 +215,7 @@ class App:
             _check_headers(headers)
             endpoint, fields = self._find(incoming)
             report.endpoint = endpoint.name
-            tenant_id = await self._tenant(endpoint, headers, report)
+            tenant_id = await self._tenant(endpoint, incoming, report)
             if tenant_id:
                 incoming.authenticate(tenant_id)
             bind(request=report.call_id, endpoint=endpoint.name, tenant=tenant_id or None)
@@ -266,25 +266,27 @@ class App:
     def _find(self, incoming: IncomingRequest) -> tuple[Endpoint, dict[str, str]]:
         method, path = incoming.method, incoming.path
         if self._prefix and not path.startswith(self._prefix + "/"):
-            raise NotFoundError(f"there is no {method} {path[:200]}")
+            raise _unknown_route(method, path)
         path = path[len(self._prefix) :]
         found = self._router.find(method, path)
         if found is None:
             methods = self._router.methods(path)
             if methods:
                 raise _WrongMethodError(method, path, methods)
-            raise NotFoundError(f"there is no {method} {path[:200]}")
+            raise _unknown_route(method, path)
         return found
 
     async def _tenant(
-        self, endpoint: Endpoint, headers: Mapping[str, str], report: ExchangeReport
+        self, endpoint: Endpoint, incoming: IncomingRequest, report: ExchangeReport
     ) -> TenantId:
         if endpoint.name in self._open:
             return TenantId("")
-        credentials, given = self.context.authenticator, headers.get("x-api-key")
+        credentials, given = self.context.authenticator, incoming.headers.get("x-api-key")
         holder = credentials.remembered(given) or await credentials.holder(given)
         if holder.key is None:
-            check_local(headers)
+            check_local(incoming.headers)
+        if endpoint.is_for_operators and not holder.is_operator:
+            raise _unknown_route(incoming.method, incoming.path[len(self._prefix) :])
         report.tenant_id = holder.tenant.tenant_id
         return holder.tenant.tenant_id
 
@@ -337,6 +339,10 @@ class App:
             return given.rstrip("/")
         host = incoming.headers.get("host", "localhost")
         return f"{incoming.scheme}://{host}{self._prefix}"
+
+
+def _unknown_route(method: str, path: str) -> NotFoundError:
+    return NotFoundError(f"there is no {method} {path[:200]}")
 
 
 class _WrongMethodError(APIStatusError):

@@ -78,6 +78,11 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     key: ApiKey | None = None
     """None while the service has no keys, and for an owner who needs none."""
 
+    @property
+    def is_operator(self) -> bool:
+        """Whether it may call the routes for operators. Who needs no key runs the service."""
+        return self.key is None or self.key.is_operator
+
 
 class KeyRing:
     """Finds who a credential belongs to. For one event loop.
@@ -244,7 +249,9 @@ async def add_tenant(
     return await tenants.change(name, changed)
 
 
-async def create_key(ledger: Ledger, tenant: Tenant, name: str) -> tuple[ApiKey, str]:
+async def create_key(
+    ledger: Ledger, tenant: Tenant, name: str, *, is_operator: bool = False
+) -> tuple[ApiKey, str]:
     """Create a key; returns its entry and the key itself.
 
     Raises:
@@ -262,6 +269,7 @@ async def create_key(ledger: Ledger, tenant: Tenant, name: str) -> tuple[ApiKey,
         created_at=ledger.now(),
         name=name,
         shown=text[:SHOWN_CHARACTERS],
+        is_operator=is_operator,
     )
     return await ledger.entries(ApiKey).add(key), text
 

@@ -215,6 +215,8 @@ def _operation(endpoint: Endpoint, schemas: dict[str, Schema]) -> Schema:
     if endpoint.until is not None:
         operation["deprecated"] = True
         operation["description"] = f"Used by SDKs up to {endpoint.until}."
+    if endpoint.is_for_operators:
+        operation["description"] = "Needs the key of an operator; others are told 404."
     parameters = [_parameter(name, "path", fields[name]) for name in endpoint.path_fields]
     for name, header in endpoint.header_fields.items():
         parameters.append({**_parameter(header, "header", fields[name]), "required": False})

@@ -255,6 +255,8 @@ class ApiKey(Entry, frozen=True, kw_only=True):
     shown: str
     """Its first characters, so that a person can tell it from others."""
     revoked_at: float | None = None
+    is_operator: bool = False
+    """Whether it may see and drain the replicas of the engine."""
 
 
 class SessionEntry(Entry, frozen=True, kw_only=True):
@@ -468,9 +470,9 @@ class ReplicaEntry(Entry, frozen=True, kw_only=True):
 
     kind: ClassVar[str] = "replica"
 
-    report: dict[str, Any] = {}
-    """As of `reported_at`; empty before the first report."""
-    reported_at: float = 0.0
+    report: dict[str, Any]
+    """As of `reported_at`."""
+    reported_at: float
     is_drained: bool = False
     """Whether an operator wants it emptied and closed."""
     problem: str | None = None

@@ -1,20 +1,18 @@
-"""Replicas in the ledger: reports of the engine's for operators, and their wishes for the engine.
+"""Reports the engine's replicas to operators, and does what they want with them.
 
-`tinsmith fleet` reads and writes these entries, as `tinsmith key` does with keys: it needs the
-database and no running server, and works the same however many servers there are. A wish outlives a
-restart.
+Both are entries of the ledger, which operators read and write (`ledger/replicas.py`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from tinsmith.engine.base import Engine, ReplicaReport
-from tinsmith.errors import TinkerError, UnknownEntryError
+from tinsmith.errors import TinkerError
 from tinsmith.service.ledger.base import Ledger
 from tinsmith.service.ledger.records import ReplicaEntry, TenantId
 
@@ -60,8 +58,7 @@ class FleetReports:
             problem = self._grant(report.name, entry is not None and entry.is_drained)
             now = self._ledger.now()
             if entry is None:
-                blank = ReplicaEntry(id=report.name, tenant_id=TenantId(""), created_at=now)
-                await entries.add(blank)
+                await entries.add(_new_entry(report, now))
             if problem is not None or self._is_news(report, now):
                 self._reported[report.name] = report, now
                 await entries.change(report.name, _reporter(report, now, problem))
@@ -89,6 +86,16 @@ class FleetReports:
         return same != msgspec.structs.replace(report, **blurred)
 
 
+def _new_entry(report: ReplicaReport, now: float) -> ReplicaEntry:
+    return ReplicaEntry(
+        id=report.name,
+        tenant_id=TenantId(""),
+        created_at=now,
+        report=msgspec.to_builtins(report),
+        reported_at=now,
+    )
+
+
 def _reporter(
     report: ReplicaReport, now: float, problem: str | None
 ) -> Callable[[ReplicaEntry], ReplicaEntry]:
@@ -104,29 +111,3 @@ def _reporter(
         )
 
     return changed
-
-
-async def list_replicas(ledger: Ledger) -> list[ReplicaEntry]:
-    """All replicas that the scheduler has reported, by name."""
-    found = await ledger.entries(ReplicaEntry).all()
-    return sorted((one for one in found if one.report), key=lambda one: one.id)
-
-
-async def ask_drained(ledger: Ledger, name: str, *, is_drained: bool) -> ReplicaEntry:
-    """Ask for a replica to be drained, or used again; a scheduler sees it within seconds.
-
-    Raises:
-        UnknownEntryError: There is no such replica.
-    """
-
-    def changed(entry: ReplicaEntry) -> ReplicaEntry:
-        return msgspec.structs.replace(entry, is_drained=is_drained, problem=None)
-
-    try:
-        return await ledger.entries(ReplicaEntry).change(name, changed)
-    except UnknownEntryError as exc:
-        known: Sequence[ReplicaEntry] = await list_replicas(ledger)
-        names = ", ".join(one.id for one in known) or "none: the engine is not divided"
-        raise UnknownEntryError(
-            f"there is no replica {name!r:.80}", remedy=f"there are {names}"
-        ) from exc

@@ -107,6 +107,7 @@ def request_for(endpoint: Endpoint, session: str) -> tuple[str, dict[str, Any] |
         "sampler_id": sampler,
         "training_run_id": model,
         "checkpoint_id": "external_weights/one" if is_export else "weights/one",
+        "name": session,
     }
     address = endpoint.path.replace(":path}", "}").format(**fields)
     if endpoint.name == "forward":

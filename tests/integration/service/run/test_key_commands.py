@@ -100,6 +100,17 @@ def test_a_running_server_sees_created_and_revoked_keys(
     assert asked(server, "tml-whatever") == "refused"
 
 
+def test_a_key_is_an_operators_only_if_asked_for(
+    database: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command(capsys, database, "create", "--name", "plain")
+    command(capsys, database, "create", "--name", "ops", "--operator")
+
+    listed = command(capsys, database, "list")["keys"]
+
+    assert {key["name"]: key["operator"] for key in listed} == {"plain": False, "ops": True}
+
+
 def test_keys_can_be_made_before_the_first_start(
     database: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -35,6 +35,7 @@ MODULES: tuple[str, ...] = (
     "search",
     "checkpoint_search",
     "usage",
+    "fleet",
     "api_docs",
 )
 """In the order in which their own paths are tried."""
