@@ -12,7 +12,7 @@ import contextlib
 import logging
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 
 import msgspec
@@ -140,11 +140,8 @@ class FleetAdapters:
                 f"no replica that trains {spec.base_model} is running and has room",
                 remedy="`tinsmith fleet` shows them",
             )
-        replica.reserved += 1
-        try:
+        with replica.reserving(spec.adapter_id, spec.lora.rank):
             yield replica
-        finally:
-            replica.reserved -= 1
 
     def _placed(self, spec: AdapterSpec) -> Replica | None:
         base_model = spec.base_model
@@ -224,12 +221,16 @@ class FleetAdapters:
         """Move an adapter to another replica, after its running works; False if it stays."""
         async with self._order.after_earlier_calls([adapter_id]):
             home = self._homes.get(adapter_id)
-            if home is None or not target.is_open_to_new or target.room <= 0:
+            if home is None or home.replica is target:  # dropped or moved while this waited
+                return False
+            if not target.is_open_to_new or target.room <= 0:
                 return False
             source, parts = home.replica, AdapterParts.SNAPSHOT
-            target.reserved += 1
             try:
-                with tempfile.TemporaryDirectory(prefix="move-", dir=self._folder()) as name:
+                with (
+                    target.reserving(adapter_id, home.spec.lora.rank),
+                    tempfile.TemporaryDirectory(prefix="move-", dir=self._folder()) as name,
+                ):
                     folder = Path(name)
                     await self._pool.call(
                         source, lambda: source.engine.save_adapter(adapter_id, folder, parts)
@@ -240,8 +241,6 @@ class FleetAdapters:
             except (AdapterLostError, TinkerError, OSError) as exc:
                 _log.warning("could not move %s to replica %s: %s", adapter_id, target.name, exc)
                 return False
-            finally:
-                target.reserved -= 1
             source.ranks.pop(adapter_id, None)
             self._settle_in(home.spec, target)
             with contextlib.suppress(AdapterLostError):
@@ -251,29 +250,36 @@ class FleetAdapters:
         return True
 
     async def balance(self, replica: Replica) -> None:
-        """Fill a replica that came back empty from those that have two adapters more than it."""
+        """Fill a replica that came back empty from those that have two adapters more than it.
+
+        An adapter that cannot be moved stays where it is, and another one is tried.
+        """
+        tried: set[AdapterId] = set()
         while replica.is_open_to_new and replica.spec.trains and replica.room > 0:
-            most = max(
-                (
-                    one
-                    for one in self._pool.all
-                    if one.is_open_to_new and one.spec.trains and one is not replica
-                ),
-                key=lambda one: len(one.ranks),
-                default=None,
-            )
-            returning = sum(one is replica for one in self._lost.values())
-            held = len(replica.ranks) + replica.reserved + returning
-            if most is None or len(most.ranks) < held + 2:
+            adapter_id = self._next_to_move(replica, tried)
+            if adapter_id is None:
                 return
+            tried.add(adapter_id)
+            await self.move(adapter_id, replica)
+
+    def _next_to_move(self, replica: Replica, tried: Set[AdapterId]) -> AdapterId | None:
+        """The adapter that was unused longest, of the fullest replica that has a fitting one."""
+        returning = sum(one is replica for one in self._lost.values())
+        held = len(replica.ranks) + len(replica.reserved) + returning
+        trainers = [one for one in self._pool.all if one.is_open_to_new and one.spec.trains]
+        for source in sorted(trainers, key=lambda one: len(one.ranks), reverse=True):
+            if len(source.ranks) < held + 2:
+                return None
             fitting = [
                 (home.used_at, adapter_id)
-                for adapter_id in most.ranks
+                for adapter_id in source.ranks
                 if (home := self._homes.get(adapter_id)) is not None
                 and home.spec.base_model in replica.serves
+                and adapter_id not in tried
             ]
-            if not fitting or not await self.move(min(fitting)[1], replica):
-                return
+            if fitting:
+                return min(fitting)[1]
+        return None
 
     # Training
 

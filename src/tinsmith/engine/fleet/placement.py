@@ -34,7 +34,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     room: int = 1
     """How many more adapters fit."""
     held_rank: int = 0
-    """The sum of the ranks of its adapters."""
+    """The sum of the ranks of its adapters, those on their way there included."""
     load: float = 0.0
     """The share of the last minute in which it was computing."""
     samples: int = 0

@@ -75,7 +75,7 @@ class Replica:
         ranks: The adapters that it holds, and their ranks.
         weights: The sampler weights that it holds.
         samples: The samples that it is drawing.
-        reserved: For how many adapters that are on their way here a place is kept.
+        reserved: The adapters that are on their way here, and their ranks.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Replica:
         self.ranks: dict[AdapterId, int] = {}
         self.weights: set[WeightsId] = set()
         self.samples: set[str] = set()
-        self.reserved = 0
+        self.reserved: dict[AdapterId, int] = {}
         self.is_draining = False
         self.losses = 0
         self.losses_in_a_row = 0
@@ -146,7 +146,21 @@ class Replica:
     @property
     def room(self) -> int:
         """How many more adapters fit."""
-        return self.capacity.most_adapters - len(self.ranks) - self.reserved
+        return self.capacity.most_adapters - len(self.ranks) - len(self.reserved)
+
+    @property
+    def held_rank(self) -> int:
+        """The sum of the ranks of its adapters, and of those on their way here."""
+        return sum(self.ranks.values()) + sum(self.reserved.values())
+
+    @contextlib.contextmanager
+    def reserving(self, adapter_id: AdapterId, rank: int) -> Iterator[None]:
+        """Keep a place for an adapter that is on its way here while the block runs."""
+        self.reserved[adapter_id] = rank
+        try:
+            yield
+        finally:
+            del self.reserved[adapter_id]
 
     def forget(self) -> None:
         """It holds nothing any more."""

@@ -189,7 +189,7 @@ class ReplicaPool:
                 trains=one.spec.trains,
                 draws=one.spec.draws,
                 room=one.room,
-                held_rank=sum(one.ranks.values()),
+                held_rank=one.held_rank,
                 load=one.load,
                 samples=len(one.samples),
             )

@@ -409,8 +409,7 @@ def test_draining_under_load_fails_nothing_and_changes_no_bit(tmp_path: Path) ->
             outcome = await _outcome(bench, ids, "x")
             if is_drained:
                 fleet.drain("r1", is_drained=False)
-                # At least one: balancing stops at the first adapter that cannot be moved.
-                await until(lambda: len(fleet.replicas()[1].adapters) > 0)
+                await until(lambda: [len(one.adapters) for one in fleet.replicas()] == [2, 2, 2])
             return outcome
 
     async def test() -> None:
