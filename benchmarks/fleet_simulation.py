@@ -148,7 +148,7 @@ def simulate_placement(arriving: list[Adapter], replicas: int, place: Place) -> 
             name=str(number),
             serves=serving[number],
             room=MOST_ADAPTERS - len(homes[number]),
-            held_rank=held[number],
+            held_bytes=held[number],
             load=min(1.0, known[number]),
         )
 

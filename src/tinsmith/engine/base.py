@@ -219,6 +219,8 @@ class EngineCapacity(msgspec.Struct, frozen=True, kw_only=True):
     samples: int
     batch_tokens: int
     """Target for the tokens of one `train` call; a single larger work is allowed."""
+    adapter_bytes: int | None = None
+    """Memory for adapters; None if it is not known."""
 
 
 class ReplicaChange(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,15 +11,18 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import cast
 
+import pytest
+
 from tinsmith.engine.base import AdapterId, AdapterParts, AdapterSpec, StepWork
 from tinsmith.engine.fake.engine import FakeEngine, fake_model
 from tinsmith.engine.fake.fake_settings import FakeSettings
 from tinsmith.engine.fleet.fleet_adapters import FleetAdapters
+from tinsmith.engine.fleet.placement import PARAMETER_BYTES, RANK_PARAMETERS
 from tinsmith.engine.fleet.replica import Replica, ReplicaSpec
 from tinsmith.engine.fleet.replica_pool import ReplicaPool
 from tinsmith.engine.process.engine_spec import EngineSpec
 from tinsmith.engine.process.process_engine import ProcessEngine
-from tinsmith.errors import CheckpointUnavailableError
+from tinsmith.errors import CheckpointUnavailableError, NoReplicaError, ValidationError
 from tinsmith.types import AdamOptimizerConfig, AdamParams, LoraConfig
 
 X, Y = "test/x", "test/y"
@@ -66,7 +69,7 @@ class _Fleet:
     @property
     def held(self) -> dict[str, str]:
         """The adapters of each replica."""
-        return {one.name: "".join(sorted(one.ranks)) for one in self.pool.all}
+        return {one.name: "".join(sorted(one.adapters)) for one in self.pool.all}
 
 
 def _spec(name: str, base: str = X, rank: int = 4) -> AdapterSpec:
@@ -139,6 +142,27 @@ def test_a_replica_is_filled_from_those_that_have_what_it_serves(tmp_path: Path)
             await fleet.adapters.balance(back)
 
             assert fleet.held == {"full": "stuvw", "second": "cd", "back": "ab"}
+
+    asyncio.run(test())
+
+
+def test_adapters_are_placed_and_moved_only_where_their_memory_is(tmp_path: Path) -> None:
+    """Each replica has slots for a thousand, and memory for ranks of 100."""
+    unit = RANK_PARAMETERS * PARAMETER_BYTES
+
+    async def test() -> None:
+        async with _fleet(tmp_path, 2, adapter_bytes=100 * unit) as fleet:
+            for name, rank in zip("abcd", (60, 50, 30, 40), strict=True):
+                await fleet.create(name, rank=rank)
+            assert fleet.held == {"r0": "ad", "r1": "bc"}
+            with pytest.raises(NoReplicaError, match="has room"):
+                await fleet.create("e", rank=21)
+            with pytest.raises(ValidationError, match=r"needs 2\.1 GB"):
+                await fleet.create("e", rank=101)
+            assert not await fleet.adapters.move(AdapterId("d"), fleet.pool["r1"])
+            await fleet.adapters.drop(AdapterId("c"))
+            assert await fleet.adapters.move(AdapterId("d"), fleet.pool["r1"])
+            assert fleet.held == {"r0": "a", "r1": "bd"}
 
     asyncio.run(test())
 

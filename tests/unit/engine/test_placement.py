@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+from tinsmith.engine.base import AdapterId, AdapterSpec, BaseModel
 from tinsmith.engine.fleet.placement import (
     AFFINITY_SLACK,
     SPREAD_SAMPLES,
@@ -11,7 +12,9 @@ from tinsmith.engine.fleet.placement import (
     place_adapter,
     place_sample,
     spread_weights,
+    training_bytes,
 )
+from tinsmith.types import AdamOptimizerConfig, LoraConfig
 
 BASE, OTHER = "base", "other"
 BOTH = frozenset({BASE, OTHER})
@@ -25,7 +28,7 @@ def _most_rank(ranks: list[int], *, is_round_robin: bool) -> int:
     """The ranks on the fullest of two replicas, after adapters of these ranks were placed."""
     held, turns = {"a": 0, "b": 0}, itertools.cycle("ab")
     for rank in ranks:
-        views = [_view(name, held_rank=sum_) for name, sum_ in held.items()]
+        views = [_view(name, held_bytes=sum_) for name, sum_ in held.items()]
         chosen = next(turns) if is_round_robin else place_adapter(views, BASE)
         assert chosen is not None
         held[chosen] += rank
@@ -40,9 +43,41 @@ def test_large_and_small_adapters_in_turn_are_balanced_where_round_robin_is_not(
     assert _most_rank(ranks, is_round_robin=False) <= 132
 
 
+def test_an_adapter_goes_where_it_fits_although_another_replica_has_more_slots() -> None:
+    """Slots alone would choose the first, in whose memory there is no room for it."""
+    slots = [_view("a", room=60), _view("b", room=1, load=0.9)]
+    known = [_view("a", room=60, free_bytes=99), _view("b", room=1, load=0.9, free_bytes=100)]
+
+    assert place_adapter(slots, BASE, 100) == "a"
+    assert place_adapter(known, BASE, 100) == "b"
+    assert place_adapter(known, BASE, 101) is None
+
+
+def test_the_memory_of_an_adapter_follows_from_its_rank_and_the_layers_that_it_trains() -> None:
+    layers = {
+        "model.layers.0.self_attn.q_proj": (8, 4),
+        "model.layers.0.mlp.up_proj": (16, 4),
+        "lm_head": (100, 4),
+    }
+
+    def size(rank: int, **trained: bool) -> int:
+        model = BaseModel(name=BASE, vocabulary=100, max_context=9, layers=layers)
+        spec = AdapterSpec(
+            adapter_id=AdapterId("a"),
+            base_model=BASE,
+            lora=LoraConfig(rank=rank, **trained),
+            optimizer=AdamOptimizerConfig(),
+        )
+        return training_bytes(spec, model)
+
+    assert size(1) == (12 + 20 + 104) * 20
+    assert size(3) == 3 * size(1)
+    assert size(1, train_unembed=False, train_mlp=False) == 12 * 20
+
+
 def test_an_adapter_goes_to_the_replica_with_least_to_do() -> None:
     """However few adapters the busy one has; small differences in load count for nothing."""
-    busy, idle = _view("a", load=0.9), _view("b", load=0.1, held_rank=100)
+    busy, idle = _view("a", load=0.9), _view("b", load=0.1, held_bytes=100)
 
     assert place_adapter([busy, idle], BASE) == "b"
     assert place_adapter([_view("a", load=0.1), idle], BASE) == "a"
@@ -53,7 +88,7 @@ def test_only_replicas_that_train_the_base_model_and_have_room_are_chosen() -> N
         _view("full", room=0),
         _view("sampler", trains=False),
         _view("other", serves=frozenset({OTHER})),
-        _view("good", load=1.0, held_rank=10_000),
+        _view("good", load=1.0, held_bytes=10_000),
     ]
 
     assert place_adapter(views, BASE) == "good"

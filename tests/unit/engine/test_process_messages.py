@@ -150,7 +150,7 @@ def _response() -> SampleResponse:
 def _replies() -> list[Any]:
     output = ForwardBackwardOutput("t", [{"logprobs": FLOATS}, {}], {"loss:sum": 1.25})
     capacity = EngineCapacity(
-        most_adapters=1, adapters=0, most_samples=2, samples=1, batch_tokens=3
+        most_adapters=1, adapters=0, most_samples=2, samples=1, batch_tokens=3, adapter_bytes=4
     )
     outcomes = [
         TrainingOutcome(work_id="p", result=output),
@@ -303,8 +303,8 @@ def test_another_version_of_the_protocol_is_refused_with_both_numbers(
 
     async def test() -> None:
         engine = ProcessEngine(EngineSpec(engine="fake", models=(ModelSource("m", "p"),)))
+        told = f"speaks version {messages.VERSION} of the engine protocol, and this one version 99"
         monkeypatch.setattr(messages, "VERSION", 99)
-        told = "speaks version 1 of the engine protocol, and this one version 99"
         with pytest.raises(ValidationError, match=told) as caught:
             await engine.open()
         assert "same version of tinsmith" in str(caught.value.remedy)
@@ -323,12 +323,13 @@ def test_a_process_refuses_a_parent_of_another_version() -> None:
             stderr=subprocess.PIPE,
         )
         theirs.close()
-        greeting = messages.hello().replace(b"protocol 1", b"protocol 2")
+        ours_version = str(messages.VERSION).encode()
+        greeting = messages.hello().replace(b"protocol " + ours_version, b"protocol 99")
         ours.sendall(len(greeting).to_bytes(8, "little") + greeting)
         _, told = process.communicate(timeout=60)
 
     assert process.returncode == 3
-    assert b"speaks version 2 of the engine protocol, and this one version 1" in told
+    assert b"speaks version 99 of the engine protocol, and this one version " + ours_version in told
 
 
 # No pickle

@@ -29,8 +29,15 @@ def _specs(*texts: str, gpus: int = 0) -> list[Any]:
 
 
 def test_text_and_table_mean_the_same() -> None:
-    table = {"count": 2, "duty": "train", "device": "cuda:1", "threads": 3, "models": ["a", "b"]}
-    text = "count=2, duty=train,device=cuda:1,threads=3,model=a,model=b"
+    table = {
+        "count": 2,
+        "duty": "train",
+        "device": "cuda:1",
+        "threads": 3,
+        "adapter_gib": 1.5,
+        "models": ["a", "b"],
+    }
+    text = "count=2, duty=train,device=cuda:1,threads=3,adapter_gib=1.5,model=a,model=b"
 
     assert read_replica(text) == read_replica(table)
     assert read_replica(as_text(read_replica(text))) == read_replica(text)
@@ -47,6 +54,7 @@ def test_text_and_table_mean_the_same() -> None:
         ("device=gpu", "'gpu' is not a device"),
         ("device=cuda:x", "is not a device"),
         ("thread=1", "did you mean threads"),
+        ("adapter_gib=-1", "adapter_gib is -1"),
         ("threads=1,threads=2", "threads is given twice"),
         ("name=a/b", "is not a name"),
         ("device=cuda:*,count=2", "the GPUs decide"),
@@ -67,11 +75,17 @@ def test_one_line_starts_one_replica_per_gpu() -> None:
 
 
 def test_a_replica_serves_the_models_it_is_given_with_their_aliases() -> None:
-    first, second, third = _specs("name=x,model=a,duty=train", "count=2,name=y,threads=2")
+    first, second, third = _specs(
+        "name=x,model=a,duty=train", "count=2,name=y,threads=2,adapter_gib=0.5"
+    )
 
     assert [one.name for one in first.engine.models] == ["a", "alias"]
     assert second.engine.models == MODELS
     assert [one.name for one in (first, second, third)] == ["x", "y-0", "y-1"]
+    assert (first.engine.settings.adapter_bytes, third.engine.settings.adapter_bytes) == (
+        0,
+        1 << 29,
+    )
     assert (first.engine.settings.threads, third.engine.settings.threads) == (4, 2)
     assert (first.trains, first.draws, third.draws) == (True, False, True)
 

@@ -90,6 +90,7 @@ class EmbeddedEngine(Engine):
         self._training: ThreadPoolExecutor | None = None
         self._uploaded: ThreadPoolExecutor | None = None
         self._trainer: Trainer | None = None
+        self._adapter_bytes: int | None = None
         self._sampling: SamplerThread | None = None
 
     async def open(self) -> None:
@@ -111,6 +112,7 @@ class EmbeddedEngine(Engine):
         )
         try:
             self._transformers = await self._on_thread(self._load)
+            self._adapter_bytes = self._settings.adapter_bytes or self._free_bytes()
             self._models = {
                 one.name: _base_model(one, self._transformers[one.name].architecture)
                 for one in self._given
@@ -131,6 +133,15 @@ class EmbeddedEngine(Engine):
             "by PyTorch alone" if device != "cpu" or kernels() is None else "with compiled kernels",
         )
         return load_models(self._given, types, device)
+
+    def _free_bytes(self) -> int | None:
+        """What a GPU has free for adapters; None on the CPU, and if nothing is left."""
+        devices = {model.device for model in self._transformers.values()}
+        if not devices or any(one.type != "cuda" for one in devices):
+            return None
+        free = min(torch.cuda.mem_get_info(one)[0] for one in devices)
+        left = free - self._settings.kv_bytes - self._settings.pass_bytes
+        return left if left > 0 else None
 
     def _make_samplers(self, threads: int) -> dict[str, BatchedSampler]:
         """One sampler per model, under all of its names; they divide the KV memory."""
@@ -197,6 +208,7 @@ class EmbeddedEngine(Engine):
             most_samples=self._settings.most_samples,
             samples=0 if self._sampling is None else self._sampling.samples,
             batch_tokens=self._batch_tokens(),
+            adapter_bytes=self._adapter_bytes,
         )
 
     def _batch_tokens(self) -> int:

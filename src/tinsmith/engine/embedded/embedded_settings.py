@@ -59,6 +59,9 @@ class EmbeddedSettings(msgspec.Struct, frozen=True, kw_only=True):
     pass_bytes: int = 3 << 29
     """Memory for the activations of a packed batch. It decides how works are split, and thus the
     last bits of gradients: a replay needs the same value."""
+    adapter_bytes: int = 0
+    """Memory for adapters. 0 for what a GPU has free besides the two above once its models are
+    loaded; on the CPU, whose memory others use too, for no bound but `most_adapters`."""
     most_adapters: int = 64
     most_samples: int = 1024
     batch_tokens: int = 65_536
@@ -70,6 +73,7 @@ class EmbeddedSettings(msgspec.Struct, frozen=True, kw_only=True):
             "threads": 0,
             "kv_bytes": 1 << 20,
             "pass_bytes": 1 << 20,
+            "adapter_bytes": 0,
             "most_adapters": 1,
             "most_samples": 1,
             "batch_tokens": 1,

@@ -106,6 +106,7 @@ class FakeEngine(Engine):
             most_samples=self._settings.most_samples,
             samples=len(self._samples),
             batch_tokens=self._settings.batch_tokens,
+            adapter_bytes=self._settings.adapter_bytes,
         )
 
     @contextlib.asynccontextmanager

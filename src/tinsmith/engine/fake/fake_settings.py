@@ -17,3 +17,5 @@ class FakeSettings(msgspec.Struct, frozen=True, kw_only=True):
     most_adapters: int = 1024
     most_samples: int = 2048
     batch_tokens: int = 65_536
+    adapter_bytes: int | None = None
+    """Memory for adapters, as it is reported; None for unknown."""

@@ -27,7 +27,7 @@ from tinsmith.engine.base import (
 )
 from tinsmith.engine.call_order import AdapterCallOrder
 from tinsmith.engine.files.adapter_files import known_model
-from tinsmith.engine.fleet.placement import place_adapter
+from tinsmith.engine.fleet.placement import place_adapter, training_bytes
 from tinsmith.engine.fleet.replica import Replica
 from tinsmith.engine.fleet.replica_pool import ReplicaPool, lost_with
 from tinsmith.errors import (
@@ -120,7 +120,10 @@ class FleetAdapters:
     def _settle_in(self, spec: AdapterSpec, replica: Replica) -> None:
         self._lost.pop(spec.adapter_id, None)
         self._homes[spec.adapter_id] = _Home(replica, spec, time.monotonic())
-        replica.ranks[spec.adapter_id] = spec.lora.rank
+        replica.adapters[spec.adapter_id] = self._size(spec)
+
+    def _size(self, spec: AdapterSpec) -> int:
+        return training_bytes(spec, known_model(self._models(), spec.base_model))
 
     @contextlib.asynccontextmanager
     async def _place_for(self, spec: AdapterSpec) -> AsyncIterator[Replica]:
@@ -128,7 +131,7 @@ class FleetAdapters:
 
         Raises:
             NoReplicaError: None has room now.
-            ValidationError: None trains the base model.
+            ValidationError: None trains the base model, or none has so much memory.
         """
         home = self._homes.get(spec.adapter_id)
         if home is not None and spec.base_model in home.replica.serves:
@@ -140,7 +143,7 @@ class FleetAdapters:
                 f"no replica that trains {spec.base_model} is running and has room",
                 remedy="`tinsmith fleet` shows them",
             )
-        with replica.reserving(spec.adapter_id, spec.lora.rank):
+        with replica.reserving(spec.adapter_id, self._size(spec)):
             yield replica
 
     def _placed(self, spec: AdapterSpec) -> Replica | None:
@@ -152,31 +155,43 @@ class FleetAdapters:
         ]
         if not trainers:
             raise ValidationError(f"no replica trains {base_model}")
+        size = self._size(spec)
+        budgets = [one.capacity.adapter_bytes for one in trainers]
+        most = max((0 if one is None else one for one in budgets), default=0)
+        if None not in budgets and size > most:
+            raise ValidationError(
+                f"a model of rank {spec.lora.rank} on {base_model} needs {size / 1e9:.2g} GB; the "
+                f"replica with most memory has {most / 1e9:.2g} GB for models",
+                remedy="use a smaller rank, or train fewer layers",
+            )
         lost = self._lost.get(spec.adapter_id)
         if lost is not None and lost in trainers:
             # Its successor is started already. Elsewhere, a work that kills its replica would
             # take down one replica after another.
-            if lost.is_open_to_new and lost.room > 0:
+            if lost.is_open_to_new and lost.fits(size):
                 return lost
             if lost.is_coming_back:
                 raise NoReplicaError(f"replica {lost.name} is being restarted")
-        name = place_adapter(self._pool.views(), base_model)
+        name = place_adapter(self._pool.views(), base_model, size)
         return None if name is None else self._pool[name]
 
     async def _make_room(self, spec: AdapterSpec) -> Replica | None:
-        """Move an adapter of another base model away from a full replica, if one fits elsewhere."""
+        """Move adapters of other base models away from a full replica, if they fit elsewhere."""
+        size = self._size(spec)
         for replica in self._pool.all:
-            is_full = replica.is_open_to_new and replica.spec.trains and replica.room <= 0
+            is_full = replica.is_open_to_new and replica.spec.trains and not replica.fits(size)
             if not is_full or spec.base_model not in replica.serves:
                 continue
-            for adapter_id in list(replica.ranks):
+            for adapter_id, held in list(replica.adapters.items()):
                 home = self._homes.get(adapter_id)
                 if home is None or home.spec.base_model == spec.base_model:
                     continue
                 others = [one for one in self._pool.views() if one.name != replica.name]
-                target = place_adapter(others, home.spec.base_model)
-                if target is not None and await self.move(adapter_id, self._pool[target]):
-                    return replica if replica.is_open_to_new and replica.room > 0 else None
+                target = place_adapter(others, home.spec.base_model, held)
+                if target is not None:
+                    await self.move(adapter_id, self._pool[target])
+                if replica.is_open_to_new and replica.fits(size):
+                    return replica
         return None
 
     async def save(self, adapter_id: AdapterId, folder: Path, parts: AdapterParts) -> None:
@@ -196,7 +211,7 @@ class FleetAdapters:
             self._lost.pop(adapter_id, None)
             home = self._homes.pop(adapter_id, None)
             if home is not None:
-                home.replica.ranks.pop(adapter_id, None)
+                home.replica.adapters.pop(adapter_id, None)
                 with contextlib.suppress(AdapterLostError):
                     await self._pool.call(
                         home.replica, lambda: home.replica.engine.drop_adapter(adapter_id)
@@ -223,12 +238,13 @@ class FleetAdapters:
             home = self._homes.get(adapter_id)
             if home is None or home.replica is target:  # dropped or moved while this waited
                 return False
-            if not target.is_open_to_new or target.room <= 0:
+            size = self._size(home.spec)
+            if not target.is_open_to_new or not target.fits(size):
                 return False
             source, parts = home.replica, AdapterParts.SNAPSHOT
             try:
                 with (
-                    target.reserving(adapter_id, home.spec.lora.rank),
+                    target.reserving(adapter_id, size),
                     tempfile.TemporaryDirectory(prefix="move-", dir=self._folder()) as name,
                 ):
                     folder = Path(name)
@@ -241,7 +257,7 @@ class FleetAdapters:
             except (AdapterLostError, TinkerError, OSError) as exc:
                 _log.warning("could not move %s to replica %s: %s", adapter_id, target.name, exc)
                 return False
-            source.ranks.pop(adapter_id, None)
+            source.adapters.pop(adapter_id, None)
             self._settle_in(home.spec, target)
             with contextlib.suppress(AdapterLostError):
                 await self._pool.call(source, lambda: source.engine.drop_adapter(adapter_id))
@@ -265,17 +281,18 @@ class FleetAdapters:
     def _next_to_move(self, replica: Replica, tried: Set[AdapterId]) -> AdapterId | None:
         """The adapter that was unused longest, of the fullest replica that has a fitting one."""
         returning = sum(one is replica for one in self._lost.values())
-        held = len(replica.ranks) + len(replica.reserved) + returning
+        held = len(replica.adapters) + len(replica.reserved) + returning
         trainers = [one for one in self._pool.all if one.is_open_to_new and one.spec.trains]
-        for source in sorted(trainers, key=lambda one: len(one.ranks), reverse=True):
-            if len(source.ranks) < held + 2:
+        for source in sorted(trainers, key=lambda one: len(one.adapters), reverse=True):
+            if len(source.adapters) < held + 2:
                 return None
             fitting = [
                 (home.used_at, adapter_id)
-                for adapter_id in source.ranks
+                for adapter_id, size in source.adapters.items()
                 if (home := self._homes.get(adapter_id)) is not None
                 and home.spec.base_model in replica.serves
                 and adapter_id not in tried
+                and replica.fits(size)
             ]
             if fitting:
                 return min(fitting)[1]
@@ -320,10 +337,10 @@ class FleetAdapters:
 
     async def empty(self, replica: Replica) -> None:
         """Move the adapters of a replica elsewhere, as far as there is room."""
-        for adapter_id in list(replica.ranks):
+        for adapter_id, size in list(replica.adapters.items()):
             home = self._homes.get(adapter_id)
             if home is None or home.replica is not replica:
                 continue
-            target = place_adapter(self._pool.views(), home.spec.base_model)
+            target = place_adapter(self._pool.views(), home.spec.base_model, size)
             if target is not None:
                 await self.move(adapter_id, self._pool[target])

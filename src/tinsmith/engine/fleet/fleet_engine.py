@@ -192,7 +192,7 @@ class FleetEngine(Engine):
         while replica.is_draining:
             await self._adapters.empty(replica)
             await self._samples.empty(replica)
-            if replica.is_running and not (replica.ranks or replica.samples or replica.reserved):
+            if replica.is_running and not (replica.adapters or replica.samples or replica.reserved):
                 await self._pool.close_one(replica)
                 _log.info("replica %s is drained and closed", replica.name)
                 return

@@ -1,9 +1,9 @@
 """Where adapters and samples go. Pure functions over what is known of each replica.
 
 An adapter goes to the replica with the least to do among those that train its base model and have
-room. Replicas that are about equally busy are told apart by the memory that their adapters take,
-for which the sum of their ranks stands; of equals, the one that serves fewest models is taken, so
-that those that could take anything stay free.
+room: a free slot, and memory for the adapter if the replica knows what it has. Replicas that are
+about equally busy are told apart by the memory that their adapters take; of equals, the one that
+serves fewest models is taken, so that those that could take anything stay free.
 
 A sample goes where a prompt with the same beginning was drawn last, because its keys and values may
 be cached there, unless that replica has far more samples than another.
@@ -15,12 +15,21 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
+from tinsmith.checkpoints.format import lora_config_of
+from tinsmith.engine.base import AdapterSpec, BaseModel
+
 LOAD_STEPS = 5
 """Loads are compared in steps of a fifth: a few percent are chance."""
 AFFINITY_SLACK = 8
 """How many samples more than the idlest replica one may have and still be chosen for its cache."""
 SPREAD_SAMPLES = 4
 """How many samples more than another replica all holders of weights have before it gets them."""
+PARAMETER_BYTES = 5 * 4
+"""Of a parameter under training, in float32: weight, accumulated gradient, two moments, and the
+gradient of the running pass."""
+RANK_PARAMETERS = 1 << 20
+"""Parameters per rank where an engine does not tell the layers of its models; about those of a
+model with a billion parameters."""
 
 
 class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,22 +41,50 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     draws: bool = True
     """Whether it draws samples."""
     room: int = 1
-    """How many more adapters fit."""
-    held_rank: int = 0
-    """The sum of the ranks of its adapters, those on their way there included."""
+    """How many more adapters it may hold."""
+    held_bytes: int = 0
+    """What its adapters take, those on their way there included."""
+    free_bytes: int | None = None
+    """Memory for more adapters; None if it is not known."""
     load: float = 0.0
     """The share of the last minute in which it was computing."""
     samples: int = 0
 
 
-def place_adapter(replicas: Sequence[ReplicaView], base_model: str) -> str | None:
-    """The replica for a new adapter; None if none has room."""
-    fitting = [one for one in replicas if one.trains and base_model in one.serves and one.room > 0]
+def training_bytes(spec: AdapterSpec, model: BaseModel) -> int:
+    """The memory that an adapter takes while it is trained, estimated from its rank and layers."""
+    rank, lora = spec.lora.rank, spec.lora
+    if not model.layers:
+        return rank * RANK_PARAMETERS * PARAMETER_BYTES
+    parameters = 0
+    for name, (outputs, inputs) in model.layers.items():
+        kind = lora_config_of(rank, {name})
+        if (
+            (kind.train_attn and lora.train_attn)
+            or (kind.train_mlp and lora.train_mlp)
+            or (kind.train_unembed and lora.train_unembed)
+        ):
+            parameters += rank * (outputs + inputs)
+    return parameters * PARAMETER_BYTES
+
+
+def place_adapter(
+    replicas: Sequence[ReplicaView], base_model: str, size_bytes: int = 0
+) -> str | None:
+    """The replica for an adapter that takes so much memory; None if none has room."""
+    fitting = [
+        one
+        for one in replicas
+        if one.trains
+        and base_model in one.serves
+        and one.room > 0
+        and (one.free_bytes is None or size_bytes <= one.free_bytes)
+    ]
     return min(fitting, key=_placement_order).name if fitting else None
 
 
 def _placement_order(one: ReplicaView) -> tuple[int, int, int, str]:
-    return round(one.load * LOAD_STEPS), one.held_rank, len(one.serves), one.name
+    return round(one.load * LOAD_STEPS), one.held_bytes, len(one.serves), one.name
 
 
 def place_sample(

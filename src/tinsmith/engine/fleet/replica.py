@@ -72,10 +72,10 @@ class Replica:
         pause: Sleeps for so many seconds.
 
     Attributes:
-        ranks: The adapters that it holds, and their ranks.
+        adapters: The adapters that it holds, and the memory that each takes, in bytes.
         weights: The sampler weights that it holds.
         samples: The samples that it is drawing.
-        reserved: The adapters that are on their way here, and their ranks.
+        reserved: The adapters that are on their way here, likewise.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Replica:
         self.spec = spec
         self.name = spec.name
         self.engine = engine
-        self.ranks: dict[AdapterId, int] = {}
+        self.adapters: dict[AdapterId, int] = {}
         self.weights: set[WeightsId] = set()
         self.samples: set[str] = set()
         self.reserved: dict[AdapterId, int] = {}
@@ -145,18 +145,29 @@ class Replica:
 
     @property
     def room(self) -> int:
-        """How many more adapters fit."""
-        return self.capacity.most_adapters - len(self.ranks) - len(self.reserved)
+        """How many more adapters it may hold."""
+        return self.capacity.most_adapters - len(self.adapters) - len(self.reserved)
 
     @property
-    def held_rank(self) -> int:
-        """The sum of the ranks of its adapters, and of those on their way here."""
-        return sum(self.ranks.values()) + sum(self.reserved.values())
+    def held_bytes(self) -> int:
+        """The memory that its adapters take, and those on their way here."""
+        return sum(self.adapters.values()) + sum(self.reserved.values())
+
+    @property
+    def free_bytes(self) -> int | None:
+        """Memory for more adapters; None if it is not known."""
+        has = self.capacity.adapter_bytes
+        return None if has is None else has - self.held_bytes
+
+    def fits(self, size_bytes: int) -> bool:
+        """Whether there is a slot and memory for an adapter."""
+        free = self.free_bytes
+        return self.room > 0 and (free is None or size_bytes <= free)
 
     @contextlib.contextmanager
-    def reserving(self, adapter_id: AdapterId, rank: int) -> Iterator[None]:
+    def reserving(self, adapter_id: AdapterId, size_bytes: int) -> Iterator[None]:
         """Keep a place for an adapter that is on its way here while the block runs."""
-        self.reserved[adapter_id] = rank
+        self.reserved[adapter_id] = size_bytes
         try:
             yield
         finally:
@@ -164,7 +175,7 @@ class Replica:
 
     def forget(self) -> None:
         """It holds nothing any more."""
-        self.ranks.clear()
+        self.adapters.clear()
         self.weights.clear()
         self.samples.clear()
 

@@ -130,7 +130,7 @@ class ReplicaPool:
     def note_lost(self, replica: Replica, error: TinkerError) -> None:
         """Forget what a replica held, and tell; may be called again for the same loss."""
         if replica.note_lost(str(error.args[0])):
-            adapters, samples = frozenset(replica.ranks), sorted(replica.samples)
+            adapters, samples = frozenset(replica.adapters), sorted(replica.samples)
             replica.forget()
             self.on_lost(replica, adapters, samples)
             self.wake()
@@ -189,7 +189,8 @@ class ReplicaPool:
                 trains=one.spec.trains,
                 draws=one.spec.draws,
                 room=one.room,
-                held_rank=one.held_rank,
+                held_bytes=one.held_bytes,
+                free_bytes=one.free_bytes,
                 load=one.load,
                 samples=len(one.samples),
             )
@@ -212,7 +213,7 @@ def _report(one: Replica) -> ReplicaReport:
         threads=one.spec.engine.settings.threads,
         base_models=tuple(model.name for model in one.engine.base_models()),
         pid=one.engine.pid,
-        adapters=tuple(sorted(one.ranks)),
+        adapters=tuple(sorted(one.adapters)),
         most_adapters=one.capacity.most_adapters if one.spec.trains else 0,
         weights=len(one.weights),
         samples=len(one.samples),

@@ -43,6 +43,8 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
     """None for the device of the service."""
     threads: int = 0
     """0: replicas divide the free cores."""
+    adapter_gib: float = 0.0
+    """Memory for models under training; 0 for what is free on its GPU, or no bound on the CPU."""
     models: tuple[str, ...] = ()
     """The base models that it serves; empty for all."""
 
@@ -93,6 +95,8 @@ def _check(one: ReplicaSettings) -> None:
         raise ValidationError(f"replica: count is {one.count}: expected 1 to {MOST_REPLICAS}")
     if not 0 <= one.threads <= 4096:
         raise ValidationError(f"replica: threads is {one.threads}: expected 0 to 4096")
+    if not 0 <= one.adapter_gib <= 1 << 20:
+        raise ValidationError(f"replica: adapter_gib is {one.adapter_gib}: expected 0 or more")
     if one.name is not None and _NAME.fullmatch(one.name) is None:
         raise ValidationError(
             f"replica: {shown(one.name)} is not a name", remedy="use letters, digits, - and _"
@@ -108,6 +112,7 @@ def as_text(one: ReplicaSettings) -> str:
     pairs = [f"count={one.count}", f"duty={one.duty}"]
     pairs += [f"{key}={value}" for key in ("name", "device") if (value := getattr(one, key))]
     pairs += [f"threads={one.threads}"] if one.threads else []
+    pairs += [f"adapter_gib={one.adapter_gib!r}"] if one.adapter_gib else []
     return ",".join([*pairs, *(f"model={model}" for model in one.models)])
 
 
@@ -154,6 +159,7 @@ def replica_specs(
             engine.settings,
             device=one.device or engine.settings.device,
             threads=one.threads or share,
+            adapter_bytes=int(one.adapter_gib * (1 << 30)),
         )
         models = _models(engine.models, one.models)
         spec = msgspec.structs.replace(engine, models=models, settings=own)

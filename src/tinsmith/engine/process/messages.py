@@ -34,7 +34,7 @@ from tinsmith.errors import DecodeError, ValidationError
 from tinsmith.observe.log_fields import fields_of
 from tinsmith.types import AdamParams, ForwardBackwardOutput, OptimParamsBase, OptimStepResponse
 
-VERSION = 1
+VERSION = 2
 _MAGIC = b"tinsmith engine protocol "
 MOST_HELLO_BYTES = 64
 
