@@ -27,6 +27,7 @@ from tinsmith.engine.fake.fake_settings import FakeSettings
 from tinsmith.engine.fleet.fleet_engine import FleetEngine
 from tinsmith.engine.fleet.replica import Duty, ReplicaSpec
 from tinsmith.engine.process.engine_spec import EngineSpec, ModelSource
+from tinsmith.engine.process.process_engine import ProcessEngine
 from tinsmith.errors import (
     AdapterLostError,
     BadRequestError,
@@ -145,6 +146,47 @@ def test_an_adapter_moves_to_make_room_for_one_that_fits_nowhere_else(tmp_path: 
             assert await _saved(engine, B, tmp_path / "after") == before
             with pytest.raises(NoReplicaError, match="has room"):
                 await engine.create_adapter(_spec(A, X))
+
+    asyncio.run(test())
+
+
+def _flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def _truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("damage", [_flip_a_bit, _truncate, Path.unlink])
+def test_damaged_files_end_a_move_and_the_adapter_stays_as_it_was(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], object]
+) -> None:
+    """No file of a move is left behind, nor of one that an earlier process did not complete."""
+    place = tmp_path / "fleet"
+    (place / "moves" / "move-earlier").mkdir(parents=True)
+
+    class Damaging(ProcessEngine):
+        async def save_to_move(self, adapter_id: AdapterId, folder: Path) -> str:
+            digest = await super().save_to_move(adapter_id, folder)
+            damage(folder / "adapter_model.safetensors")
+            return digest
+
+    async def test() -> None:
+        engine = FleetEngine([_replica("r0"), _replica("r1")], make=Damaging, folder=place)
+        async with asyncio.timeout(WAIT_S), engine:
+            await engine.create_adapter(_spec(A))
+            await engine.train(_works(A))
+            before = await _saved(engine, A, tmp_path / "before")
+            engine.drain("r0")
+            await _until(lambda: "not move" in caplog.text or not engine.replicas()[0].adapters)
+            engine.drain("r0", is_drained=False)
+            assert _held(engine) == {"r0": ("a",), "r1": ()}
+            assert "the saved files are damaged" in caplog.text
+            assert await _saved(engine, A, tmp_path / "after") == before
+            await _until(lambda: not list((place / "moves").iterdir()))
 
     asyncio.run(test())
 

@@ -40,10 +40,15 @@ class _Engine(FakeEngine):
         await asyncio.sleep(0)  # as a process, it does not reply at once
         await super().create_adapter(spec)
 
-    async def save_adapter(self, adapter_id: AdapterId, folder: Path, parts: AdapterParts) -> None:
+    async def save_to_move(self, adapter_id: AdapterId, folder: Path) -> str:
         if adapter_id in self.stuck:
             raise CheckpointUnavailableError("the disk does not want it")
-        await super().save_adapter(adapter_id, folder, parts)
+        await self.save_adapter(adapter_id, folder, AdapterParts.SNAPSHOT)
+        return ""
+
+    async def load_moved(self, spec: AdapterSpec, folder: Path, digest: str) -> None:
+        assert digest == ""
+        await self.load_adapter(spec, folder, AdapterParts.SNAPSHOT)
 
 
 class _Fleet:

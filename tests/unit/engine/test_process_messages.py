@@ -127,7 +127,7 @@ def _calls() -> list[Any]:
             "/a folder",
             7,
         ),
-        messages.SaveAdapter(3, AdapterId("a"), "/ä", 3),
+        messages.SaveAdapter(3, AdapterId("a"), "/ä", 3, wants_digest=True),
         messages.DropAdapter(4, AdapterId("a")),
         messages.Train(5, messages.sent_works((passed, *steps))),
         messages.LoadWeights(6, WeightsId("v"), "b", "/f"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from tinsmith.engine.base import WeightsId
-from tinsmith.engine.fleet.weights_cache import WeightsCache, digest_of
+from tinsmith.engine.files.file_digests import digest_of
+from tinsmith.engine.fleet.weights_cache import WeightsCache
 
 A, B, C = WeightsId("a"), WeightsId("b"), WeightsId("c")
 

@@ -233,7 +233,10 @@ class FleetAdapters:
     # Moves
 
     async def move(self, adapter_id: AdapterId, target: Replica) -> bool:
-        """Move an adapter to another replica, after its running works; False if it stays."""
+        """Move an adapter to another replica, after its running works; False if it stays.
+
+        It stays if the other replica does not find the files that this one saved, by their digest.
+        """
         async with self._order.after_earlier_calls([adapter_id]):
             home = self._homes.get(adapter_id)
             if home is None or home.replica is target:  # dropped or moved while this waited
@@ -241,18 +244,18 @@ class FleetAdapters:
             size = self._size(home.spec)
             if not target.is_open_to_new or not target.fits(size):
                 return False
-            source, parts = home.replica, AdapterParts.SNAPSHOT
+            source = home.replica
             try:
                 with (
                     target.reserving(adapter_id, size),
                     tempfile.TemporaryDirectory(prefix="move-", dir=self._folder()) as name,
                 ):
                     folder = Path(name)
-                    await self._pool.call(
-                        source, lambda: source.engine.save_adapter(adapter_id, folder, parts)
+                    digest = await self._pool.call(
+                        source, lambda: source.engine.save_to_move(adapter_id, folder)
                     )
                     await self._pool.call(
-                        target, lambda: target.engine.load_adapter(home.spec, folder, parts)
+                        target, lambda: target.engine.load_moved(home.spec, folder, digest)
                     )
             except (AdapterLostError, TinkerError, OSError) as exc:
                 _log.warning("could not move %s to replica %s: %s", adapter_id, target.name, exc)

@@ -51,6 +51,9 @@ _log = logging.getLogger(__name__)
 DRAIN_LOOK_S = 0.2
 """How often a replica that is being drained is looked at, besides after changes."""
 
+MOVES = "moves"
+"""The folder for files of adapters on the move, inside that of the fleet."""
+
 
 class FleetEngine(Engine):
     """An engine of replicas. For one event loop.
@@ -82,7 +85,7 @@ class FleetEngine(Engine):
         self._given_folder = folder
         self._folder = Path()
         self._models: dict[str, BaseModel] = {}
-        self._adapters = FleetAdapters(pool, lambda: self._models, lambda: self._folder)
+        self._adapters = FleetAdapters(pool, lambda: self._models, lambda: self._folder / MOVES)
         self._samples = FleetSamples(pool, lambda: self._models)
         self._drains: dict[str, asyncio.Task[None]] = {}
         self._tell: Callable[[ReplicaChange], None] = lambda _: None
@@ -91,6 +94,7 @@ class FleetEngine(Engine):
         """Start all replicas; the first error of one ends them all."""
         given = self._given_folder
         self._folder = Path(tempfile.mkdtemp(prefix="tinsmith-fleet-")) if given is None else given
+        await asyncio.to_thread(_make_empty, self._folder / MOVES)
         await self._samples.open(self._folder / "weights")
         try:
             await self._pool.open()
@@ -265,3 +269,9 @@ class FleetEngine(Engine):
     async def step_sampler(self) -> list[SampleEvent]:
         """The new events of all replicas; waits for one if samples are admitted."""
         return await self._samples.step()
+
+
+def _make_empty(folder: Path) -> None:
+    """Make a folder, without what an earlier process left there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)

@@ -9,16 +9,13 @@ not used. Whoever finds nothing here has the weights loaded from the checkpoint 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import os
 import shutil
 import threading
 from collections import OrderedDict
 from pathlib import Path
 
 from tinsmith.engine.base import WeightsId
-
-CHUNK_BYTES = 1 << 20
+from tinsmith.engine.files.file_digests import digest_of, files_in
 
 
 class WeightsCache:
@@ -81,7 +78,7 @@ class WeightsCache:
         partial = self._folder / f"{digest}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-        for file in _files(source):
+        for file in files_in(source):
             shutil.copyfile(file, partial / file.name)
         partial.rename(self._folder / digest)
 
@@ -90,27 +87,9 @@ class WeightsCache:
         shutil.rmtree(self._folder / digest, ignore_errors=True)
 
 
-def digest_of(folder: Path) -> str:
-    """The digest of the names and bytes of all files in a folder."""
-    digest = hashlib.blake2b(digest_size=24)
-    for file in _files(folder):
-        name = file.name.encode()
-        digest.update(len(name).to_bytes(4, "little") + name)
-        digest.update(file.stat().st_size.to_bytes(8, "little"))
-        with file.open("rb") as opened:
-            while chunk := opened.read(CHUNK_BYTES):
-                digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _files(folder: Path) -> list[Path]:
-    with os.scandir(folder) as found:
-        return sorted(Path(one.path) for one in found if one.is_file())
-
-
 def _size_of(folder: Path) -> int:
     sizes = 0
-    for file in _files(folder):
+    for file in files_in(folder):
         with contextlib.suppress(OSError):
             sizes += file.stat().st_size
     return sizes

@@ -71,6 +71,8 @@ class LoadAdapter(EngineCall, frozen=True):
     spec: AdapterSpec
     folder: str
     parts: int
+    digest: str | None = None
+    """Of the files, if it is to be checked."""
 
 
 class SaveAdapter(EngineCall, frozen=True):
@@ -79,6 +81,7 @@ class SaveAdapter(EngineCall, frozen=True):
     adapter_id: AdapterId
     folder: str
     parts: int
+    wants_digest: bool = False
 
 
 class DropAdapter(EngineCall, frozen=True):
@@ -168,6 +171,7 @@ class CallReply(_Message, frozen=True):
     outcomes: tuple[SentOutcome, ...] = ()
     events: tuple[SampleEvent, ...] = ()
     capacity: EngineCapacity | None = None
+    digest: str | None = None
 
 
 class ChildLogLine(_Message, frozen=True):

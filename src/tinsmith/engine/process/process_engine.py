@@ -231,6 +231,25 @@ class ProcessEngine(Engine):
         """Have the process write an adapter's files into an empty folder."""
         await self._call(lambda n: messages.SaveAdapter(n, adapter_id, str(folder), parts.value))
 
+    async def save_to_move(self, adapter_id: AdapterId, folder: Path) -> str:
+        """Save all parts of an adapter for another process; returns the digest of the files."""
+        parts = AdapterParts.SNAPSHOT.value
+        reply = await self._call(
+            lambda n: messages.SaveAdapter(n, adapter_id, str(folder), parts, wants_digest=True)
+        )
+        assert reply.digest is not None
+        return reply.digest
+
+    async def load_moved(self, spec: AdapterSpec, folder: Path, digest: str) -> None:
+        """Load an adapter from the files of another process's `save_to_move`.
+
+        Raises:
+            CheckpointFormatError: The files do not match the digest; nothing was loaded.
+        """
+        note = self._added(self._adapters, spec.adapter_id)
+        parts = AdapterParts.SNAPSHOT.value
+        await self._call(lambda n: messages.LoadAdapter(n, spec, str(folder), parts, digest), note)
+
     async def drop_adapter(self, adapter_id: AdapterId) -> None:
         """Unload an adapter from the process; no error if it is not loaded."""
         note = self._removed(self._adapters, adapter_id)

@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from tinsmith.engine.base import Engine, SampleEvent, SampleOutcome, SampleWork
+from tinsmith.engine.files.file_digests import check_digest, digest_of
 from tinsmith.engine.process import messages
 from tinsmith.engine.process.connection import read_body, write_body
 from tinsmith.engine.process.encoding import BodyDecoder, BodyEncoder
@@ -91,11 +92,9 @@ class EngineProgram:
             case messages.CreateAdapter():
                 await self.engine.create_adapter(call.spec)
             case messages.LoadAdapter():
-                parts = messages.parts_of(call.parts)
-                await self.engine.load_adapter(call.spec, Path(call.folder), parts)
+                await self._load(call)
             case messages.SaveAdapter():
-                parts = messages.parts_of(call.parts)
-                await self.engine.save_adapter(call.adapter_id, Path(call.folder), parts)
+                return CallReply(number, digest=await self._save(call))
             case messages.DropAdapter():
                 await self.engine.drop_adapter(call.adapter_id)
             case messages.Train():
@@ -116,6 +115,18 @@ class EngineProgram:
         self._engine = engine
         models = engine.base_models()
         return messages.EngineOpened(engine.name, engine.samples_concurrently, models)
+
+    async def _load(self, call: messages.LoadAdapter) -> None:
+        folder = Path(call.folder)
+        if call.digest is not None:
+            await asyncio.to_thread(check_digest, folder, call.digest)
+        await self.engine.load_adapter(call.spec, folder, messages.parts_of(call.parts))
+
+    async def _save(self, call: messages.SaveAdapter) -> str | None:
+        """Save an adapter, and return the digest of its files if it is wanted."""
+        folder = Path(call.folder)
+        await self.engine.save_adapter(call.adapter_id, folder, messages.parts_of(call.parts))
+        return await asyncio.to_thread(digest_of, folder) if call.wants_digest else None
 
     async def _step(self) -> list[SampleEvent]:
         events = [] if self._refused else await self.engine.step_sampler()
