@@ -90,10 +90,10 @@ class ReadyRoad:
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            to_server.close()  # first: a second cancellation may come while this waits
             for way in ways:
                 way.cancel()
             await asyncio.gather(*ways, return_exceptions=True)
-            to_server.close()
 
 
 async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
